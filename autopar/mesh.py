@@ -1,0 +1,69 @@
+"""The device mesh as plain data, so that planning needs no process group."""
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise MeshError(f"mesh shape must be positive sizes, found {self.shape}; write e.g. '2x4' or 'dp=2,tp=4'")
+        if len(set(self.axis_names)) != len(self.axis_names) or len(self.axis_names) != len(self.shape):
+            raise MeshError(f"mesh {self.shape} needs {len(self.shape)} distinct axis names, found {self.axis_names}")
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def axis_index(self, name: str) -> int:
+        """Index of the axis called `name`; MeshError if there is none."""
+        if name not in self.axis_names:
+            raise MeshError(f"no mesh axis {name!r}; the mesh has {', '.join(self.axis_names)}")
+        return self.axis_names.index(name)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Read '2x4', '8' or 'dp=2,tp=4'.
+
+    >>> print(parse_mesh("2x4"))
+    a0=2,a1=4
+    >>> parse_mesh("dp=2,tp=4").axis_names
+    ('dp', 'tp')
+    """
+    try:
+        if "=" in text:
+            pairs = [part.split("=") for part in text.split(",")]
+            return Mesh(tuple(int(size) for _, size in pairs), tuple(name.strip() for name, _ in pairs))
+        sizes = tuple(int(size) for size in text.lower().split("x"))
+        return Mesh(sizes, tuple(f"a{i}" for i in range(len(sizes))))
+    except ValueError as error:
+        raise MeshError(f"cannot read mesh {text!r}; write e.g. '2x4' or 'dp=2,tp=4'") from error
+
+
+def as_mesh(mesh: "Mesh | DeviceMesh | str | tuple[int, ...]") -> Mesh:
+    """Accept every way a user may write a mesh."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
+        return Mesh(tuple(mesh.shape), tuple(names))
+    return Mesh(tuple(mesh), tuple(f"a{i}" for i in range(len(mesh))))

@@ -1,0 +1,91 @@
+"""An assignment says where everything is; the conversions between its layouts follow from it, for pricing and for lowering alike."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph, Value
+from autopar.sbp.placement import Layout
+from autopar.sbp.signature import Strategy
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
+    several uses -> the layout it is converted to once, from which each use is served. outputs: output value name -> layout it leaves in.
+    """
+
+    strategies: Mapping[str, Strategy]
+    layouts: Mapping[str, Layout]
+    kept: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One reading of a value: slot `slot` of op `user`; a graph output (user "output") or a buffer's write-back ("buffer")."""
+
+    user: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """`value` in layout `src` is turned into `dst` once, for `uses` (empty: only further conversions start from it)."""
+
+    value: Value
+    src: Layout
+    dst: Layout
+    uses: tuple[Use, ...]
+
+
+def uses_of(graph: Graph) -> dict[str, list[Use]]:
+    """All readings of every value, in graph order."""
+    uses: dict[str, list[Use]] = defaultdict(list)
+    for op in graph.ops:
+        for slot, value in enumerate(op.inputs):
+            uses[value.name].append(Use(op.name, slot))
+    for index, value in enumerate(graph.outputs):
+        if isinstance(value, Value):
+            uses[value.name].append(Use("output", index))
+    for index, (_, value) in enumerate(graph.mutations):
+        uses[value.name].append(Use("buffer", index))
+    return dict(uses)
+
+
+def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
+    """Layout in which each value comes into being."""
+    layouts = {item.value.name: assignment.layouts[item.value.name] for item in graph.inputs}
+    for op in graph.ops:
+        for index, value in enumerate(op.outputs):
+            layouts[value.name] = assignment.strategies[op.name].output_layout(index)
+    return layouts
+
+
+def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
+    """Layout in which a use reads its value."""
+    if use.user == "output":
+        return assignment.outputs[graph.outputs[use.slot].name]
+    if use.user == "buffer":
+        fqn = graph.mutations[use.slot][0]
+        return next(assignment.layouts[item.value.name] for item in graph.inputs if item.kind == "buffer" and item.fqn == fqn)
+    return assignment.strategies[use.user].input_layout(use.slot)
+
+
+def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
+    """For each value, its conversions in order: to the kept layout, then from there one per distinct layout wanted.
+
+    A conversion with `src == dst` does nothing and is listed so that each use occurs once.
+    """
+    produced = produced_layouts(graph, assignment)
+    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    found: dict[str, tuple[Conversion, ...]] = {}
+    for name, uses in uses_of(graph).items():
+        by_layout: dict[Layout, list[Use]] = defaultdict(list)
+        for use in uses:
+            by_layout[wanted_layout(graph, assignment, use)].append(use)
+        base = assignment.kept.get(name, produced[name])
+        first = [Conversion(values[name], produced[name], base, ())] if base != produced[name] else []
+        rest = [Conversion(values[name], base, dst, tuple(served)) for dst, served in by_layout.items()]
+        found[name] = tuple(first + rest)
+    return found

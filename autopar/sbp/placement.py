@@ -1,0 +1,73 @@
+"""Placements and layouts: where the parts of one tensor are. The algebra is docs/architecture.md, "SBP"."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """How a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with its gradient a pending sum."""
+
+    kind: str
+    dim: int = -1
+
+    def __str__(self) -> str:
+        return {"S": f"S({self.dim})", "P": "P", "I": "B", "R": "B*"}[self.kind]
+
+    __repr__ = __str__
+
+    @property
+    def is_split(self) -> bool:
+        return self.kind == "S"
+
+
+P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is the field's letter
+
+Layout = tuple[Placement, ...]  # one placement per mesh axis, outermost axis first
+
+
+def S(dim: int) -> Placement:
+    """Split along `dim` (non-negative)."""
+    assert dim >= 0, f"S needs a non-negative dim, found {dim}"
+    return Placement("S", dim)
+
+
+def format_layout(layout: Layout) -> str:
+    """
+    >>> format_layout((S(0), I))
+    'S(0)B'
+    """
+    return "".join(map(str, layout))
+
+
+def parse_layout(text: str) -> Layout:
+    """Inverse of `format_layout`; ValueError if it is none.
+
+    >>> parse_layout("S(1)B*P")
+    (S(1), B*, P)
+    """
+    parts = re.findall(r"S\(\d+\)|B\*|B|P", text)
+    if "".join(parts) != text:
+        raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
+    plain = {"B": I, "B*": R, "P": P}
+    return tuple(plain[part] if part in plain else S(int(part[2:-1])) for part in parts)
+
+
+def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
+    """Into how many parts `layout` splits tensor dim `dim`."""
+    parts = 1
+    for placement, size in zip(layout, mesh_shape):
+        if placement == Placement("S", dim):
+            parts *= size
+    return parts
+
+
+def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether every split dim exists and divides by its number of parts: only such layouts are used."""
+    dims = {placement.dim for placement in layout if placement.is_split}
+    return all(dim < len(shape) and shape[dim] % num_parts(layout, mesh_shape, dim) == 0 and shape[dim] > 0 for dim in dims)
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of one rank's part; `layout` must be even."""
+    return tuple(size // num_parts(layout, mesh_shape, dim) for dim, size in enumerate(shape))

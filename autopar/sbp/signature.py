@@ -1,0 +1,56 @@
+"""Signatures (one mesh axis), strategies (all axes) and the candidates the search chooses from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.sbp.placement import Layout, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Valid placements of an op's tensor inputs (in `Op.inputs` order) and outputs on one mesh axis.
+
+    `role` names how the op must be run when running it on the shards as it is would be wrong: the local implementation
+    in `autopar.sbp.local_ops` for the op's target is then called with the axes of each role.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    role: str = ""
+
+    def __str__(self) -> str:
+        left, right = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))
+        return f"{left} -> {right}" + (f" [{self.role}]" if self.role else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One signature per mesh axis, outermost first."""
+
+    signatures: tuple[Signature, ...]
+
+    def input_layout(self, index: int) -> Layout:
+        return tuple(signature.inputs[index] for signature in self.signatures)
+
+    def output_layout(self, index: int) -> Layout:
+        return tuple(signature.outputs[index] for signature in self.signatures)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.signatures))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Everything that may be chosen, on one mesh.
+
+    strategies: op name -> its valid strategies. layouts: input value name -> the layouts it may be stored in (parameters,
+    buffers) or handed in (arguments, constants). outputs: name of an output value -> the layouts it may leave in.
+    without_rule: ops that have no rule and are replicated. not_divided: (op or input name, dim, mesh axis) never split
+    because the axis does not divide the dim.
+    """
+
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    layouts: Mapping[str, tuple[Layout, ...]]
+    outputs: Mapping[str, tuple[Layout, ...]]
+    without_rule: tuple[str, ...]
+    not_divided: tuple[tuple[str, int, int], ...]
