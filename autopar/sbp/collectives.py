@@ -1,0 +1,105 @@
+"""Differentiable conversions of one placement to another on one mesh axis: the runtime of `sbp.redistribute`.
+
+`spmd_types` has the same conversions; ours exist because its backward all-reduce asserts a contiguous gradient, which
+autograd does not promise (the gradient of `sum` is an expanded view).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopar.sbp.placement import I, P, Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """A mesh axis as one rank sees it: `index` is this rank's coordinate on it."""
+
+    name: str
+    size: int
+    index: int
+    group: dist.ProcessGroup | None  # None only on an axis of size 1
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, src, dst):
+        ctx.axis, ctx.src, ctx.dst = axis, src, dst
+        return move(x, axis, src, dst)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return move(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+
+
+def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
+    """Turn the local part `x` from placement `src` to `dst` on `axis`; the gradient goes the dual way."""
+    return _Convert.apply(x, axis, src, dst)
+
+
+def dual(placement: Placement) -> Placement:
+    """Placement of the gradient of a value placed so (docs/architecture.md, "SBP")."""
+    return {"P": I, "R": P}.get(placement.kind, placement)
+
+
+def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
+    """`convert` without gradient. What is whole (I or R) is the same on every rank, so the two do not differ here."""
+    src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
+    if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
+        return x
+    match src_kind, dst_kind:
+        case "P", "I":
+            return all_reduce(x, axis)
+        case "P", "S":
+            return reduce_scatter(x, axis, dst.dim)
+        case "S", "I":
+            return all_gather(x, axis, src.dim)
+        case "S", "S":
+            return all_to_all(x, axis, src.dim, dst.dim)
+        case "I", "S":
+            return x.chunk(axis.size, dst.dim)[axis.index]
+        case "I", "P":
+            return x if axis.index == 0 else torch.zeros_like(x)
+        case "S", "P":
+            return _pad(x, axis, src.dim)
+    raise AssertionError(f"no conversion {src} -> {dst}")
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sum (or `op`) of the ranks' `x`, as a new tensor; not differentiable."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=axis.group)
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part, along `dim`, of the sum of the ranks' `x`."""
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The ranks' `x` joined along `dim` in rank order."""
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def all_to_all(x: torch.Tensor, axis: Axis, src_dim: int, dst_dim: int) -> torch.Tensor:
+    """From split along `src_dim` to split along `dst_dim`."""
+    parts = torch.stack(x.chunk(axis.size, dst_dim)).contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=axis.group)
+    return torch.cat(out.unbind(0), dim=src_dim)
+
+
+def _pad(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= axis.size
+    out = x.new_zeros(shape)
+    out.chunk(axis.size, dim)[axis.index].copy_(x)
+    return out
