@@ -1,0 +1,86 @@
+"""The collectives a rank really issues, counted where they reach the process group, whoever issued them and in whichever pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from autopar.sbp.redistribute import Collective
+
+# Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+WITHOUT_DATA = ("barrier", "monitored_barrier", "wait_tensor")
+
+
+@contextmanager
+def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
+    """Collect every collective this rank issues inside the block, in order, as the plan would write it.
+
+    `axis` is the index of the axis of `mesh` whose process group was used, -1 for any other group. What autograd issues has phase
+    "backward", all else "forward". Barriers and waits move no tensor and are left out.
+    """
+    axes = {mesh.get_group(axis).group_name: axis for axis in range(mesh.ndim)}
+    issued: list[Collective] = []
+    with _Counter(axes, issued):
+        yield issued
+
+
+class _Counter(TorchDispatchMode):
+    # Below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all pass here.
+    def __init__(self, axes: dict[str, int], issued: list[Collective]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.issued = issued
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # DTensor and the like: their inner, plain ops come by once more
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func._schema.name.partition("::")[2].strip("_"), (*args, *(kwargs or {}).values()), out)
+        return out
+
+    def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
+        if name not in WITHOUT_DATA:
+            axis = self.axes.get(_group_name(arguments), -1)
+            self.issued.append(Collective(KINDS.get(name, name), axis, _num_bytes(arguments, out), _phase()))
+
+
+def _group_name(arguments: tuple[Any, ...]) -> str:
+    """c10d ops carry the process group itself, functional ones its name as their last string."""
+    groups = [arg for arg in arguments if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if groups:
+        return dist.ProcessGroup.unbox(groups[0]).group_name
+    return [arg for arg in arguments if isinstance(arg, str)][-1]
+
+
+def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
+    """Larger side: inputs and outputs are different arguments, or the outputs are the result."""
+    return max(sum(t.numel() * t.itemsize for t in tree_leaves(side) if isinstance(t, torch.Tensor)) for side in (*arguments, out))
+
+
+def _phase() -> str:
+    # private, but the only way to ask whether autograd is running; torch.utils.checkpoint asks the same
+    return "forward" if torch._C._current_graph_task_id() == -1 else "backward"

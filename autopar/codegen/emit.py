@@ -1,0 +1,161 @@
+"""Print a program as Python: what runs is what a person can read."""
+
+import keyword
+from typing import Any
+
+import torch
+
+from autopar.codegen.program import Call, Convert, Program, Release, Variable, variables_in
+from autopar.ir.graph import Value, short_dtype
+from autopar.sbp.placement import Layout, Placement, format_layout
+from autopar.sbp.redistribute import collectives_of, Step
+
+_RESERVED = {"aten", "convert", "local", "move", "pending", "seeded", "self", "torch", "seed", "I", "P", "R", "S", "inf", "nan"}
+
+
+def emit(program: Program, *, is_typed: bool = False) -> str:
+    """The source of `forward(self, *arguments)`. `is_typed` adds what a type checker of placements must be told: that the
+    result of an op on split operands is a pending sum."""
+    return "\n".join(_Emitter(program, is_typed).lines()) + "\n"
+
+
+class _Emitter:
+    def __init__(self, program: Program, is_typed: bool) -> None:
+        self.program = program
+        self.is_typed = is_typed
+
+    def lines(self) -> list[str]:
+        arguments = [variable(item.value.name) for item, _ in self.program.inputs if item.kind == "argument"]
+        body = [*self._prologue(), *self._inputs()]
+        for step in self.program.steps:
+            body += self._step(step)
+        body += [f"self.write_back({fqn!r}, {variable(name)})" for fqn, name in self.program.mutations]
+        body.append(f"return ({', '.join(self._output(item) for item, _ in self.program.outputs)},)")
+        return [f"def forward({', '.join(['self', *arguments])}):", *("    " + line for line in body)]
+
+    def _prologue(self) -> list[str]:
+        axes = ", ".join(self._axis(axis) for axis in range(self.program.mesh.ndim))
+        lines = [f"({axes},) = self.axes"]
+        return lines + ["seed = self.draw_seed()"] if self.program.has_random_ops else lines
+
+    def _inputs(self) -> list[str]:
+        read = self._names_read()
+        lines = []
+        for item, layout in self.program.inputs:
+            if item.value.name not in read:
+                continue
+            note = f"  # {describe(item.value, layout)}"
+            if item.kind == "argument":
+                lines.append(note.strip())
+            elif item.kind == "constant":
+                lines.append(f"{variable(item.value.name)} = self.constants[{item.value.name!r}]{note}")
+            else:
+                lines.append(f"{variable(item.value.name)} = self.local({item.fqn!r}){note}")
+        return lines
+
+    def _names_read(self) -> set[str]:
+        read = {name for _, name in self.program.mutations}
+        read |= {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
+        for step in self.program.steps:
+            if isinstance(step, Convert):
+                read.add(step.source)
+            elif isinstance(step, Call):
+                read |= set(variables_in((step.args, step.kwargs)))
+        return read
+
+    def _step(self, step: Call | Convert | Release) -> list[str]:
+        if isinstance(step, Release):
+            return [f"del {', '.join(map(variable, step.names))}"]
+        if isinstance(step, Convert):
+            return [self._convert(step)]
+        return self._call(step)
+
+    def _convert(self, step: Convert) -> str:
+        function = "convert" if step.value.needs_grad else "move"
+        before = step.after[: step.axis] + (step.src,) + step.after[step.axis + 1 :]
+        done = collectives_of(
+            Step(step.axis, step.src, step.dst, before), step.value.shape, step.value.dtype.itemsize,
+            self.program.mesh.shape, step.value.needs_grad,
+        )  # fmt: skip
+        note = ", ".join(f"{c.kind} {c.num_bytes} B {c.phase}" for c in done) or "local"
+        placements = f"{code(step.src)}, {code(step.dst)}"
+        call = f"{function}({variable(step.source)}, {self._axis(step.axis)}, {placements})"
+        return f"{variable(step.output)} = {call}  # {format_layout(step.after)}: {note}"
+
+    def _call(self, step: Call) -> list[str]:
+        targets = ", ".join(variable(value.name) for value in step.outputs)
+        left = f"({targets},)" if step.is_tuple or len(step.outputs) > 1 else targets
+        described = "; ".join(describe(value, layout) for value, layout in zip(step.outputs, step.layouts))
+        line = f"{left} = {self._function(step)}({', '.join(self._arguments(step))})"
+        for scope in self._scopes(step):
+            line = f"with {scope}: {line}"
+        return [f"# {described}  {step.origin}".rstrip(), line, *(self._pending(step) if self.is_typed else ())]
+
+    def _scopes(self, step: Call) -> list[str]:
+        scopes = []
+        if step.random >= 0:
+            axes = "".join(f", {self._axis(axis)}" for axis in step.split_axes)
+            scopes.append(f"seeded(seed, {step.random}{axes})")
+        if step.is_no_grad:
+            scopes.append("torch.no_grad()")
+        return [", ".join(scopes)] if scopes else []
+
+    def _function(self, step: Call) -> str:
+        if step.roles:
+            return f"local.{local_name(step.target)}"
+        return step.target if step.target.startswith("aten.") else f"torch.ops.{step.target}"
+
+    def _arguments(self, step: Call) -> list[str]:
+        args = [code(arg) for arg in step.args] + [f"{key}={code(arg)}" for key, arg in step.kwargs]
+        return args + [f"{role}=({', '.join(map(self._axis, axes))},)" for role, axes in step.roles]
+
+    def _pending(self, step: Call) -> list[str]:
+        lines = []
+        for value, layout in zip(step.outputs, step.layouts):
+            axes = [self._axis(axis) for axis, placement in enumerate(layout) if placement.kind == "P"]
+            if axes:
+                lines.append(f"{variable(value.name)} = pending({variable(value.name)}, {', '.join(axes)})")
+        return lines
+
+    def _output(self, item: Any) -> str:
+        return variable(item.name) if isinstance(item, Variable) else repr(item)
+
+    def _axis(self, axis: int) -> str:
+        return f"axis_{self.program.mesh.axis_names[axis]}"
+
+
+def variable(name: str) -> str:
+    """`name` as a Python identifier that hides nothing the generated code uses."""
+    name = "".join(char if char.isalnum() else "_" for char in name)
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith("axis_") else name
+
+
+def local_name(target: str) -> str:
+    """Name of an op's local implementation in the generated code.
+
+    >>> local_name("aten.embedding.default"), local_name("aten.mean.dim")
+    ('embedding', 'mean_dim')
+    """
+    _, name, overload = target.split(".")
+    return name if overload == "default" else f"{name}_{overload}"
+
+
+def describe(value: Value, layout: Layout) -> str:
+    """`f32[4,8] S(0)B`: global shape and layout."""
+    return f"{value.name}: {short_dtype(value.dtype)}[{','.join(map(str, value.shape))}] {format_layout(layout)}"
+
+
+def code(item: Any) -> str:
+    """An argument as Python source."""
+    match item:
+        case Variable(name=name):
+            return variable(name)
+        case tuple() | list():
+            return f"[{', '.join(map(code, item))}]"
+        case Placement(kind="S", dim=dim):
+            return f"S({dim})"
+        case Placement(kind=kind):
+            return kind
+        case torch.device():
+            return f"torch.device({str(item)!r})"
+    return repr(item)

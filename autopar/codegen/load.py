@@ -1,0 +1,90 @@
+"""Turn a program's source into a function that runs on this rank."""
+
+import itertools
+import linecache
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.codegen.emit import emit, local_name
+from autopar.codegen.program import Program
+from autopar.codegen.random import draw_seed, seeded
+from autopar.ir.graph import Graph
+from autopar.plan.plan import Plan
+from autopar.sbp.collectives import Axis, convert, move
+from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.placement import I, Layout, P, R, S
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A program ready to run: `self` of the generated function. `owners`: FQN -> (module, attribute) that holds the tensor."""
+
+    plan: Plan
+    graph: Graph
+    program: Program
+    source: str
+    function: Any
+    mesh: DeviceMesh
+    axes: tuple[Axis, ...]
+    constants: Mapping[str, torch.Tensor]
+    owners: Mapping[str, tuple[nn.Module, str]]
+
+    draw_seed = staticmethod(draw_seed)
+
+    def local(self, fqn: str) -> torch.Tensor:
+        """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
+        return self.state(fqn).to_local()
+
+    def state(self, fqn: str) -> DTensor:
+        module, name = self.owners[fqn]
+        return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        """Store the new content of a buffer."""
+        with torch.no_grad():
+            self.state(fqn).to_local().copy_(value)
+
+
+def load(program: Program, **fields: Any) -> Loaded:
+    """Compile the program's source; `fields` are the other fields of `Loaded`."""
+    source = emit(program)
+    return Loaded(program=program, source=source, function=compile_source(source, namespace()), **fields)
+
+
+def compile_source(source: str, names: dict[str, Any]) -> Any:
+    """The function `forward` that `source` defines; tracebacks show its lines."""
+    filename = f"<autopar {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), names)
+    return names["forward"]
+
+
+def namespace() -> dict[str, Any]:
+    """Names that generated code may use."""
+    local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
+    return {
+        "torch": torch, "aten": torch.ops.aten, "convert": convert, "move": move, "local": local, "seeded": seeded,
+        "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
+    }  # fmt: skip
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """The mesh's axes as this rank sees them."""
+    names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
+    return tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
+
+
+def torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """A stored layout as DTensor placements; mesh order is DTensor's own order of nested splits."""
+    return tuple(Shard(p.dim) if p.is_split else Replicate() for p in layout)

@@ -1,0 +1,140 @@
+"""From an assignment to one rank's program: sizes made local, each conversion placed just before its first use."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.codegen.program import Call, Convert, Program, Release, Variable, variables_in
+from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of, resolve
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, Conversion, Use, conversions, produced_layouts
+from autopar.sbp.localize import localize
+from autopar.sbp.placement import Layout
+from autopar.sbp.redistribute import redistribute
+from autopar.sbp.signature import Strategy
+
+
+def lower(graph: Graph, mesh: Mesh, assignment: Assignment) -> Program:
+    """One rank's program for `graph` laid out as `assignment` says."""
+    lowering = _Lowering(graph, mesh, assignment)
+    for op in graph.ops:
+        lowering.call(op)
+    outputs = tuple(lowering.output(index, value) for index, value in enumerate(graph.outputs))
+    mutations = tuple((fqn, lowering.read(value, Use("buffer", i))) for i, (fqn, value) in enumerate(graph.mutations))
+    inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
+    kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
+    return Program(mesh, inputs, tuple(_with_releases(lowering.steps, kept_alive)), outputs, mutations)
+
+
+def is_random(op: Op) -> bool:
+    """Whether the op draws random numbers with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in resolve(op.target).tags:
+        return False
+    arguments = arguments_of(op)
+    return arguments.get("dropout_p", 1.0) != 0.0 and arguments.get("train", True) is not False
+
+
+@dataclass
+class _Lowering:
+    """The walk over the graph: what has been emitted so far."""
+
+    graph: Graph
+    mesh: Mesh
+    assignment: Assignment
+    steps: list[Call | Convert] = field(default_factory=list)
+    num_random: int = 0
+
+    def __post_init__(self) -> None:
+        self._conversions = conversions(self.graph, self.assignment)
+        self._served = {
+            (use, name): conversion
+            for name, found in self._conversions.items()
+            for conversion in found
+            for use in conversion.uses
+        }
+        self._produced = produced_layouts(self.graph, self.assignment)
+        self._variables: dict[tuple[str, Layout], str] = {(name, layout): name for name, layout in self._produced.items()}
+        self._num_copies: dict[str, int] = {}
+
+    def read(self, value: Value, use: Use) -> str:
+        """Variable that holds `value` as `use` wants it, emitting the conversions still missing."""
+        conversion = self._served[use, value.name]
+        if (value.name, conversion.src) not in self._variables:
+            self._emit(self._conversions[value.name][0])
+        return self._emit(conversion)
+
+    def _emit(self, conversion: Conversion) -> str:
+        name, source = conversion.value.name, self._variables[conversion.value.name, conversion.src]
+        if (name, conversion.dst) in self._variables:
+            return self._variables[name, conversion.dst]
+        for step in redistribute(conversion.src, conversion.dst):
+            if self.mesh.shape[step.axis] == 1:
+                continue
+            self._num_copies[name] = self._num_copies.get(name, 0) + 1
+            copy = f"{name}__{self._num_copies[name]}"
+            self.steps.append(Convert(copy, source, conversion.value, step.axis, step.src, step.dst, step.after))
+            source = copy
+        self._variables[name, conversion.dst] = source
+        return source
+
+    def call(self, op: Op) -> None:
+        strategy = self.assignment.strategies[op.name]
+        names = [self.read(value, Use(op.name, slot)) for slot, value in enumerate(op.inputs)]
+        args, kwargs = localize(op, strategy, self.mesh.shape)
+        layouts = tuple(strategy.output_layout(i) for i in range(len(op.outputs)))
+        random, split_axes = -1, ()
+        if is_random(op):
+            random, self.num_random = self.num_random, self.num_random + 1
+            split_axes = tuple(axis for axis, placement in enumerate(layouts[0]) if placement.is_split)
+        kwargs = tuple((key, _fill(item, names)) for key, item in kwargs)
+        origin = " ".join(filter(None, (op.module, op.line)))
+        self.steps.append(
+            Call(op.outputs, op.target, _fill(args, names), kwargs, layouts, _roles(strategy), random, split_axes,
+                 op.is_no_grad, op.is_tuple, origin)
+        )  # fmt: skip
+
+    def output(self, index: int, value: Any) -> tuple[Any, Layout]:
+        if not isinstance(value, Value):
+            return value, ()
+        return Variable(self.read(value, Use("output", index))), self.assignment.outputs[value.name]
+
+
+def _fill(args: Any, names: list[str]) -> Any:
+    if isinstance(args, Slot):
+        return Variable(names[args.index])
+    if isinstance(args, (tuple, list)):
+        return tuple(_fill(item, names) for item in args)
+    return args
+
+
+def _roles(strategy: Strategy) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    axes: dict[str, list[int]] = {}
+    for axis, signature in enumerate(strategy.signatures):
+        if signature.role:
+            axes.setdefault(signature.role, []).append(axis)
+    return tuple((role, tuple(found)) for role, found in axes.items())
+
+
+def _reads(step: Call | Convert) -> set[str]:
+    return {step.source} if isinstance(step, Convert) else set(variables_in((step.args, step.kwargs)))
+
+
+def _writes(step: Call | Convert) -> set[str]:
+    return {step.output} if isinstance(step, Convert) else {value.name for value in step.outputs}
+
+
+def _with_releases(steps: list[Call | Convert], kept_alive: set[str]) -> Iterator[Call | Convert | Release]:
+    """Drop each variable after its last reading, so that only what autograd saved stays in memory."""
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        last.update(dict.fromkeys(_reads(step) | _writes(step), index))
+    ends: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept_alive:
+            ends.setdefault(index, []).append(name)
+    for index, step in enumerate(steps):
+        yield step
+        if index in ends:
+            yield Release(tuple(sorted(ends[index])))

@@ -1,0 +1,203 @@
+"""The sharded module: the user's own module class, its tensors DTensors, its forward the generated program."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
+
+from autopar.codegen.load import Loaded, axes_of, load, torch_placements
+from autopar.codegen.lower import lower
+from autopar.codegen.random import draw_seed
+from autopar.codegen.state import install, owners, shard_model, stateful
+from autopar.errors import AutoparError, RankMismatch
+from autopar.codegen.agree import gather
+from autopar.ir.constants import run_constants
+from autopar.ir.graph import Graph, Input
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.plan.plan import Plan
+from autopar.sbp.collectives import move
+from autopar.sbp.placement import I, format_layout
+
+Planner = Callable[[Graph, dict[str, str]], Plan]  # (graph, pins of what is already laid out) -> plan, equal on every rank
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of the user's model by `shard_module`."""
+
+    _autopar: "Runtime"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._autopar.call(self, args, kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use for the last shapes and mode seen."""
+        return self._autopar.current().plan
+
+    @property
+    def code(self) -> str:
+        """The generated Python of this rank."""
+        return self._autopar.current().source
+
+    @property
+    def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
+        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch."""
+        return {item.fqn: torch_placements(layout) for item, layout in self._autopar.current().program.inputs if item.kind == "argument"}
+
+
+@dataclass
+class Runtime:
+    """What a sharded module runs with: the programs loaded so far, by mode and input shapes."""
+
+    mesh: DeviceMesh
+    plan: Planner
+    source: nn.Module  # the user's model until its tensors have been taken over
+    original: type[nn.Module]
+    loaded: dict[Any, Loaded] = field(default_factory=dict)
+    last: Loaded | None = None
+
+    def current(self) -> Loaded:
+        """The program last used."""
+        if self.last is None:
+            raise AutoparError("not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile")
+        return self.last
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (spec, tuple(map(_describe, leaves)), tuple(m.training for m in module.modules()))
+        loaded = self.loaded.get(key)
+        if loaded is None:
+            loaded = self.loaded[key] = self.prepare(module, args, kwargs)
+        self.last = loaded
+        return run(loaded, leaves)
+
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
+        """Trace, plan and load for these arguments; the first time, also take over the model's tensors."""
+        graph = _agreed(self.mesh, lambda: self._trace(module, args, kwargs))
+        is_first = not self.loaded
+        plan = self.plan(graph, {} if is_first else _pins(graph, module, self.loaded))
+        if is_first:
+            take_over(module, self.source, graph, plan, self.mesh)
+            self.source = module
+        device = torch.device(self.mesh.device_type)
+        program = lower(graph, plan.mesh, plan.assignment)
+        if program.has_random_ops:
+            _check_seed(self.mesh)
+        return load(
+            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes_of(self.mesh),
+            constants=run_constants(graph, device), owners=owners(module),
+        )  # fmt: skip
+
+    def _trace(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
+        bare = skeleton(module)
+        del bare._autopar
+        bare.__class__ = self.original
+        return trace(bare, *pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs)))
+
+
+def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedModule:
+    """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
+    module = skeleton(model)
+    original = type(model)
+    module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    module._autopar = Runtime(mesh, plan, model, original)
+    return module
+
+
+def run(loaded: Loaded, leaves: list[Any]) -> Any:
+    """Call the program on the flat arguments and put its outputs together again."""
+    inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
+    by_name = {name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs}
+    flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
+    return pytree.tree_unflatten([_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)], loaded.graph.output_spec)
+
+
+def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
+    leaf = leaf.to(loaded.mesh.device_type)
+    for axis, placement in zip(loaded.axes, layout):
+        leaf = move(leaf, axis, I, placement)
+    return leaf
+
+
+def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
+    if any(placement.is_split for placement in layout):
+        return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
+    return x
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def _as_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+
+def _agreed(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
+    """This rank's graph, if every rank has got the same one; otherwise every rank raises, naming the first that differs."""
+    from autopar.ir.text import fingerprint
+
+    try:
+        graph, mine = make(), None
+    except AutoparError as error:
+        graph, mine = None, error
+    reports = gather(mesh, mine or fingerprint(graph))
+    failed = next((rank for rank, report in enumerate(reports) if isinstance(report, AutoparError)), None)
+    if failed is not None:
+        raise mine or RankMismatch(f"rank {failed} could not trace its model: {reports[failed]}")
+    different = next((rank for rank, report in enumerate(reports) if report != reports[0]), None)
+    if different is not None:
+        raise RankMismatch(
+            f"rank {different} and rank 0 were given different models or arguments (graphs {reports[different][:12]} and "
+            f"{reports[0][:12]}); build the same model and pass arguments of the same shapes on every rank"
+        )
+    return graph
+
+
+def _check_seed(mesh: DeviceMesh) -> None:
+    state = torch.get_rng_state()
+    seeds = gather(mesh, draw_seed())
+    torch.set_rng_state(state)
+    if len(set(seeds)) > 1:
+        rank = next(rank for rank, seed in enumerate(seeds) if seed != seeds[0])
+        raise RankMismatch(
+            f"the model has random ops (dropout) and rank {rank}'s random state differs from rank 0's; call torch.manual_seed with "
+            "the same seed on every rank: different parts of a batch get different numbers all the same"
+        )
+
+
+def _pins(graph: Graph, module: nn.Module, loaded: dict[Any, Loaded]) -> dict[str, str]:
+    layouts = next(iter(loaded.values())).plan.assignment.layouts
+    first = next(iter(loaded.values())).graph
+    return {item.fqn: format_layout(layouts[item.value.name]) for item in stateful(first)}
+
+
+def take_over(module: nn.Module, source: nn.Module, graph: Graph, plan: Plan, mesh: DeviceMesh) -> None:
+    """Give `module` its parts of `source`'s tensors; a model whose tensors are already DTensors (planned late) keeps its
+    parameter objects, so that an optimizer made before the first call still holds them."""
+    tensors = shard_model(source, graph, plan.assignment.layouts, mesh)
+    _check_weights(mesh, source, tensors)
+    install(module, graph, tensors)
+
+
+def _check_weights(mesh: DeviceMesh, source: nn.Module, tensors: dict[str, DTensor]) -> None:
+    """Parameters must be equal on every rank: compare a sum of each."""
+    sums = {name: float(p.detach().double().sum()) for name, p in source.named_parameters() if not p.is_meta and not isinstance(p, DTensor)}
+    reports = gather(mesh, sums)
+    for rank, report in enumerate(reports):
+        different = next((name for name, total in report.items() if total != reports[0].get(name) and total == total), None)
+        if different is not None:
+            raise RankMismatch(
+                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before autopar.compile"
+            )

@@ -1,0 +1,82 @@
+"""One rank's program: local ops and explicit collectives, the same text on every rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import Input, Value
+from autopar.mesh import Mesh
+from autopar.sbp.placement import Layout, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take it.
+
+    `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random numbers, differ.
+    `layouts` are those of the outputs.
+    """
+
+    outputs: tuple[Value, ...]
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    layouts: tuple[Layout, ...]
+    roles: tuple[tuple[str, tuple[int, ...]], ...]
+    random: int
+    split_axes: tuple[int, ...]
+    is_no_grad: bool
+    is_tuple: bool
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """Turn variable `source` from placement `src` to `dst` on mesh axis `axis`."""
+
+    output: str
+    source: str
+    value: Value
+    axis: int
+    src: Placement
+    dst: Placement
+    after: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The variables are not read again."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A local tensor of the generated function."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or a
+    constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed."""
+
+    mesh: Mesh
+    inputs: tuple[tuple[Input, Layout], ...]
+    steps: tuple[Call | Convert | Release, ...]
+    outputs: tuple[tuple[Any, Layout], ...]
+    mutations: tuple[tuple[str, str], ...]
+
+    @property
+    def has_random_ops(self) -> bool:
+        return any(isinstance(step, Call) and step.random >= 0 for step in self.steps)
+
+
+def variables_in(item: Any) -> Iterator[str]:
+    """Names of the variables a call's (nested) arguments read."""
+    if isinstance(item, Variable):
+        yield item.name
+    elif isinstance(item, tuple):
+        for part in item:
+            yield from variables_in(part)
