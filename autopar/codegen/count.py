@@ -26,12 +26,13 @@ KINDS = {
     "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-WITHOUT_DATA = ("barrier", "monitored_barrier", "wait_tensor")
+WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", "wrap_tensor_autograd")
 
 
 @contextmanager

@@ -1,0 +1,39 @@
+# Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint bench bench-step clean
+
+SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
+READY := .venv/.ready
+PYTHON := .venv/bin/python
+
+help: ## print this help
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+setup: $(READY) ## create .venv with the pinned versions (once; a few minutes)
+
+# torch goes first and pinned: left to the resolver it may bring several GB of CUDA.
+$(READY): pyproject.toml constraints.txt
+	test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv .venv
+	$(PYTHON) -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(PYTHON) -m pip install -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
+	$(PYTHON) examples/train_gpt.py
+
+test: $(READY) ## all tests that need no root and no GPU, multi-process ones included
+	$(PYTHON) -m pytest
+
+test-fast: $(READY) ## the tests that run in one process
+	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu"
+
+lint: $(READY) ## ruff over everything
+	$(PYTHON) -m ruff check .
+
+bench: bench-step ## every benchmark; results go to bench/results
+
+bench-step: $(READY) ## real training steps: autopar beside DDP, FSDP2 and parallelize_module
+	$(PYTHON) -m bench.step
+
+clean: ## remove the environment and caches
+	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build *.egg-info

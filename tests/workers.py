@@ -1,0 +1,132 @@
+"""Ranks for tests: processes that hold one gloo world, started once and reused."""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+START_S = 120.0
+GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
+# Imported once by the fork server, so that a rank starts in a fraction of a second.
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.export", "tests.workers"]
+
+
+class RankError(AssertionError):
+    """A rank raised, hung or died; the message has the first failing rank's traceback."""
+
+
+class Ranks:
+    """`num_ranks` processes in one gloo world; a failed or hung call ends them, the next call starts new ones."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._store = ""
+        atexit.register(self.stop)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on every rank and return their results in rank order.
+
+        The function is found by its qualified name, arguments and results are pickled. RankError as soon as a rank fails.
+        """
+        payload = pickle.dumps((function, args))
+        if not self._is_alive():
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(payload)
+        return self._collect(time.monotonic() + timeout_s)
+
+    def stop(self) -> None:
+        """End the ranks; only those this pool started."""
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections):
+            process.join()
+            connection.close()
+        self._processes, self._connections = [], []
+        shutil.rmtree(self._store, ignore_errors=True)
+
+    def _is_alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def _start(self) -> None:
+        self.stop()
+        self._store = tempfile.mkdtemp(prefix="autopar-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        for rank in range(self.num_ranks):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.num_ranks, self._store, there), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+        self._collect(time.monotonic() + START_S)
+
+    def _collect(self, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failure = ""
+        waiting = dict(zip(self._connections, range(self.num_ranks)))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stuck = f"ranks {sorted(waiting.values())} did not answer in time"
+                self.stop()
+                raise RankError(f"{failure}\n({stuck})" if failure else stuck)
+            for connection in ready:
+                rank = waiting.pop(connection)
+                results[rank], text = _receive(connection)
+                if text and not failure:
+                    failure = f"rank {rank}:\n{text}"
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failure:
+            if not self._is_alive():
+                self.stop()
+            raise RankError(failure)
+        return [results[rank] for rank in range(self.num_ranks)]
+
+
+def _receive(connection: Connection) -> tuple[Any, str]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return None, "the process died"
+
+
+def _serve(rank: int, num_ranks: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}/world", rank=rank, world_size=num_ranks)
+    connection.send_bytes(pickle.dumps((None, "")))
+    while True:
+        try:
+            payload = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)  # the tests are gone; gloo's threads would wait for peers
+        connection.send_bytes(_answer(payload))
+
+
+def _answer(payload: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(payload)
+        return pickle.dumps((function(*args), ""))
+    except BaseException:
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+@functools.cache
+def device_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
+    """For use inside a rank: the mesh of that shape over all ranks, its process groups made once."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=axis_names)
