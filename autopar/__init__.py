@@ -1,0 +1,21 @@
+"""autopar: an unmodified model goes in, a sharded module that trains the same comes out."""
+
+import importlib
+from typing import Any
+
+# Loaded at first use, so that the solver's child process starts without importing torch.
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "Cluster": "autopar.costmodel.cluster",
+    "Plan": "autopar.plan.plan",
+    "compile": "autopar.api",
+    "plan": "autopar.api",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")

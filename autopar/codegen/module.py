@@ -11,12 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
+from autopar.codegen.agree import agreed_graph, check_seed, check_weights
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.random import draw_seed
 from autopar.codegen.state import install, owners, shard_model, stateful
-from autopar.errors import AutoparError, RankMismatch
-from autopar.codegen.agree import gather
+from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
 from autopar.ir.graph import Graph, Input
 from autopar.ir.skeleton import skeleton
@@ -35,6 +34,14 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._autopar.call(self, args, kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._autopar.current()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._autopar.current()
+        return super().load_state_dict(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:
@@ -70,26 +77,30 @@ class Runtime:
         return self.last
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        self.prepare_now(module, args, kwargs)
+        return run(self.last, pytree.tree_leaves((args, kwargs)))
+
+    def prepare_now(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Make `current()` the program for these arguments and the module's mode."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (spec, tuple(map(_describe, leaves)), tuple(m.training for m in module.modules()))
-        loaded = self.loaded.get(key)
-        if loaded is None:
-            loaded = self.loaded[key] = self.prepare(module, args, kwargs)
-        self.last = loaded
-        return run(loaded, leaves)
+        if key not in self.loaded:
+            self.loaded[key] = self.prepare(module, args, kwargs)
+        self.last = self.loaded[key]
 
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
         """Trace, plan and load for these arguments; the first time, also take over the model's tensors."""
-        graph = _agreed(self.mesh, lambda: self._trace(module, args, kwargs))
+        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs))
         is_first = not self.loaded
-        plan = self.plan(graph, {} if is_first else _pins(graph, module, self.loaded))
+        plan = self.plan(graph, {} if is_first else _pins(next(iter(self.loaded.values()))))
         if is_first:
-            take_over(module, self.source, graph, plan, self.mesh)
+            check_weights(self.mesh, self.source)
+            install(module, graph, shard_model(self.source, graph, plan.assignment.layouts, self.mesh))
             self.source = module
         device = torch.device(self.mesh.device_type)
         program = lower(graph, plan.mesh, plan.assignment)
         if program.has_random_ops:
-            _check_seed(self.mesh)
+            check_seed(self.mesh)
         return load(
             program, plan=plan, graph=graph, mesh=self.mesh, axes=axes_of(self.mesh),
             constants=run_constants(graph, device), owners=owners(module),
@@ -144,60 +155,6 @@ def _as_meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
 
-def _agreed(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
-    """This rank's graph, if every rank has got the same one; otherwise every rank raises, naming the first that differs."""
-    from autopar.ir.text import fingerprint
-
-    try:
-        graph, mine = make(), None
-    except AutoparError as error:
-        graph, mine = None, error
-    reports = gather(mesh, mine or fingerprint(graph))
-    failed = next((rank for rank, report in enumerate(reports) if isinstance(report, AutoparError)), None)
-    if failed is not None:
-        raise mine or RankMismatch(f"rank {failed} could not trace its model: {reports[failed]}")
-    different = next((rank for rank, report in enumerate(reports) if report != reports[0]), None)
-    if different is not None:
-        raise RankMismatch(
-            f"rank {different} and rank 0 were given different models or arguments (graphs {reports[different][:12]} and "
-            f"{reports[0][:12]}); build the same model and pass arguments of the same shapes on every rank"
-        )
-    return graph
-
-
-def _check_seed(mesh: DeviceMesh) -> None:
-    state = torch.get_rng_state()
-    seeds = gather(mesh, draw_seed())
-    torch.set_rng_state(state)
-    if len(set(seeds)) > 1:
-        rank = next(rank for rank, seed in enumerate(seeds) if seed != seeds[0])
-        raise RankMismatch(
-            f"the model has random ops (dropout) and rank {rank}'s random state differs from rank 0's; call torch.manual_seed with "
-            "the same seed on every rank: different parts of a batch get different numbers all the same"
-        )
-
-
-def _pins(graph: Graph, module: nn.Module, loaded: dict[Any, Loaded]) -> dict[str, str]:
-    layouts = next(iter(loaded.values())).plan.assignment.layouts
-    first = next(iter(loaded.values())).graph
-    return {item.fqn: format_layout(layouts[item.value.name]) for item in stateful(first)}
-
-
-def take_over(module: nn.Module, source: nn.Module, graph: Graph, plan: Plan, mesh: DeviceMesh) -> None:
-    """Give `module` its parts of `source`'s tensors; a model whose tensors are already DTensors (planned late) keeps its
-    parameter objects, so that an optimizer made before the first call still holds them."""
-    tensors = shard_model(source, graph, plan.assignment.layouts, mesh)
-    _check_weights(mesh, source, tensors)
-    install(module, graph, tensors)
-
-
-def _check_weights(mesh: DeviceMesh, source: nn.Module, tensors: dict[str, DTensor]) -> None:
-    """Parameters must be equal on every rank: compare a sum of each."""
-    sums = {name: float(p.detach().double().sum()) for name, p in source.named_parameters() if not p.is_meta and not isinstance(p, DTensor)}
-    reports = gather(mesh, sums)
-    for rank, report in enumerate(reports):
-        different = next((name for name, total in report.items() if total != reports[0].get(name) and total == total), None)
-        if different is not None:
-            raise RankMismatch(
-                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before autopar.compile"
-            )
+def _pins(loaded: Loaded) -> dict[str, str]:
+    layouts = loaded.plan.assignment.layouts
+    return {item.fqn: format_layout(layouts[item.value.name]) for item in stateful(loaded.graph)}

@@ -44,8 +44,18 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor]) -> 
         tensor = tensors[item.fqn]
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
-            table = owner._parameters if name in owner._parameters else owner._buffers
-            table[name] = tensor
+            if name in owner._parameters:
+                replaced = owner._parameters[name] = _in_place_of(owner._parameters[name], tensor)
+                tensor = replaced
+            else:
+                owner._buffers[name] = tensor
+
+
+def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """`old` with the content of `new`: an optimizer made before the first call keeps holding the right objects."""
+    if old is not new:
+        torch.utils.swap_tensors(old, new)
+    return old
 
 
 def stateful(graph: Graph) -> Iterator[Input]:
@@ -75,14 +85,22 @@ def _stored(tensor: torch.Tensor, item: Input, layout: Layout, mesh: DeviceMesh)
 
 
 def _initialised(model: nn.Module, owner: nn.Module, prefix: str, device: str) -> dict[str, torch.Tensor]:
-    """The module's own tensors after its own initialisation; the module itself stays on the meta device."""
-    parameters, buffers = dict(owner._parameters), dict(owner._buffers)
-    owner.to_empty(device=device, recurse=False)
+    """The module's own tensors after its own initialisation; the module itself is left as it was."""
+    saved = owner._parameters, owner._buffers
+    owner._parameters = {name: _allocated(tensor, device) for name, tensor in owner._parameters.items()}
+    owner._buffers = {name: _allocated(tensor, device) for name, tensor in owner._buffers.items()}
     try:
         _initialise(model, owner, prefix)
         return {name: tensor for name, tensor in [*owner._parameters.items(), *owner._buffers.items()] if tensor is not None}
     finally:
-        owner._parameters, owner._buffers = parameters, buffers
+        owner._parameters, owner._buffers = saved
+
+
+def _allocated(tensor: torch.Tensor | None, device: str) -> torch.Tensor | None:
+    if tensor is None or not tensor.is_meta:
+        return tensor
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _initialise(model: nn.Module, owner: nn.Module, prefix: str) -> None:
