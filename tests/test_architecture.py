@@ -1,0 +1,129 @@
+"""The shape of the code base itself: docs/architecture.md and the style are kept by these tests."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import autopar
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = sorted((ROOT / "autopar").rglob("*.py"))
+EVERYTHING = PACKAGE + sorted(path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PUBLIC_NAMES = {"compile", "plan"}
+
+FILE_CAP, FILE_MEDIAN = 400, 150
+FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
+VAGUE = {"helper", "helpers", "info", "mgr", "misc", "tmp", "util", "utils"}
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|NotImplemented" + r"Error")
+# Packages come from whatever registry pip is set up for; naming one here would bind users to it.
+REGISTRY_HOST = re.compile(r"https?://[^\s)>\"']*(pypi|pythonhosted|anaconda|download\.pytorch)")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def ladder() -> dict[str, int]:
+    """Layer of each part of the package, lowest first, read from the line "errors, mesh < ir < ..." of the document."""
+    line = re.search(r"^`(errors.*<.*)`$", ARCHITECTURE, re.MULTILINE)
+    assert line, "docs/architecture.md lost its import ladder"
+    return {part: level for level, layer in enumerate(line[1].split("<")) for part in re.findall(r"\w+", layer)}
+
+
+def part_of(module: str) -> str:
+    """'autopar.sbp.rules.view' -> 'sbp'; the package itself is 'autopar'."""
+    return module.split(".")[1] if "." in module else module
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from ([f"autopar.{alias.name}" for alias in node.names] if node.module == "autopar" else [str(node.module)])
+
+
+def functions(path: Path) -> list[Function]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
+
+
+def length(function: Function) -> int:
+    """Lines of code: signature and body without the docstring."""
+    doc = function.body[0] if ast.get_docstring(function) else None
+    return function.end_lineno - function.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_imports_point_one_way(path):
+    levels, here = ladder(), part_of(module_name(path))
+    if here in ("autopar", "__main__"):
+        return
+    assert here in levels, f"{path.name}: give autopar.{here} its place in the ladder of docs/architecture.md"
+    for name in imported(path):
+        there = part_of(name)
+        if name.split(".")[0] == "autopar" and there != here:
+            same = levels[there] == levels[here] == 0
+            assert levels[there] < levels[here] or same, f"{path}: {here} must not import {name}"
+
+
+def test_search_knows_no_torch_and_no_graph():
+    for path in sorted((ROOT / "autopar" / "search").rglob("*.py")):
+        for name in imported(path):
+            assert name.split(".")[0] != "torch", f"{path} imports {name}"
+            assert not name.startswith("autopar") or part_of(name) in ("search", "errors"), f"{path} imports {name}"
+
+
+def test_public_names():
+    assert set(autopar.__all__) >= PUBLIC_NAMES
+    assert all(hasattr(autopar, name) for name in autopar.__all__)
+
+
+def test_stages_of_the_document_exist():
+    stages = re.findall(r"^\s+\| ([a-z_.]+)\.([a-z_]+)\(", ARCHITECTURE, re.MULTILINE)
+    assert len(stages) >= 9
+    for module, function in stages:
+        path = ROOT / "autopar" / Path(*module.split(".")).with_suffix(".py")
+        assert path.exists(), f"docs/architecture.md names {module}, there is no {path}"
+        assert function in [node.name for node in functions(path)], f"{path} has no {function}"
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
+def test_files_and_functions_stay_small(path):
+    assert len(path.read_text().splitlines()) <= FILE_CAP
+    long = [f"{node.name} ({length(node)})" for node in functions(path) if length(node) > FUNCTION_CAP]
+    assert not long, f"{path}: longer than {FUNCTION_CAP} lines: {', '.join(long)}"
+
+
+def test_typical_sizes():
+    assert median(len(path.read_text().splitlines()) for path in PACKAGE if path.name != "__init__.py") <= FILE_MEDIAN
+    assert median(length(node) for path in PACKAGE for node in functions(path)) <= FUNCTION_MEDIAN
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_public_functions_are_documented_and_typed(path):
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+        if isinstance(node, Function):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            untyped = [argument.arg for argument in arguments if argument.annotation is None]
+            assert node.returns is not None and not untyped, f"{path}:{node.lineno} {node.name} is not fully typed: {untyped}"
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
+def test_words(path):
+    text = path.read_text()
+    names = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, Function | ast.ClassDef)]
+    vague = [name for name in [path.stem, *names] if VAGUE & set(name.lower().split("_"))]
+    assert not vague, f"{path}: names that say nothing: {vague}"
+    assert not UNFINISHED.search(text), f"{path}: unfinished: {UNFINISHED.search(text)[0]}"
+    assert not REGISTRY_HOST.search(text), f"{path}: names a package registry"
