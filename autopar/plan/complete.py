@@ -1,0 +1,92 @@
+"""From strategies to a whole assignment: the layouts that are left to choose, each at the least communication."""
+
+from collections.abc import Iterable, Mapping
+
+from autopar.ir.fold import Folded
+from autopar.ir.graph import Graph, Value
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, produced_layouts, uses_of, wanted_layout
+from autopar.sbp.placement import Layout, num_parts
+from autopar.sbp.redistribute import collectives_of, redistribute
+from autopar.sbp.signature import Candidates, Strategy
+
+
+def complete(
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    strategies: Mapping[str, Strategy],
+    arguments: Mapping[str, Layout],
+    mesh: Mesh,
+    *,
+    sharded_axes: tuple[int, ...] = (),
+) -> Assignment:
+    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide."""
+    wanted = _wanted(graph, strategies)
+    layouts = dict(arguments)
+    for item in graph.inputs:
+        representative = folded.representative[item.value.name]
+        if item.kind == "argument":
+            continue
+        if representative != item.value.name:
+            layouts[item.value.name] = layouts[representative]
+            continue
+        offered = candidates.layouts[item.value.name]
+        if item.kind == "parameter" and sharded_axes:
+            offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes)
+        layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
+    outputs = _outputs(graph, candidates, strategies, layouts, mesh)
+    bare = Assignment(strategies, layouts, {}, outputs)
+    return Assignment(strategies, layouts, _kept(graph, bare, mesh), outputs)
+
+
+def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
+    """Per input value the distinct layouts in which ops read it."""
+    found: dict[str, dict[Layout, None]] = {item.value.name: {} for item in graph.inputs}
+    for op in graph.ops:
+        for slot, value in enumerate(op.inputs):
+            if value.name in found:
+                found[value.name][strategies[op.name].input_layout(slot)] = None
+    return {name: tuple(layouts) for name, layouts in found.items()}
+
+
+def _most_parts(value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Of the layouts that leave the other axes as they are used, those in most parts on `axes`; one dim rather than several, the first rather than a later one."""
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+
+    def key(layout: Layout) -> tuple[int, int, int, tuple[int, ...]]:
+        dims = {placement.dim for placement in layout if placement.is_split}
+        parts = max((num_parts(tuple(layout[a] for a in axes), tuple(mesh.shape[a] for a in axes), dim) for dim in dims), default=1)
+        differs = sum(layout[axis] != want[axis] for want in wanted for axis in others)
+        return differs, -parts, len(dims), tuple(sorted(dims))
+
+    return (min(offered, key=key),)
+
+
+def _outputs(graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
+    produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
+    values = [value for value in graph.outputs if isinstance(value, Value)]
+    return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), mesh)) for v in values}
+
+
+def _kept(graph: Graph, assignment: Assignment, mesh: Mesh) -> dict[str, Layout]:
+    """Values read in several layouts: where to convert them to first, if that moves less than converting each time."""
+    produced = produced_layouts(graph, assignment)
+    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    kept = {}
+    for name, uses in uses_of(graph).items():
+        wanted = tuple(dict.fromkeys(wanted_layout(graph, assignment, use) for use in uses))
+        if len(uses) > 1:
+            kept[name] = min((produced[name], *wanted), key=lambda base: _bytes_via(values[name], produced[name], base, wanted, mesh))
+    return kept
+
+
+def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[Layout, ...], mesh: Mesh) -> int:
+    return _bytes_to(value, produced, (base,), mesh) + _bytes_to(value, base, wanted, mesh)
+
+
+def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], mesh: Mesh) -> int:
+    """Bytes moved, forward and backward, to turn `src` into each of `wanted`."""
+    steps = (step for dst in wanted for step in redistribute(src, dst))
+    moved = (collectives_of(step, value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad) for step in steps)
+    return sum(collective.num_bytes for found in moved for collective in found)

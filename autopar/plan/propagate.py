@@ -1,0 +1,133 @@
+"""Choose one signature an op on one mesh axis by walking forward: seeds first, then whatever follows without communication."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph, Op, Value
+from autopar.plan.structure import Structure, base_name, product_slots
+from autopar.sbp.placement import I, P, Placement, R
+from autopar.sbp.redistribute import CONVERSIONS
+from autopar.sbp.signature import Signature
+
+_WHOLE = ("I", "R")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A signature on the axis at hand, and the bytes that its own collectives on this axis move."""
+
+    signature: Signature
+    inner_bytes: int
+
+
+Options = Callable[[Op], tuple[Option, ...]]
+Placed = dict[str, Placement]  # value name -> placement it comes into being in; absent: a parameter, or made of parameters, still free
+
+
+def follow_batch(graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed) -> dict[str, Signature]:
+    """Data parallelism: `batch` are the placed arguments; parameters are used by split compute."""
+    placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
+    placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
+    chosen: dict[str, Signature] = {}
+    for op in graph.ops:
+        known = chosen.get(representative[op.name])
+        _take(op, known or _cheapest(op, options(op), placed), chosen, placed)
+    return chosen
+
+
+def follow_tensors(graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options) -> dict[str, Signature]:
+    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is whole."""
+    placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
+    chosen: dict[str, Signature] = {}
+    producer = {value.name: op for op in graph.ops for value in op.outputs}
+    for op in graph.ops:
+        if all(value.name in structure.from_parameters for value in op.inputs) and op.inputs:
+            continue  # its consumer says what it needs
+        known = chosen.get(representative[op.name])
+        signature = known or _cheapest(op, _seeded(op, options(op), structure, placed), placed, structure)
+        _take(op, signature, chosen, placed)
+        for value, placement in zip(op.inputs, signature.inputs):
+            _settle(value, placement, options, producer, chosen, placed)
+    for op in graph.ops:
+        if op.name not in chosen:
+            _take(op, _cheapest(op, options(op), placed, structure), chosen, placed)
+    return chosen
+
+
+def _take(op: Op, signature: Signature, chosen: dict[str, Signature], placed: Placed) -> None:
+    chosen[op.name] = signature
+    placed.update((value.name, placement) for value, placement in zip(op.outputs, signature.outputs))
+
+
+def _settle(value: Value, placement: Placement, options: Options, producer: Mapping[str, Op], chosen: dict[str, Signature], placed: Placed) -> None:
+    """Give the ops that make `value` of parameters alone signatures that yield `placement`, where they have such."""
+    op = producer.get(value.name)
+    if op is None or op.name in chosen:
+        return
+    index = op.outputs.index(value)
+    matching = [option for option in options(op) if option.signature.outputs[index] == placement]
+    signature = _cheapest(op, matching or options(op), placed)
+    _take(op, signature, chosen, placed)
+    for source, wanted in zip(op.inputs, signature.inputs):
+        _settle(source, wanted, options, producer, chosen, placed)
+
+
+def _seeded(op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed) -> tuple[Option, ...]:
+    """The options that make `op` what `structure` says it is; all of them where it says nothing or none fits."""
+    kind = "vocabulary" if op.name == structure.vocabulary else structure.kinds.get(op.name, base_name(op))
+    slots = product_slots(op, structure.from_parameters)
+    fits = [option for option in options if _is_kind(kind, op, option.signature, slots)]
+    if kind == "scaled_dot_product_attention":  # only where slicing what comes in is free
+        fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
+    elif op.name in structure.region:
+        fits = [o for o in options if I not in (p for v, p in zip(op.inputs, o.signature.inputs) if v.needs_grad)]
+    return tuple(fits) or options
+
+
+def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
+    inputs, output = signature.inputs, signature.outputs[0]
+    match kind:
+        case "vocabulary":
+            return inputs[0] == Placement("S", 0) and output == P
+        case "scaled_dot_product_attention":
+            return output == Placement("S", len(op.outputs[0].shape) - 3)  # heads
+        case "whole":
+            return all(placement == I for placement in inputs)
+    if slots is None or not inputs[slots[1]].is_split:
+        return False
+    activation = inputs[slots[0]]
+    return output == P and activation.is_split if kind == "row" else output.is_split and activation.kind in _WHOLE
+
+
+def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: Structure | None = None) -> Signature:
+    """Fewest bytes moved, then fewest changes of placement, then split rather than whole, then the rule's order.
+
+    A pending sum is finished before anything but a product's own bias is added to it: that is what people write by hand.
+    """
+    def is_textbook(signature: Signature) -> bool:
+        pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
+        return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)
+
+    def key(option: Option) -> tuple[float, int, int]:
+        signature = option.signature
+        changes = sum(placed.get(value.name, _free(p)) != p for value, p in zip(op.inputs, signature.inputs))
+        return _moved_bytes(op, option, placed), changes, not any(p.is_split for p in signature.outputs)
+
+    return min([option for option in options if is_textbook(option.signature)] or options, key=key).signature
+
+
+def _moved_bytes(op: Op, option: Option, placed: Placed) -> int:
+    moved = sum(_conversion_bytes(v, placed.get(v.name, _free(p)), p) for v, p in zip(op.inputs, option.signature.inputs))
+    return moved + option.inner_bytes
+
+
+def _free(wanted: Placement) -> Placement:
+    """A parameter is stored as its use wants it, but never as `R` or `P`."""
+    return wanted if wanted.is_split else I
+
+
+def _conversion_bytes(value: Value, src: Placement, dst: Placement) -> int:
+    if src == dst:
+        return 0
+    forward, backward = CONVERSIONS[src.kind, dst.kind]
+    return value.num_bytes * (bool(forward) + (bool(backward) and value.needs_grad))

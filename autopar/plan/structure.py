@@ -1,0 +1,129 @@
+"""What a person sees in a graph before writing a tensor-parallel plan: which products pair up, which lookup is the vocabulary."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph, Op, Value
+
+_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d"})
+# A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
+_BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
+
+
+@dataclass(frozen=True)
+class Structure:
+    """kinds: product -> "column", "row" or "whole". region: ops between a column product and its row product.
+    vocabulary: the embedding to split over its rows ("" if there is none). from_parameters: values computed from parameters alone.
+    """
+
+    kinds: Mapping[str, str]
+    region: frozenset[str]
+    vocabulary: str
+    from_parameters: frozenset[str]
+
+
+def structure_of(graph: Graph) -> Structure:
+    """Megatron's pairing (arXiv:1909.08053, section 3): a product of nothing but other products is row-parallel, those are column-parallel.
+
+    A product that no further product depends on (a language model's head) is column-parallel too; the others stay whole.
+    """
+    from_parameters = values_from_parameters(graph)
+    sources, rows = _pair(graph, from_parameters)
+    columns = {name for row in rows.values() for name in row}
+    feeding_row, feeding_any = _feeders(graph, set(rows), from_parameters)
+    kinds = {}
+    for op in graph.ops:
+        if product_slots(op, from_parameters) is None:
+            continue
+        is_column = op.name in columns or (op.name not in rows and op.name not in feeding_any)
+        kinds[op.name] = "row" if op.name in rows else "column" if is_column else "whole"
+    region = {op.name for op in graph.ops if op.name in feeding_row and op.name not in kinds and sources.get(op.outputs[0].name)}
+    return Structure(kinds, frozenset(region), _vocabulary(graph), from_parameters)
+
+
+def base_name(op: Op) -> str:
+    """'linear' of 'aten.linear.default'."""
+    return op.target.split(".")[1]
+
+
+def values_from_parameters(graph: Graph) -> frozenset[str]:
+    """Names of the parameters and of every value that needs a gradient for parameters' sake alone."""
+    found = {item.value.name for item in graph.of_kind("parameter")}
+    for op in graph.ops:
+        tracked = [value.name for value in op.inputs if value.needs_grad]
+        if tracked and all(name in found for name in tracked) and not _lookup(op) and all(v.needs_grad for v in op.inputs):
+            found.update(value.name for value in op.outputs)
+    return frozenset(found)
+
+
+def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | None:
+    """(slot of the activation, slot of the weight) of a product with a parameter, else None."""
+    if base_name(op) not in _PRODUCTS:
+        return None
+    weights = [slot for slot, value in enumerate(op.inputs) if value.name in from_parameters and len(value.shape) > 1]
+    others = [slot for slot, value in enumerate(op.inputs) if value.name not in from_parameters]
+    return (others[0], weights[0]) if len(weights) == 1 and len(others) == 1 else None
+
+
+def _lookup(op: Op) -> bool:
+    return base_name(op) == "embedding"
+
+
+def _pair(graph: Graph, from_parameters: frozenset[str]) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
+    """Per value the products it derives from (None: from something else too), and per row product its column products."""
+    sources: dict[str, frozenset[str] | None] = {}
+    rows: dict[str, frozenset[str]] = {}
+    for op in graph.ops:
+        slots = product_slots(op, from_parameters)
+        if slots is None:
+            found = _merge(op, sources, from_parameters)
+        elif paired := sources.get(op.inputs[slots[0]].name):
+            rows[op.name], found = paired, None
+        else:
+            found = frozenset({op.name})
+        sources.update((value.name, found) for value in op.outputs)
+    return sources, rows
+
+
+def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], from_parameters: frozenset[str]) -> frozenset[str] | None:
+    tracked = [value for value in op.inputs if value.needs_grad and value.name not in from_parameters]
+    found = [sources.get(value.name) for value in tracked]
+    if base_name(op) in _BARRIERS or not found or any(item is None for item in found):
+        return None
+    return frozenset().union(*found)
+
+
+def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> tuple[set[str], set[str]]:
+    """Ops from which a row product's activation is computed without a product between, and ops any product depends on."""
+    near: set[str] = set()  # value names
+    far: set[str] = set()
+    feeding_row, feeding_any = set(), set()
+    for op in reversed(graph.ops):
+        slots = product_slots(op, from_parameters)
+        names = {value.name for value in op.outputs}
+        if names & far:
+            feeding_any.add(op.name)
+        if slots or names & far:
+            far.update(value.name for value in op.inputs)
+        if op.name in rows and slots:
+            near.add(op.inputs[slots[0]].name)
+        elif slots is None and names & near:
+            feeding_row.add(op.name)
+            near.update(value.name for value in op.inputs)
+    return feeding_row, feeding_any
+
+
+def _vocabulary(graph: Graph) -> str:
+    """The lookup with most rows among those indexed by an argument; positions are looked up by constants."""
+    derived = {item.value.name for item in graph.of_kind("argument")}
+    best, most_rows = "", 0
+    for op in graph.ops:
+        if any(value.name in derived for value in op.inputs):
+            derived.update(value.name for value in op.outputs)
+            if _lookup(op) and _rows(op.inputs) > most_rows:
+                best, most_rows = op.name, _rows(op.inputs)
+    return best
+
+
+def _rows(inputs: tuple[Value, ...]) -> int:
+    return inputs[0].shape[0]
