@@ -10,12 +10,11 @@ from autopar.ir.graph import Value, short_dtype
 from autopar.sbp.placement import Layout, Placement, format_layout
 from autopar.sbp.redistribute import collectives_of, Step
 
-_RESERVED = {"aten", "convert", "local", "move", "pending", "seeded", "self", "torch", "seed", "I", "P", "R", "S", "inf", "nan"}
+_RESERVED = {"aten", "convert", "local", "move", "declare", "seeded", "self", "torch", "seed", "I", "P", "R", "S", "inf", "nan"}
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
-    """The source of `forward(self, *arguments)`. `is_typed` adds what a type checker of placements must be told: that the
-    result of an op on split operands is a pending sum."""
+    """The source of `forward(self, *arguments)`. `is_typed` adds, for a type checker of placements, each variable's layout."""
     return "\n".join(_Emitter(program, is_typed).lines()) + "\n"
 
 
@@ -51,6 +50,7 @@ class _Emitter:
                 lines.append(f"{variable(item.value.name)} = self.constants[{item.value.name!r}]{note}")
             else:
                 lines.append(f"{variable(item.value.name)} = self.local({item.fqn!r}){note}")
+            lines += self._declare(item.value.name, layout)
         return lines
 
     def _names_read(self) -> set[str]:
@@ -67,7 +67,7 @@ class _Emitter:
         if isinstance(step, Release):
             return [f"del {', '.join(map(variable, step.names))}"]
         if isinstance(step, Convert):
-            return [self._convert(step)]
+            return [self._convert(step), *self._declare(step.output, step.after)]
         return self._call(step)
 
     def _convert(self, step: Convert) -> str:
@@ -89,7 +89,8 @@ class _Emitter:
         line = f"{left} = {self._function(step)}({', '.join(self._arguments(step))})"
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
-        return [f"# {described}  {step.origin}".rstrip(), line, *(self._pending(step) if self.is_typed else ())]
+        declared = [text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)]
+        return [f"# {described}  {step.origin}".rstrip(), line, *declared]
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []
@@ -109,13 +110,8 @@ class _Emitter:
         args = [code(arg) for arg in step.args] + [f"{key}={code(arg)}" for key, arg in step.kwargs]
         return args + [f"{role}=({', '.join(map(self._axis, axes))},)" for role, axes in step.roles]
 
-    def _pending(self, step: Call) -> list[str]:
-        lines = []
-        for value, layout in zip(step.outputs, step.layouts):
-            axes = [self._axis(axis) for axis, placement in enumerate(layout) if placement.kind == "P"]
-            if axes:
-                lines.append(f"{variable(value.name)} = pending({variable(value.name)}, {', '.join(axes)})")
-        return lines
+    def _declare(self, name: str, layout: Layout) -> list[str]:
+        return [f"{variable(name)} = declare({variable(name)}, {', '.join(map(code, layout))})"] if self.is_typed else []
 
     def _output(self, item: Any) -> str:
         return variable(item.name) if isinstance(item, Variable) else repr(item)
