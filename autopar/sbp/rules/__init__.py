@@ -1,0 +1,11 @@
+"""The rule table: op -> its splitting signatures on one mesh axis. Every row is checked against the op itself in tests/sbp."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from autopar.ir.graph import Op
+from autopar.sbp.rules import attention, cast, embedding, loss, norm, pointwise, product, softmax, view
+from autopar.sbp.signature import Signature
+
+_FAMILIES = (pointwise, cast, view, product, attention, embedding, loss, norm, softmax)
+
+RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}

@@ -1,0 +1,128 @@
+"""Which strategies each op has on a mesh, and which layouts each input and output may have."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.mesh import Mesh
+from autopar.sbp.placement import I, Layout, P, R, S, is_even
+from autopar.sbp.rules import RULES
+from autopar.sbp.signature import Candidates, Signature, Strategy
+
+if TYPE_CHECKING:
+    from autopar.ir.fold import Folded
+
+Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
+
+
+def annotate(graph: Graph, mesh: Mesh, folded: "Folded | None" = None) -> Candidates:
+    """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs)."""
+    ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
+    outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    return Candidates(
+        strategies={op.name: strategies_of(_nameless(op), mesh.shape) for op in ops},
+        layouts={item.value.name: _input_layouts(item, mesh.shape) for item in graph.inputs},
+        outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
+        without_rule=tuple(op.name for op in ops if op.target not in RULES),
+        not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
+    )
+
+
+def _nameless(op: Op) -> Op:
+    """The op without what its strategies do not depend on, so that equal calls are looked up, not derived."""
+    inputs, outputs = (tuple(replace(value, name="") for value in values) for values in (op.inputs, op.outputs))
+    return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
+
+
+@lru_cache(maxsize=4096)
+def signatures_of(op: Op) -> tuple[Signature, ...]:
+    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule; divisibility is not looked at."""
+    whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
+    found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
+    return tuple(dict.fromkeys(signature for signature in found if _can_sum(op, signature)))
+
+
+def _without_gradient(op: Op, signature: Signature) -> Signature:
+    """R becomes I where no gradient flows: on values without gradient, and on all inputs if no output has one."""
+    assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), f"{op.target}: {signature} does not fit"
+    flows = any(value.needs_grad for value in op.outputs)
+    inputs = (p if p != R or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs))
+    outputs = (p if p != R or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
+    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _can_sum(op: Op, signature: Signature) -> bool:
+    """Booleans have no sum."""
+    placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
+    return not any(placement == P and value.dtype == torch.bool for placement, value in placed)
+
+
+@lru_cache(maxsize=4096)
+def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """One signature per axis, such that everything divides evenly; all I comes first, and alone on axes of size 1."""
+    per_axis = [[(sig, _extents(op, sig)) for sig in _on_axis(op, size)] for size in mesh_shape]
+    found = []
+    for combination in itertools.product(*per_axis):
+        num_parts: dict[Part, int] = {}
+        for (_, extents), size in zip(combination, mesh_shape):
+            for part in extents:
+                num_parts[part] = num_parts.get(part, 1) * size
+        if all(extents[part] % num_parts[part] == 0 for _, extents in combination for part in extents):
+            found.append(Strategy(tuple(sig for sig, _ in combination)))
+    return tuple(found)
+
+
+def _on_axis(op: Op, size: int) -> list[Signature]:
+    """Signatures that divide evenly over one axis of `size`."""
+    found = signatures_of(op)[: 1 if size == 1 else None]
+    return [sig for sig in found if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
+
+
+def _is_uneven(extent: int, size: int) -> bool:
+    return extent == 0 or extent % size != 0
+
+
+def _extents(op: Op, signature: Signature) -> dict[Part, int]:
+    """Size of everything the signature splits, outputs first."""
+    tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
+    parts: dict[Part, int] = {
+        (f"{side}{index}", placement.dim): values[index].shape[placement.dim]
+        for side, values, placements in tensors
+        for index, placement in enumerate(placements)
+        if placement.is_split
+    }
+    return parts | {(signature.role, -1): signature.num_units} if signature.num_units else parts
+
+
+@lru_cache(maxsize=4096)
+def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Every even layout of I and S(d), all I first."""
+    placements = (I, *(S(dim) for dim, size in enumerate(shape) if size > 1))
+    choices = [placements if size > 1 else (I,) for size in mesh_shape]
+    return tuple(layout for layout in itertools.product(*choices) if is_even(shape, layout, mesh_shape))
+
+
+def _input_layouts(item: Input, mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Taking a slice of what every rank holds costs nothing; a constant is born whole, a leaf's gradient is due whole."""
+    is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad)
+    return ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
+
+
+def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    for axis, size in enumerate(mesh_shape):
+        for item in graph.of_kind("parameter"):
+            yield from ((item.value.name, dim, axis) for dim, extent in enumerate(item.value.shape) if extent > 1 and extent % size)
+        for op in ops:
+            yield from ((op.name, dim, axis) for dim in _undivided_dims(_nameless(op), size))
+
+
+@lru_cache(maxsize=4096)
+def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
+    """Dims (of the output, or of the input where only that is split) whose signatures an axis of `size` rules out."""
+    parts = (next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1) for sig in signatures_of(op))
+    return tuple(dict.fromkeys(dim for dim in parts if dim >= 0))

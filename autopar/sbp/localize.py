@@ -1,0 +1,60 @@
+"""Sizes that tracing baked into an op's arguments as global numbers, made local."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar.ir.graph import Op, arguments_of, resolve
+from autopar.sbp.placement import local_shape
+from autopar.sbp.signature import Strategy
+
+Shape = tuple[int, ...]
+LocalArguments = Callable[[Op, Shape, Shape], Mapping[str, Any]]  # (op, local shape of input 0, of output 0) -> arguments that change
+
+
+def localize(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """`(args, kwargs)` of `op` as one rank calls it on its parts; `Slot`s are kept."""
+    local_arguments = LOCAL_ARGUMENTS.get(op.target)
+    if local_arguments is None:
+        return op.args, op.kwargs
+    source = local_shape(op.inputs[0].shape, strategy.input_layout(0), mesh_shape) if op.inputs else ()
+    changed = local_arguments(op, source, local_shape(op.outputs[0].shape, strategy.output_layout(0), mesh_shape))
+    names = [argument.name for argument in resolve(op.target)._schema.arguments]
+    args = tuple(changed.get(name, arg) for name, arg in zip(names, op.args))
+    return args, tuple((name, changed.get(name, arg)) for name, arg in op.kwargs)
+
+
+def _output_size(name: str) -> LocalArguments:
+    """The argument is the output's shape."""
+    return lambda op, source, output: {name: output}
+
+
+def _unflatten(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
+    bound = arguments_of(op)
+    start = bound["dim"] % len(source)
+    return {"sizes": output[start : start + len(bound["sizes"])]}
+
+
+def _repeat(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
+    padded = (1,) * (len(output) - len(source)) + source
+    return {"repeats": tuple(out // own if own else 1 for own, out in zip(padded, output))}
+
+
+def _repeat_interleave(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
+    bound = arguments_of(op)
+    if bound["output_size"] is None:
+        return {}
+    return {"output_size": output[0 if bound["dim"] is None else bound["dim"]]}
+
+
+LOCAL_ARGUMENTS: Mapping[str, LocalArguments] = {
+    "aten.reshape.default": _output_size("shape"),
+    "aten.view.default": _output_size("size"),
+    "aten._unsafe_view.default": _output_size("size"),
+    "aten.expand.default": _output_size("size"),
+    "aten.broadcast_to.default": _output_size("size"),
+    "aten.unflatten.int": _unflatten,
+    "aten.repeat.default": _repeat,
+    "aten.repeat_interleave.self_int": _repeat_interleave,
+    **{f"aten.{name}.default": _output_size("size") for name in ("full", "zeros", "ones", "empty")},
+    **{f"aten.new_{name}.default": _output_size("size") for name in ("full", "zeros", "ones", "empty")},
+}

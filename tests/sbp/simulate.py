@@ -1,0 +1,104 @@
+"""A mesh of ranks inside one process: cut a tensor into parts by a layout, run a function per rank, join the parts."""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded  # ranks as threads, for tests only
+
+from autopar.sbp.collectives import Axis
+from autopar.sbp.placement import Layout, Placement
+
+Coordinate = tuple[int, ...]
+Parts = Mapping[Coordinate, torch.Tensor]
+
+
+def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Coordinate, torch.Tensor]:
+    """Each rank's part of `x`; pending sums are random terms."""
+    parts = {(): x}
+    for placement, size in zip(layout, mesh_shape):
+        pieces = {at: _cut_once(part, placement, size) for at, part in parts.items()}
+        parts = {(*at, index): piece for at, found in pieces.items() for index, piece in enumerate(found)}
+    return parts
+
+
+def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
+    if placement.kind == "S":
+        assert x.shape[placement.dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along {placement.dim}"
+        return list(x.tensor_split(size, placement.dim))
+    if placement.kind == "P":
+        noise = [torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5) for _ in range(size - 1)]
+        return [*noise, x - sum(noise)] if noise else [x]
+    return [x.clone() for _ in range(size)]
+
+
+def join(parts: Parts, layout: Layout) -> torch.Tensor:
+    """Inverse of `cut`; what is whole must be equal on all ranks."""
+    for axis in reversed(range(len(layout))):
+        groups: dict[Coordinate, list[torch.Tensor]] = {}
+        for at, part in sorted(parts.items()):
+            groups.setdefault(at[:axis], []).append(part)
+        parts = {at: _join_once(group, layout[axis]) for at, group in groups.items()}
+    return parts[()]
+
+
+def _join_once(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
+    if placement.kind == "S":
+        return torch.cat(group, placement.dim)
+    if placement.kind == "P":
+        return sum(group[1:], group[0])
+    for other in group[1:]:
+        torch.testing.assert_close(other, group[0], rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"whole on all ranks: {m}")
+    return group[0]
+
+
+def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...]) -> dict[Coordinate, Any]:
+    """`function(coordinate)` for every rank, one after the other."""
+    return {at: function(at) for at in itertools.product(*map(range, mesh_shape))}
+
+
+def on_threads(function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_shape: tuple[int, ...]) -> dict[Coordinate, Any]:
+    """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups."""
+    places = list(itertools.product(*map(range, mesh_shape)))
+    store, results, errors = dist.HashStore(), {}, []
+
+    def body(rank: int) -> None:
+        try:
+            dist.init_process_group(backend="threaded", rank=rank, world_size=len(places), store=store)
+            results[places[rank]] = function(places[rank], _axes(places, places[rank], mesh_shape))
+        except BaseException as error:
+            errors.append(error)
+            threaded.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    world = threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reset()
+    try:
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(places))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        del world
+        threaded._uninstall_threaded_pg()
+    real = [error for error in errors if not isinstance(error, SystemExit)]
+    if real:
+        raise real[0]
+    return results
+
+
+def _axes(places: list[Coordinate], mine: Coordinate, mesh_shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    """Every rank makes every group, in the same order."""
+    axes = []
+    for axis, size in enumerate(mesh_shape):
+        for rest in sorted({at[:axis] + at[axis + 1 :] for at in places}):
+            members = [rank for rank, at in enumerate(places) if at[:axis] + at[axis + 1 :] == rest]
+            group = dist.new_group(members)
+            if rest == mine[:axis] + mine[axis + 1 :]:
+                axes.append(Axis(f"a{axis}", size, mine[axis], group))
+    return tuple(axes)
