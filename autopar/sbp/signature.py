@@ -1,7 +1,7 @@
 """Signatures (one mesh axis), strategies (all axes) and the candidates the search chooses from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.sbp.placement import Layout, Placement
 
@@ -11,12 +11,14 @@ class Signature:
     """Valid placements of an op's tensor inputs (in `Op.inputs` order) and outputs on one mesh axis.
 
     `role` names how the op must be run when running it on the shards as it is would be wrong: the local implementation
-    in `autopar.sbp.local_ops` for the op's target is then called with the axes of each role.
+    in `autopar.sbp.local_ops` for the op's target is then called with the axes of each role. `num_units`, if positive, is the
+    number of parts that cannot be split further (channel groups): the axes that take the role together must divide it.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     role: str = ""
+    num_units: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         left, right = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))

@@ -1,0 +1,47 @@
+"""Rules of convolutions: products over channels, with the same proofs as in `letters`; spatial dims stay whole."""
+
+from collections.abc import Iterator
+
+from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import S
+from autopar.sbp.rules.letters import Term, products
+from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.signature import Signature
+
+NAMES = ("input", "weight", "bias")
+
+
+def convolution(op: Op) -> Iterator[Signature]:
+    """n i .., o i .. (+ o) -> n o .."""
+    return _convolution(op, ("o", "i"))
+
+
+def transposed(op: Op) -> Iterator[Signature]:
+    """n i .., i o .. (+ o) -> n o .."""
+    return _convolution(op, ("i", "o"))
+
+
+def _convolution(op: Op, weight: Term) -> Iterator[Signature]:
+    num_groups = arguments_of(op)["groups"]
+    is_batched = len(tensor_of(op, "input").shape) == len(tensor_of(op, "weight").shape)
+    batch: Term = ("n",) if is_batched else ()
+    if num_groups == 1:
+        rows = products([batch + ("i",), weight], batch + ("o",), [("o",)])
+    else:
+        rows = products([batch, ()], batch, [()])
+        # groups are independent products: whole ones can be split, channels of input and output, weight and bias alike
+        channels = {"input": S(len(batch)), "weight": S(0), "bias": S(0)}
+        yield from signature(op, channels, S(len(batch)), role="channel_groups", num_units=num_groups)
+    for placements, placed in rows:
+        yield from signature(op, dict(zip(NAMES, placements)), placed)
+
+
+RULES = {
+    "aten.conv1d.default": convolution,
+    "aten.conv1d.padding": convolution,
+    "aten.conv2d.default": convolution,
+    "aten.conv2d.padding": convolution,
+    "aten.conv3d.default": convolution,
+    "aten.conv_transpose1d.default": transposed,
+    "aten.conv_transpose2d.input": transposed,
+}

@@ -1,0 +1,38 @@
+"""Rules of lookups."""
+
+from collections.abc import Iterator
+
+from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import P, R, S
+from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.signature import Signature
+
+
+def embedding(op: Op) -> Iterator[Signature]:
+    """out[i.., c] = weight[ids[i..], c].
+
+    A split of the ids splits the output; every rank adds to the gradient of any row: weight R. A split of the columns splits the
+    output's last dim. A split of the rows: each id is found on one rank and is zero on the others: P. Linear in the weight: P -> P.
+    """
+    arguments = arguments_of(op)
+    ids = tensor_of(op, "indices")
+    # a gradient scaled by how often an id occurs is no sum over the parts, and a sparse one cannot be summed by an all-reduce
+    if not arguments["scale_grad_by_freq"] and not arguments["sparse"]:
+        for dim in range(len(ids.shape)):
+            yield from signature(op, {"weight": R, "indices": S(dim)}, S(dim))
+        yield from signature(op, {"weight": S(0), "indices": R}, P, role="rows")
+    yield from signature(op, {"weight": S(1), "indices": R}, S(len(ids.shape)))
+    yield from signature(op, {"weight": P, "indices": R}, P)
+
+
+def one_hot(op: Op) -> Iterator[Signature]:
+    """Each id gives one row; the number of classes must be written down, else it is the largest id met."""
+    if arguments_of(op)["num_classes"] > 0:
+        for dim in range(len(op.inputs[0].shape)):
+            yield from signature(op, {"self": S(dim)}, S(dim))
+
+
+RULES = {
+    "aten.embedding.default": embedding,
+    "aten.one_hot.default": one_hot,
+}

@@ -1,0 +1,71 @@
+"""Rules of losses: terms per token or per element, then nothing, their sum or their mean.
+
+Terms are independent, so a split of the tokens splits the terms; their sum is then pending: P, whose gradient is whole and reaches
+each rank's slice of the inputs. A mean divides by a global number: a role.
+"""
+
+from collections.abc import Iterator
+
+from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import I, P, R, S
+from autopar.sbp.rules.letters import Term, broadcast_term, place
+from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.signature import Signature
+
+NONE, MEAN, SUM = 0, 1, 2  # ATen's Reduction
+
+
+def _tokens(op: Op) -> Iterator[Signature]:
+    """Splits of the token dims of input [C], [N, C, ...] against target (the same without C, or probabilities)."""
+    reduction = arguments_of(op)["reduction"]
+    rank = len(tensor_of(op, "self").shape)
+    has_classes = len(tensor_of(op, "target").shape) == rank
+    for dim in (d for d in range(rank) if d != 1 and rank > 1):
+        without_class = dim if dim < 1 else dim - 1
+        placed = {"self": S(dim), "target": S(dim if has_classes else without_class)}
+        output = S(without_class) if reduction == NONE else P
+        yield from signature(op, placed, output, role="tokens" if reduction == MEAN else "")
+
+
+def cross_entropy(op: Op) -> Iterator[Signature]:
+    """Tokens as above. A split of the classes ("vocab") needs each token's maximum, sum of exponentials and target logit from all
+    ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its slice of the logits'."""
+    yield from _tokens(op)
+    logits, target = tensor_of(op, "self"), tensor_of(op, "target")
+    if len(target.shape) < len(logits.shape):
+        class_dim = min(1, len(logits.shape) - 1)
+        yield from signature(op, {"self": S(class_dim), "target": I, "weight": I}, I, role="vocab")
+
+
+def nll_loss(op: Op) -> Iterator[Signature]:
+    """Linear in the log-probabilities: P -> P."""
+    yield from _tokens(op)
+    yield from signature(op, {"self": P, "target": R}, P)
+
+
+def elementwise_loss(op: Op) -> Iterator[Signature]:
+    """A term per element of the broadcast inputs; where an input is broadcast all slices use it: R."""
+    reduction = arguments_of(op)["reduction"]
+    names = [name for name in ("self", "target", "weight", "pos_weight") if name in arguments_of(op) and tensor_of(op, name) is not None]
+    shapes = [tensor_of(op, name).shape for name in names]
+    rank = max(len(shape) for shape in shapes)
+    whole = tuple(max((s[d] for s in shapes if len(s) >= -d), default=1) for d in range(-rank, 0))
+    letters: Term = tuple(f"d{i}" for i in range(rank))
+    terms = {name: broadcast_term(letters, shape, whole) for name, shape in zip(names, shapes)}
+    for dim, letter in enumerate(letters):
+        placed = {name: place(letter, term) for name, term in terms.items()}
+        yield from signature(op, placed, S(dim) if reduction == NONE else P, role="elements" if reduction == MEAN else "")
+
+
+RULES = {
+    "aten.cross_entropy_loss.default": cross_entropy,
+    "aten.nll_loss_nd.default": nll_loss,
+    "aten.mse_loss.default": elementwise_loss,
+    "aten.l1_loss.default": elementwise_loss,
+    "aten.smooth_l1_loss.default": elementwise_loss,
+    "aten.huber_loss.default": elementwise_loss,
+    "aten.soft_margin_loss.default": elementwise_loss,
+    "aten.kl_div.default": elementwise_loss,
+    "aten.binary_cross_entropy.default": elementwise_loss,
+    "aten.binary_cross_entropy_with_logits.default": elementwise_loss,
+}

@@ -1,0 +1,33 @@
+"""Signatures written by argument name; they come out in the order of `Op.inputs`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.ir.graph import Op, Slot, Value, arguments_of
+from autopar.sbp.placement import Placement, R
+from autopar.sbp.signature import Signature
+
+Placed = Placement | Sequence[Placement]  # a sequence for an argument that is a list of tensors
+
+
+def tensor_of(op: Op, name: str) -> Value | None:
+    """The tensor passed as argument `name`, None if it was left out."""
+    slot = arguments_of(op)[name]
+    return op.inputs[slot.index] if isinstance(slot, Slot) else None
+
+
+def signature(
+    op: Op, placements: Mapping[str, Placed], outputs: Placement | tuple[Placement, ...], role: str = "", num_units: int = 0
+) -> Iterator[Signature]:
+    """The signature that places the named tensor arguments so; arguments not named are R, those not passed are ignored.
+
+    Yields nothing when one tensor is passed as two arguments that the signature places differently.
+    """
+    found: dict[int, Placement] = {}
+    for name, placed in placements.items():
+        slots = arguments_of(op)[name]
+        pairs = zip(slots, placed) if isinstance(placed, Sequence) else [(slots, placed)]
+        for slot, placement in pairs:
+            if isinstance(slot, Slot) and found.setdefault(slot.index, placement) != placement:
+                return
+    inputs = tuple(found.get(index, R) for index in range(len(op.inputs)))
+    yield Signature(inputs, outputs if isinstance(outputs, tuple) else (outputs,), role, num_units)

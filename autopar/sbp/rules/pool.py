@@ -1,0 +1,41 @@
+"""Rules of pooling and resizing: each plane of the last dims by itself."""
+
+from collections.abc import Callable, Iterator
+
+from autopar.ir.graph import Op
+from autopar.sbp.placement import P, S
+from autopar.sbp.signature import Signature
+
+
+def _planes(num_spatial: int, is_linear: bool = False) -> Callable[[Op], Iterator[Signature]]:
+    """Batch and channel dims split; all outputs (values, indices within the plane) alike. Averages are linear: P -> P."""
+
+    def rule(op: Op) -> Iterator[Signature]:
+        for dim in range(len(op.inputs[0].shape) - num_spatial):
+            yield Signature((S(dim),), (S(dim),) * len(op.outputs))
+        if is_linear:
+            yield Signature((P,), (P,))
+
+    return rule
+
+
+RULES = {
+    "aten.max_pool1d.default": _planes(1),
+    "aten.max_pool1d_with_indices.default": _planes(1),
+    "aten.max_pool2d.default": _planes(2),
+    "aten.max_pool2d_with_indices.default": _planes(2),
+    "aten.max_pool3d.default": _planes(3),
+    "aten.adaptive_max_pool1d.default": _planes(1),
+    "aten.adaptive_max_pool2d.default": _planes(2),
+    "aten.avg_pool1d.default": _planes(1, is_linear=True),
+    "aten.avg_pool2d.default": _planes(2, is_linear=True),
+    "aten.avg_pool3d.default": _planes(3, is_linear=True),
+    "aten.adaptive_avg_pool1d.default": _planes(1, is_linear=True),
+    "aten.adaptive_avg_pool2d.default": _planes(2, is_linear=True),
+    "aten.adaptive_avg_pool3d.default": _planes(3, is_linear=True),
+    "aten.upsample_nearest1d.vec": _planes(1, is_linear=True),
+    "aten.upsample_nearest2d.vec": _planes(2, is_linear=True),
+    "aten.upsample_linear1d.vec": _planes(1, is_linear=True),
+    "aten.upsample_bilinear2d.vec": _planes(2, is_linear=True),
+    "aten.upsample_bicubic2d.vec": _planes(2, is_linear=True),
+}
