@@ -1,0 +1,80 @@
+"""Results as markdown for people and JSON for comparison, with the machine they were measured on."""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from autopar.sbp.redistribute import Collective
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant on one model: seconds a step in each round, and the collectives one rank issued in one step."""
+
+    model: str
+    variant: str
+    seconds: tuple[float, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the collectives' buffers in a step (larger side)."""
+        return sum(collective.num_bytes for collective in self.collectives)
+
+
+def save(name: str, rows: list[Row], settings: dict[str, Any]) -> str:
+    """Write `RESULTS/name.md` and `.json`; return the markdown."""
+    where = {"commit": commit(), **machine()}
+    text = to_markdown(rows, {**settings, **where})
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    document = {"settings": settings, **where, "rows": [asdict(row) | {"median_s": median(row.seconds), "num_bytes": row.num_bytes} for row in rows]}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    return text
+
+
+def to_markdown(rows: list[Row], facts: dict[str, Any]) -> str:
+    """One table; the spread is the range of the middle half of the rounds."""
+    header = ["model", "variant", "step, ms (median)", "middle half", "collectives", "MB in their buffers"]
+    table = [
+        (row.model, row.variant, f"{1e3 * median(row.seconds):.1f}", _middle_half(row.seconds), len(row.collectives), _megabytes(row.num_bytes))
+        for row in rows
+    ]
+    lines = [f"- {key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in facts.items()]
+    return "\n".join([tabulate(table, header, tablefmt="github", disable_numparse=True), "", *lines, ""])
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f}"
+
+
+def _middle_half(seconds: tuple[float, ...]) -> str:
+    if len(seconds) < 2:
+        return "-"
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+
+
+def commit() -> str:
+    """The commit measured, with "+" if the tree has changes."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return head + ("+" if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "autopar"], check=False).returncode else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {"processor": f"{os.cpu_count()} x {names[0] if names else platform.machine()}", "torch": torch.__version__}
