@@ -38,7 +38,8 @@ def save(name: str, rows: list[Row], settings: dict[str, Any]) -> str:
     text = to_markdown(rows, {**settings, **where})
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
-    document = {"settings": settings, **where, "rows": [asdict(row) | {"median_s": median(row.seconds), "num_bytes": row.num_bytes} for row in rows]}
+    figures = [asdict(row) | {"median_s": median(row.seconds), "num_bytes": row.num_bytes} for row in rows]
+    document = {"settings": settings, **where, "rows": figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     return text
 
@@ -46,23 +47,14 @@ def save(name: str, rows: list[Row], settings: dict[str, Any]) -> str:
 def to_markdown(rows: list[Row], facts: dict[str, Any]) -> str:
     """One table; the spread is the range of the middle half of the rounds."""
     header = ["model", "variant", "step, ms (median)", "middle half", "collectives", "MB in their buffers"]
-    table = [
-        (row.model, row.variant, f"{1e3 * median(row.seconds):.1f}", _middle_half(row.seconds), len(row.collectives), _megabytes(row.num_bytes))
-        for row in rows
-    ]
+    table = [(row.model, row.variant, *_times(row), len(row.collectives), f"{row.num_bytes / 1e6:.2f}") for row in rows]
     lines = [f"- {key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in facts.items()]
     return "\n".join([tabulate(table, header, tablefmt="github", disable_numparse=True), "", *lines, ""])
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.2f}"
-
-
-def _middle_half(seconds: tuple[float, ...]) -> str:
-    if len(seconds) < 2:
-        return "-"
-    low, _, high = quantiles(seconds, n=4, method="inclusive")
-    return f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+def _times(row: Row) -> tuple[str, str]:
+    low, _, high = quantiles(row.seconds, n=4, method="inclusive")
+    return f"{1e3 * median(row.seconds):.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"
 
 
 def commit() -> str:

@@ -162,7 +162,7 @@ def main() -> None:
     """Read the settings and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=7, help="rounds, in each of which every variant has its turn")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (two or more), in each of which every variant has its turn")
     parser.add_argument("--steps", type=int, default=3, help="steps of one turn")
     settings = vars(parser.parse_args()) | {"ranks": NUM_RANKS, "mesh": "dp=2,tp=2", "cluster": CLUSTER, "threads per rank": 1}
     with tempfile.TemporaryDirectory() as folder:
