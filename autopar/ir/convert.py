@@ -1,0 +1,160 @@
+"""From the exported fx graph to functional ops: regions inlined, tuples unpacked, in-place writes and views resolved."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.errors import TraceError
+from autopar.ir import functionalise, inplace
+from autopar.ir.emitter import Emitter, Origin
+from autopar.ir.functionalise import View, read, whole
+from autopar.ir.graph import Value
+from autopar.ir.infer import Meta
+from autopar.ir.slots import map_leaves
+from autopar.ir.source import line_of_stack, module_of
+from autopar.ir.views import part_steps, step_of
+
+# Ops that only check or describe; their results are not used.
+_NOISE = frozenset(
+    ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
+     "aten.sym_constrain_range_for_size.default", "_guards_fn")
+)  # fmt: skip
+# Where they return their input itself, they do nothing.
+_IDENTITIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "alias.default", "contiguous.default", "dropout.default", "feature_dropout.default", "to.dtype", "to.dtype_layout", "to.device",
+        "to.other", "type_as.default", "detach_.default", "lift_fresh.default", "requires_grad_.default",
+    )
+)  # fmt: skip
+_PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode it runs."""
+
+    module: GraphModule
+    env: dict[Node, Any]
+    is_no_grad: bool
+
+
+def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
+    """Emit the ops of the region; `region.env` must hold its placeholders. Returns what its outputs stand for."""
+    for node in region.module.graph.nodes:
+        if node.op == "output":
+            return tuple(map_leaves(node.args[0], lambda leaf: region.env[leaf] if isinstance(leaf, Node) else leaf))
+        if node.op == "get_attr":
+            region.env[node] = getattr(region.module, node.target)
+        elif node.op == "call_function":
+            region.env[node] = _convert_call(node, region, emitter)
+    raise AssertionError("an fx graph ends in an output node")
+
+
+def target_of(node: Node) -> str:
+    """The path below torch.ops, e.g. "aten.add.Tensor"."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{node.target.name()}"
+    return str(node.target)
+
+
+def origin_of(node: Node, is_no_grad: bool) -> Origin:
+    return Origin(node.name, module_of(node.meta.get("nn_module_stack")), line_of_stack(node.meta.get("stack_trace") or ""), is_no_grad)
+
+
+def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
+    at = origin_of(node, region.is_no_grad)
+    if node.target is operator.getitem:
+        return region.env[node.args[0]][node.args[1]]
+    target = target_of(node)
+    if target in _NOISE:
+        return None
+    if target.startswith("higher_order."):
+        return _inline(node, target, region, emitter, at)
+    _check_sizes(node, target, at)
+    return _convert_op(node, target, region, emitter, at)
+
+
+def _check_sizes(node: Node, target: str, at: Origin) -> None:
+    for value in _values_of(node):
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            raise TraceError(
+                f"{at.line}: {target} in {at.module or 'the model'} gives a number or a shape that depends on the data; all shapes must be "
+                "fixed: keep the computation in tensors, e.g. torch.where with a mask instead of item(), nonzero() or boolean indexing"
+            )
+
+
+def _values_of(node: Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+
+
+def _inline(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> tuple[Any, ...]:
+    """Convert the body of a grad-mode or disabled autocast region in place."""
+    if target == "higher_order.wrap_with_set_grad_enabled":
+        is_no_grad, body, inputs = not node.args[0], node.args[1], node.args[2:]
+    elif target == "higher_order.wrap_with_autocast" and not node.args[2]:
+        is_no_grad, body, inputs = region.is_no_grad, node.args[4], node.args[5:]
+    elif target == "higher_order.wrap_with_autocast":
+        raise TraceError(
+            f"{at.line}: autocast to {node.args[1]} inside the model is not supported; cast the model's parameters to the dtype instead"
+        )
+    else:
+        raise TraceError(f"{at.line}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a mesh")
+    module = region.env[body]
+    placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
+    env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
+    return convert_region(Region(module, env, is_no_grad), emitter)
+
+
+def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:
+    written = inplace.written_argument(node.target)
+    aliased = _aliased_input(node)
+    if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
+        return region.env[node.args[0]]
+    bound = map_leaves(tuple(node.args), lambda leaf: _bind(leaf, region.env, emitter, at))
+    named = {name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at)) for name, value in node.kwargs.items()}
+    if written:
+        return inplace.convert_write(target, region.env[node.args[0]], bound, named, emitter, at)
+    if inplace.updates_statistics(target, bound):
+        return inplace.convert_batch_norm(
+            target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, emitter, at
+        )
+    outputs = emitter.emit(target, bound, named, at=at, fallback=_fallback(node))
+    views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
+    return views if emitter.ops[-1].is_tuple else views[0]
+
+
+def _bind(leaf: Any, env: Mapping[Node, Any], emitter: Emitter, at: Origin) -> Any:
+    if not isinstance(leaf, Node):
+        return leaf
+    found = env[leaf]
+    return read(found, emitter, replace(at, name=leaf.name)) if isinstance(found, View) else found
+
+
+def _fallback(node: Node) -> tuple[Meta, ...]:
+    return tuple(Meta(tuple(v.shape), v.dtype, False) for v in _values_of(node) if isinstance(v, torch.Tensor))
+
+
+def _aliased_input(node: Node) -> Node | None:
+    """The input whose memory the (first) output shares: the storages of the traced fake tensors say so."""
+    outputs = [value for value in _values_of(node) if isinstance(value, torch.Tensor)]
+    if not outputs:
+        return None
+    storage = outputs[0].untyped_storage()._cdata
+    inputs = [arg for arg in node.args[:1] if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
+    return next((arg for arg in inputs if arg.meta["val"].untyped_storage()._cdata == storage), None)
+
+
+def _views(target: str, args: tuple[Any, ...], outputs: tuple[Value, ...], base: View | None) -> tuple[View, ...]:
+    if base is None:
+        return tuple(whole(value) for value in outputs)
+    is_cut = target.startswith(_PARTS)
+    steps = part_steps(target, args, outputs) if is_cut else (step_of(target, args, args[0], outputs[0]),)
+    version = base.storage.version
+    return tuple(functionalise.View(base.storage, (*base.steps, step), value, version) for step, value in zip(steps, outputs))

@@ -1,0 +1,118 @@
+"""The placeholders of an exported program as inputs of a Graph."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.ir.emitter import Emitter
+from autopar.ir.functionalise import View, whole
+from autopar.ir.graph import Input, Value
+
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "argument",
+}
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its constant."""
+
+    inputs: list[Input] = field(default_factory=list)
+    views: dict[str, View] = field(default_factory=dict)
+    env: dict[Node, Any] = field(default_factory=dict)
+    arguments: list[Any] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def mutations(self) -> tuple[tuple[str, Value], ...]:
+        """The buffers that were written, with their last values."""
+        buffers = [(item.fqn, self.views[item.value.name].storage) for item in self.inputs if item.kind == "buffer"]
+        return tuple((fqn, storage.value) for fqn, storage in buffers if storage.version > 0)
+
+
+def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[Any], emitter: Emitter) -> Placeholders:
+    """One Input for each tensor: tied parameters share one. `leaves` are the flat arguments of the call."""
+    found = Placeholders()
+    fqns = _fqns_by_tensor(model)
+    by_tensor: dict[int, View] = {}
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    remaining = iter(leaves)
+    for node, spec in zip(nodes, program.graph_signature.input_specs):
+        if spec.kind is InputKind.USER_INPUT:
+            _add_argument(found, node, next(remaining), emitter)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            _add_constant(found, node, spec, program, emitter)
+        elif spec.kind in _KINDS:
+            tensor = _lookup(model, spec.target or "")
+            if id(tensor) not in by_tensor:
+                by_tensor[id(tensor)] = _add_state(found, node, spec, tensor, fqns[id(tensor)], emitter)
+            found.env[node] = by_tensor[id(tensor)]
+        else:
+            raise TraceError(f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a mesh")
+    return found
+
+
+def _fqns_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    fqns: dict[int, list[str]] = {}
+    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        fqns.setdefault(id(tensor), []).append(fqn)
+    return fqns
+
+
+def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
+    owner, _, name = fqn.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _add(found: Placeholders, node: Node, item: Input, owner: str) -> View:
+    view = whole(item.value, owner)
+    found.inputs.append(item)
+    found.views[item.value.name] = view
+    found.env[node] = view
+    return view
+
+
+def _add_state(found: Placeholders, node: Node, spec: InputSpec, tensor: torch.Tensor, fqns: list[str], emitter: Emitter) -> View:
+    kind = _KINDS[spec.kind]
+    value = Value(emitter.unique(fqns[0].replace(".", "_")), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    item = Input(kind, value, fqns[0], tuple(fqns[1:]), spec.persistent is not False)
+    return _add(found, node, item, f"{kind} {fqns[0]}")
+
+
+def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, emitter: Emitter) -> None:
+    name = str(spec.target)
+    tensor = program.constants[name]
+    value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
+    # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is not.
+    owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
+    found.constants[value.name] = tensor
+    _add(found, node, Input("constant", value, name), owner)
+
+
+def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        found.env[node] = leaf
+        found.arguments.append(leaf)
+        return
+    value = Value(emitter.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    found.arguments.append(value.name)
+    _add(found, node, Input("argument", value, node.name), f"argument {node.name}")
+
+
+def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a call in the order of `spec`, whatever order its keywords are given in. ValueError if the call has another structure."""
+    names = spec.child(1).context if spec.num_children == 2 else []
+    ordered = {name: kwargs[name] for name in names if name in kwargs} | kwargs
+    leaves, found = pytree.tree_flatten((tuple(args), ordered))
+    if found != spec:
+        raise ValueError(f"the call does not have the structure the model was traced with: expected {spec}, found {found}")
+    return leaves

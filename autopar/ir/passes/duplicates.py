@@ -1,0 +1,60 @@
+"""Common subexpressions, computed once."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.passes.rewire import is_random, rewire
+
+
+def merge_duplicates(graph: Graph) -> Graph:
+    """Merge equal constants and equal deterministic ops.
+
+    A merged op moves up to right after what it reads: left inside the first of several layers that share it, it would make
+    that layer unlike the others.
+    """
+    replaced = _equal_constants(graph.of_kind("constant"), graph.constants)
+    seen: dict[Any, Op] = {}
+    merged: set[str] = set()
+    kept = []
+    for op in graph.ops:
+        now = replace(op, inputs=tuple(replaced.get(value.name, value) for value in op.inputs))
+        key = (op.target, repr(op.args), repr(op.kwargs), tuple(value.name for value in now.inputs), op.is_no_grad)
+        first = seen.setdefault(key, now) if not is_random(op) else now
+        if first is now:
+            kept.append(now)
+            continue
+        merged.add(first.name)
+        replaced.update((value.name, same) for value, same in zip(op.outputs, first.outputs))
+    return rewire(graph, _hoisted(kept, merged), replaced)
+
+
+def _equal_constants(inputs: tuple[Input, ...], constants: Mapping[str, torch.Tensor]) -> dict[str, Value]:
+    firsts: list[Input] = []
+    replaced: dict[str, Value] = {}
+    for item in inputs:
+        same = next((first for first in firsts if _is_equal(constants[first.value.name], constants[item.value.name])), None)
+        if same is None:
+            firsts.append(item)
+        else:
+            replaced[item.value.name] = same.value
+    return replaced
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or a.is_meta or b.is_meta:
+        return False
+    return torch.equal(a, b)
+
+
+def _hoisted(ops: list[Op], merged: set[str]) -> list[Op]:
+    anchor: dict[str, int] = {}
+    keys = {}
+    for index, op in enumerate(ops):
+        place = max((anchor.get(value.name, -1) for value in op.inputs), default=-1) if op.name in merged else index
+        anchor.update((value.name, place) for value in op.outputs)
+        keys[op.name] = (place, index)
+    return sorted(ops, key=lambda op: keys[op.name])

@@ -1,0 +1,32 @@
+"""What every pass needs: putting values in the place of others, and knowing which ops draw random numbers."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Graph, Op, Value, arguments_of, resolve
+
+
+def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Graph:
+    """`graph` with `ops`, and every use of a value named in `replaced` turned into a use of what replaces it."""
+
+    def now(leaf: Any) -> Any:
+        while isinstance(leaf, Value) and leaf.name in replaced:
+            leaf = replaced[leaf.name]
+        return leaf
+
+    return replace(
+        graph,
+        ops=tuple(replace(op, inputs=tuple(now(value) for value in op.inputs)) for op in ops),
+        outputs=tuple(now(item) for item in graph.outputs),
+        mutations=tuple((fqn, now(value)) for fqn, value in graph.mutations),
+    )
+
+
+def is_random(op: Op) -> bool:
+    """Whether two runs of the op may differ. Attention is not tagged as such, but drops out if told to."""
+    if op.target == "aten.scaled_dot_product_attention.default":
+        return arguments_of(op)["dropout_p"] > 0
+    return torch.Tag.nondeterministic_seeded in resolve(op.target).tags

@@ -1,0 +1,42 @@
+"""From a model and example inputs to a normalised Graph."""
+
+from typing import Any
+
+from torch import nn
+
+from autopar.ir.capture import export
+from autopar.ir.convert import Region, convert_region
+from autopar.ir.emitter import Emitter, Origin
+from autopar.ir.functionalise import View, read
+from autopar.ir.graph import Graph
+from autopar.ir.inputs import flat_arguments, read_placeholders
+from autopar.ir.normalise import normalise
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The forward of `model` in its present mode for inputs like these; the model may be on the meta device.
+
+    Tensors become inputs of fixed shape, all other leaves are baked in. Raises TraceError naming the model's line.
+    """
+    return normalise(to_graph(model, args, kwargs))
+
+
+def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The exported forward as functional ops, nothing simplified yet."""
+    program = export(model, args, kwargs)
+    emitter = Emitter()
+    spec = program.call_spec
+    found = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), emitter)
+    results = convert_region(Region(program.graph_module, found.env, False), emitter)
+    outputs = tuple(read(item, emitter, Origin("output")) if isinstance(item, View) else item for item in results)
+    return Graph(
+        inputs=tuple(found.inputs),
+        ops=tuple(emitter.ops),
+        outputs=outputs,
+        mutations=found.mutations(),
+        constant_ops=(),
+        constants=found.constants,
+        arguments=tuple(found.arguments),
+        argument_spec=spec.in_spec,
+        output_spec=spec.out_spec,
+    )
