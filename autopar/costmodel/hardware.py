@@ -1,0 +1,84 @@
+"""The hardware a plan is made for: device speeds, and links from the inside of a node outwards."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLevel:
+    """Joins `size` children (devices, or blocks of the level inside); 0: as many as needed, on the outermost level only.
+
+    `bandwidth_bytes_per_s` is one direction of one device's fair share: a node's only network card of 12.5 GB/s that eight devices share
+    gives each 1.56 GB/s.
+    """
+
+    size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must have
+    "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its formula, 1 where absent.
+    `source` says where the numbers come from.
+    """
+
+    name: str
+    levels: tuple[LinkLevel, ...]
+    flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    source: str
+    kind_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_devices(self) -> float:
+        """How many devices there are, infinity if the outermost level is unbounded."""
+        return math.prod(level.size or math.inf for level in self.levels)
+
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
+        """Flop/s of products of `dtype`."""
+        name = str(dtype).removeprefix("torch.")
+        return self.flops_per_s.get(name, self.flops_per_s["float32"])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def _check(cluster: Cluster) -> None:
+    sizes = [level.size for level in cluster.levels]
+    if not sizes or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0:
+        raise ValueError(f"cluster {cluster.name!r}: link levels need positive sizes (the outermost may be 0, unbounded), found {sizes}")
+    if any(level.bandwidth_bytes_per_s <= 0 or level.latency_s < 0 for level in cluster.levels):
+        raise ValueError(f"cluster {cluster.name!r}: links need a positive bandwidth and no negative latency, found {cluster.levels}")
+    if "float32" not in cluster.flops_per_s or min(cluster.flops_per_s.values()) <= 0:
+        raise ValueError(f"cluster {cluster.name!r}: flops_per_s needs positive rates and 'float32', found {dict(cluster.flops_per_s)}")
+    if cluster.memory_bandwidth_bytes_per_s <= 0 or cluster.memory_bytes <= 0:
+        raise ValueError(f"cluster {cluster.name!r}: memory size and bandwidth must be positive")
+
+
+def cluster_from_json(text: str) -> Cluster:
+    """Inverse of `Cluster.to_json`; ValueError if it is none."""
+    try:
+        fields = json.loads(text)
+        levels = tuple(LinkLevel(**level) for level in fields.pop("levels"))
+        return Cluster(levels=levels, **fields)
+    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json or `autopar calibrate` writes, found {error}") from error
+
+
+def check_mesh(cluster: Cluster, num_devices: int) -> None:
+    """MeshError if the mesh has more devices than the cluster."""
+    if num_devices > cluster.num_devices:
+        found = f"the mesh has {num_devices} devices, cluster {cluster.name!r} has {cluster.num_devices:.0f}"
+        raise MeshError(f"{found}; take a smaller mesh or another cluster")

@@ -1,0 +1,112 @@
+"""Known clusters. Rates are one direction, dense; every number names its source."""
+
+from collections.abc import Mapping
+
+from autopar.costmodel.hardware import Cluster, LinkLevel
+
+# Latency of one step of NCCL's ring, protocol Simple, over NVLink and over the network: NCCL, src/graph/tuning.cc, `hwLat`.
+NVLINK_LATENCY_S = 3.4e-6
+NETWORK_LATENCY_S = 14.0e-6
+
+# Share of a datasheet's product rate and link rate that training reaches.
+PRODUCT_EFFICIENCY = 0.5
+LINK_EFFICIENCY = 0.8
+
+GBIT = 1e9 / 8
+_EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
+
+
+def _gpus(
+    name: str, *, per_node: int, nvlink: float, network: float, peak: Mapping[str, float], memory_bandwidth: float, memory: int, source: str
+) -> Cluster:
+    """`nvlink` and `network` in bytes/s per device and direction; the rates of `peak` in flop/s."""
+    levels = (LinkLevel(0, NETWORK_LATENCY_S, network * LINK_EFFICIENCY),)
+    if per_node > 1:
+        levels = (LinkLevel(per_node, NVLINK_LATENCY_S, nvlink * LINK_EFFICIENCY),) + levels
+    rates = {dtype: rate * PRODUCT_EFFICIENCY for dtype, rate in peak.items()}
+    return Cluster(name, levels, rates, memory_bandwidth, memory, f"{source}; {_EFFICIENCY_NOTE}")
+
+
+def _v100(name: str, node_gbit: float) -> Cluster:
+    return _gpus(
+        name,
+        per_node=8,
+        nvlink=150e9,
+        network=node_gbit * GBIT / 8,
+        peak={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
+        memory_bandwidth=900e9,
+        memory=16 * 2**30,
+        source=f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s",
+    )
+
+
+def _a100(name: str, gpu_gbit: float) -> Cluster:
+    return _gpus(
+        name,
+        per_node=8,
+        nvlink=300e9,
+        network=gpu_gbit * GBIT,
+        peak={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        memory_bandwidth=2039e9,
+        memory=80 * 10**9,
+        source=f"NVIDIA A100 datasheet (SXM4 80 GB, NVLink 3); {gpu_gbit:g} Gbit/s per GPU",
+    )
+
+
+_P100 = _gpus(
+    "p100",
+    per_node=1,
+    nvlink=0.0,
+    network=10.2e9,
+    peak={"float16": 18.7e12, "bfloat16": 9.3e12, "float32": 9.3e12, "float64": 4.7e12},
+    memory_bandwidth=732e9,
+    memory=16 * 2**30,
+    source="NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper) per node",
+)
+
+_H100 = _gpus(
+    "h100",
+    per_node=8,
+    nvlink=450e9,
+    network=400 * GBIT,
+    peak={"float16": 989.4e12, "bfloat16": 989.4e12, "float32": 67e12, "float64": 67e12},
+    memory_bandwidth=3350e9,
+    memory=80 * 10**9,
+    source="NVIDIA H100 datasheet (SXM5 80 GB, NVLink 4); one 400 Gbit/s card per GPU as in DGX H100",
+)
+
+_CPU = Cluster(
+    "cpu",
+    (LinkLevel(0, 1.0e-4, 1.6e9),),
+    {"float32": 170e9, "float64": 92e9},
+    5.8e9,
+    4 * 2**30,
+    "measured on one 2-core Xeon: gloo on the loopback, 2 and 4 processes, 4 KiB and 16 MiB buffers; products of 1024x1024 and a copy of "
+    "128 MiB on one thread",
+    {"all_gather": 1.4, "reduce_scatter": 2.6, "all_to_all": 0.6},
+)
+
+_FREE_LINKS = Cluster(
+    "free-links",
+    (LinkLevel(0, 0.0, float("inf")),),
+    {"float32": 1e9},
+    1e9,
+    2**50,
+    "made up for tests and demonstrations: communication costs nothing and devices are slow, so that whatever can be split is",
+)
+
+PRESETS: Mapping[str, Cluster] = {
+    preset.name: preset
+    for preset in (
+        _P100,
+        _v100("v100", 100),
+        _v100("v100-25g", 25),
+        _v100("v100-50g", 50),
+        _v100("v100-100g", 100),
+        _a100("a100", 200),
+        _a100("a100-100g", 100),
+        _H100,
+        _CPU,
+        _FREE_LINKS,
+    )
+}

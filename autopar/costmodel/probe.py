@@ -1,0 +1,90 @@
+"""What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the meta device."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from autopar.ir.graph import Op, Slot, Value, resolve
+
+Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of the whole op.
+    alias_of: for each output the input whose memory it shares, -1 if it has its own.
+    """
+
+    saved_inputs: frozenset[int]
+    saved_outputs: frozenset[int]
+    internal_bytes: int
+    alias_of: tuple[int, ...]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether running the op moves no bytes."""
+        return bool(self.alias_of) and min(self.alias_of) >= 0
+
+
+def footprint(op: Op) -> Footprint:
+    """The footprint of `op`; nothing is saved where no output needs a gradient."""
+    is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
+    return _footprint(op.target, op.args, op.kwargs, inputs, tuple(_spec(v) for v in op.outputs), is_tracked)
+
+
+def _spec(value: Value) -> Spec:
+    return value.shape, value.dtype, value.needs_grad
+
+
+@lru_cache(maxsize=None)
+def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
+    if target.startswith("aten.scaled_dot_product_attention"):
+        return _attention(outputs, is_tracked)
+    try:
+        return _probe(target, args, kwargs, inputs)
+    except (RuntimeError, NotImplementedError):
+        # ops that look at values (nonzero, unique) have no meta kernel: assume that everything is kept
+        saved = frozenset(range(len(inputs))) if is_tracked else frozenset()
+        return Footprint(saved, frozenset(), 0, (-1,) * len(outputs))
+
+
+def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
+    """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta device the
+    unfused one would run."""
+    if not is_tracked:
+        return Footprint(frozenset(), frozenset(), 0, (-1,))
+    log_sum_exp_bytes = 4 * torch.Size(outputs[0][0][:-1]).numel()
+    return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,))
+
+
+def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Footprint:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    given = _fill(args, tensors), {name: _fill(value, tensors) for name, value in kwargs}
+    saved: list[torch.Tensor] = []
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results = tree_leaves(resolve(target)(*given[0], **given[1]))
+    results = [result for result in results if isinstance(result, torch.Tensor)]
+    inside, outside = _storages(tensors), _storages(results)
+    kept = {id(t.untyped_storage()): t for t in saved}
+    internal = sum(t.numel() * t.itemsize for key, t in kept.items() if key not in inside and key not in outside)
+    alias_of = tuple(inside.get(id(result.untyped_storage()), -1) for result in results)
+    outputs = frozenset(outside[key] for key in kept if key in outside and key not in inside)
+    return Footprint(frozenset(inside[key] for key in kept if key in inside), outputs, internal, alias_of)
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Position of a tensor by the identity of its storage; the tensors hold their storages alive."""
+    return {id(tensor.untyped_storage()): position for position, tensor in enumerate(tensors)}
+
+
+def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(arg, Slot):
+        return tensors[arg.index]
+    if isinstance(arg, tuple):
+        return [_fill(item, tensors) for item in arg]
+    return torch.device("meta") if isinstance(arg, torch.device) else arg
