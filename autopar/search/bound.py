@@ -1,0 +1,159 @@
+"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the best, repeat."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from time import monotonic
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.search.descent import descend, landscape
+from autopar.search.eliminate import Limits, eliminate, elimination_order
+from autopar.search.lagrange import least_memory, maximise
+from autopar.search.marginals import min_marginals
+from autopar.search.reduce import Reduced, reduce, restrict, unreduced
+from autopar.search.relax import tractable
+from autopar.search.table import CostTable, Edge, cost_of, memory_of
+
+# What cannot beat the best choice by more than this part of its cost is dropped; proven bounds stay below the best by as much.
+TOLERANCE = 1e-10
+
+_MOST_ROUNDS = 10
+# Above so many additions an elimination takes seconds: drop strategies after two of them rather than at the best price.
+_SLOW_ADDITIONS = 2e8
+# A round that leaves more than this part of the strategies and pairs was the last.
+_LEAST_SHRINK = 0.9
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """What is left of a table: every choice that beats `best` lies in `reduced`, and none costs less than `lower_bound_s`.
+
+    `best` is in terms of `reduced.table`, None as long as no choice within the limit is known.
+    """
+
+    reduced: Reduced
+    best: tuple[int, ...] | None
+    lower_bound_s: float
+    is_pruned: bool = False
+
+
+def squeeze(table: CostTable, best: tuple[int, ...] | None, *, additions: float, deadline: float) -> Iterator[Squeezed]:
+    """Yield a state a round until the gap is closed, little more can be dropped, or the deadline (`time.monotonic`) has passed.
+
+    `best`: a choice within the limit, if one is known. `additions` bounds the work of one elimination; a table that needs more is
+    relaxed. Raises `InfeasibleError` with the least memory that would do.
+    """
+    limits = Limits(additions=additions)
+    now = Squeezed(unreduced(table), best, trivial_bound(table))
+    if elimination_order(table, limits) is None:
+        now = _moved(now, reduce(now.reduced))
+    for _ in range(_MOST_ROUNDS):
+        now, view = _bounded(now, limits)
+        yield now
+        if now.best is None or is_solved(now) or monotonic() > deadline:
+            return
+        size = num_entries(now.reduced.table)
+        now = replace(_moved(now, reduce(_pruned(now, view))), is_pruned=True)
+        yield now
+        if num_entries(now.reduced.table) > _LEAST_SHRINK * size:
+            return
+
+
+def trivial_bound(table: CostTable) -> float:
+    """Each node and edge at its least."""
+    return sum(float(part.cost_s.min()) for part in (*table.nodes, *table.edges))
+
+
+def is_solved(state: Squeezed) -> bool:
+    """Is the bound as near to the best choice as this package ever brings it?"""
+    return state.best is not None and _is_closed(cost_of(state.reduced.table, state.best), state.lower_bound_s)
+
+
+def proven(cost_s: float, lower_bound_s: float, *, is_pruned: bool) -> float:
+    """What a lower bound on what is left proves about the whole table: pruning has dropped what is better by less than the tolerance."""
+    return min(lower_bound_s, cost_s - TOLERANCE * abs(cost_s) if is_pruned else cost_s)
+
+
+def num_entries(table: CostTable) -> int:
+    """Strategies and allowed pairs."""
+    return sum(node.cost_s.size for node in table.nodes) + sum(int(np.isfinite(edge.cost_s).sum()) for edge in table.edges)
+
+
+def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The cheapest choice within the limit, the first of equals; None when there is none."""
+    within = [c for c in choices if memory_of(table, c) <= table.memory_limit_bytes and cost_of(table, c) < float("inf")]
+    return min(within, key=lambda c: cost_of(table, c), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """How a round saw its table: what elimination could hold of it, in which order, and at which price the bound was best."""
+
+    relaxed: CostTable
+    order: tuple[int, ...]
+    multiplier: float
+
+
+def _bounded(now: Squeezed, limits: Limits) -> tuple[Squeezed, _View]:
+    """The best bound for the table as it is, and the best choice from what the bound's prices met."""
+    table = now.reduced.table
+    relaxed, order = tractable(table, limits)
+    is_slow = elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None
+    known = [now.best] if now.best is not None else _lightest(table, relaxed, order)
+    dual = maximise(relaxed, order, feasible=cheapest(table, known), most_steps=2 if is_slow else 40)
+    if dual.bound_s == float("inf"):
+        raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
+    best = cheapest(table, (*known, *dual.met))
+    if best is None or not _is_closed(cost_of(table, best), dual.bound_s):
+        land = landscape(table)
+        best = cheapest(table, (*([] if best is None else [best]), *(descend(land, met) for met in (*known, *dual.met))))
+    bound_s = max(now.lower_bound_s, dual.bound_s)
+    if best is not None:
+        bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
+    return replace(now, best=best, lower_bound_s=bound_s), _View(relaxed, order, dual.multiplier)
+
+
+def _lightest(table: CostTable, relaxed: CostTable, order: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The choice of least memory, if memory is limited."""
+    limit = table.memory_limit_bytes
+    if limit == float("inf"):
+        return []
+    least, lightest = least_memory(relaxed, order)
+    if least > limit and memory_of(relaxed, lightest) > limit:
+        raise InfeasibleError(
+            f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
+            f"{least:.0f} bytes ({least / 2**30:.2f} GiB); raise the memory limit, or use more devices"
+        )
+    return [lightest]
+
+
+def _pruned(now: Squeezed, view: _View) -> Reduced:
+    """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
+    table = now.reduced.table
+    cost_s = cost_of(table, now.best)
+    limit = table.memory_limit_bytes
+    threshold = cost_s - TOLERANCE * abs(cost_s) + (view.multiplier * limit if view.multiplier else 0.0)
+    pairs = frozenset((edge.a, edge.b) for edge in view.relaxed.edges)
+    marginals = min_marginals(eliminate(view.relaxed, view.order, multiplier=view.multiplier), pairs)
+    kept = []
+    for values, k in zip(marginals.nodes, now.best):
+        stays = values < threshold
+        stays[k] = True
+        kept.append(np.flatnonzero(stays))
+    edges = []
+    for edge in table.edges:
+        stays = marginals.pairs[edge.a, edge.b] < threshold if (edge.a, edge.b) in pairs else np.isfinite(edge.cost_s)
+        stays[now.best[edge.a], now.best[edge.b]] = True
+        edges.append(Edge(edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0)))
+    return restrict(replace(now.reduced, table=replace(table, edges=tuple(edges))), kept)
+
+
+def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:
+    """The same state in terms of a further reduced table."""
+    best = None if now.best is None else reduced.lower(now.reduced.lift(now.best))
+    return replace(now, reduced=reduced, best=best)
+
+
+def _is_closed(cost_s: float, lower_bound_s: float) -> bool:
+    return cost_s - lower_bound_s <= 5 * TOLERANCE * abs(cost_s)

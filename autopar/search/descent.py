@@ -1,0 +1,142 @@
+"""Coordinate descent: move one node, or two joined by an edge, to their best strategies until no such move helps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.search.table import CostTable
+
+# A move must save this part of what it changes: rounding alone must not keep the descent going.
+_LEAST_GAIN = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Incidence:
+    """An edge seen from one of its ends: `cost[k, other's strategy]`, memory likewise."""
+
+    other: int
+    cost: np.ndarray
+    memory: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """A table prepared for descent: forbidden entries cost, and take, more than all that is allowed together.
+
+    A finite number in place of `inf` lets a descent leave a forbidden start by the same comparisons.
+    """
+
+    table: CostTable
+    cost: tuple[np.ndarray, ...]
+    memory: tuple[np.ndarray, ...]
+    incident: tuple[tuple[Incidence, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # what moves together: single nodes first, then the ends of each edge
+
+
+def landscape(table: CostTable) -> Landscape:
+    """Prepare a checked table."""
+    parts = (*table.nodes, *table.edges)
+    cost_wall = 1e3 * sum(_largest(part.cost_s) for part in parts) or 1.0
+    limited = np.isfinite(table.memory_limit_bytes)
+    memory_wall = 1e3 * (sum(_largest(part.memory_bytes) for part in parts) + abs(table.memory_limit_bytes)) if limited else 0.0
+    walls = [(_walled(p.cost_s, p.cost_s, cost_wall), _walled(p.memory_bytes, p.cost_s, memory_wall)) for p in parts]
+    incident: list[list[Incidence]] = [[] for _ in table.nodes]
+    for edge, (cost, memory) in zip(table.edges, walls[len(table.nodes) :]):
+        incident[edge.a].append(Incidence(edge.b, cost, memory))
+        incident[edge.b].append(Incidence(edge.a, np.ascontiguousarray(cost.T), np.ascontiguousarray(memory.T)))
+    nodes = walls[: len(table.nodes)]
+    groups = (*((v,) for v in range(len(nodes))), *((edge.a, edge.b) for edge in table.edges))
+    return Landscape(table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups)
+
+
+def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
+    """A choice that no move of one node or of two neighbours improves: first less memory above the limit, then less cost."""
+    current = list(start)
+    limited = np.isfinite(land.table.memory_limit_bytes)
+    used = _memory_used(land, current)
+    settled: set[tuple[int, ...]] = set()
+    while len(settled) < len(land.groups):
+        for group in land.groups:
+            if group in settled:
+                continue
+            settled.add(group)
+            moved = _best_move(land, current, group, used)
+            if moved is None:
+                continue
+            touched = {v for v, k in zip(group, moved) if current[v] != k}
+            for v, k in zip(group, moved):
+                current[v] = k
+            used = _memory_used(land, current)
+            # Room under the memory limit is shared by all, costs only by neighbours.
+            settled = {group} if limited else {g for g in settled if g == group or not _depends(land, g, touched)}
+    return tuple(current)
+
+
+def own_starts(land: Landscape) -> tuple[tuple[int, ...], ...]:
+    """Cheap starts: each node's own best by cost and, where it is limited, by memory, with half of the least its edges add."""
+    terms = ["cost", "memory"] if np.isfinite(land.table.memory_limit_bytes) else ["cost"]
+    return tuple(tuple(_own_best(land, v, term) for v in range(len(land.cost))) for term in terms)
+
+
+def _own_best(land: Landscape, v: int, term: str) -> int:
+    return int((getattr(land, term)[v] + 0.5 * sum(getattr(i, term).min(axis=1) for i in land.incident[v])).argmin())
+
+
+def _best_move(land: Landscape, current: Sequence[int], group: tuple[int, ...], used: float) -> tuple[int, ...] | None:
+    """The group's best strategies given all others, or None when they are no better than the current ones."""
+    cost, memory = _given_others(land, current, group)
+    now = tuple(current[v] for v in group)
+    if np.isfinite(land.table.memory_limit_bytes):
+        excess = np.maximum(memory + (used - memory[now] - land.table.memory_limit_bytes), 0.0)
+        least = excess.min()
+        cost = np.where(excess <= least, cost, np.inf)
+        if excess[now] > least * (1 + _LEAST_GAIN):
+            return _argmin(cost)
+    best = _argmin(cost)
+    return best if cost[best] < cost[now] - _LEAST_GAIN * abs(cost[now]) else None
+
+
+def _given_others(land: Landscape, current: Sequence[int], group: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Cost and memory of each combination of the group's strategies, everything else as it is."""
+    if len(group) == 1:
+        return _fields(land, current, group[0], beside=-1)
+    a, b = group
+    (cost_a, memory_a), (cost_b, memory_b) = _fields(land, current, a, beside=b), _fields(land, current, b, beside=a)
+    joint = next(i for i in land.incident[a] if i.other == b)
+    cost = cost_a[:, None] + cost_b + joint.cost
+    if not np.isfinite(land.table.memory_limit_bytes):
+        return cost, cost  # memory is never looked at
+    return cost, memory_a[:, None] + memory_b + joint.memory
+
+
+def _fields(land: Landscape, current: Sequence[int], v: int, *, beside: int) -> tuple[np.ndarray, np.ndarray]:
+    cost, memory = land.cost[v], land.memory[v]
+    for incidence in land.incident[v]:
+        if incidence.other != beside:
+            cost = cost + incidence.cost[:, current[incidence.other]]
+            memory = memory + incidence.memory[:, current[incidence.other]]
+    return cost, memory
+
+
+def _memory_used(land: Landscape, current: Sequence[int]) -> float:
+    nodes = sum(float(memory[k]) for memory, k in zip(land.memory, current))
+    both = sum(float(i.memory[k, current[i.other]]) for incident, k in zip(land.incident, current) for i in incident)
+    return nodes + both / 2
+
+
+def _depends(land: Landscape, group: tuple[int, ...], touched: set[int]) -> bool:
+    return any(v in touched or any(i.other in touched for i in land.incident[v]) for v in group)
+
+
+def _argmin(cost: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(k) for k in np.unravel_index(cost.argmin(), cost.shape))
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+def _walled(values: np.ndarray, cost: np.ndarray, wall: float) -> np.ndarray:
+    forbidden = np.isinf(cost)
+    return np.where(forbidden, wall, values) if forbidden.any() else values

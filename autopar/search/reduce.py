@@ -1,0 +1,130 @@
+"""Make a table smaller without losing its optimum."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.search.table import CostTable, Edge, Node
+
+# Comparisons of one node's strategies, entry by entry: about 5 ms.
+_COMPARISONS = 2e6
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A smaller table; `kept[v]` are its strategies as indices of the original, `position[v]` the way there.
+
+    `position[v][k]` is the strategy that takes k's place (k itself, or one that is at least as good), -1 when k was dropped for good.
+    """
+
+    table: CostTable
+    kept: tuple[np.ndarray, ...]  # i64[K_small]
+    position: tuple[np.ndarray, ...]  # i64[K_original]
+
+    def lift(self, strategies: Sequence[int]) -> tuple[int, ...]:
+        """The choice in terms of the original table."""
+        return tuple(int(kept[k]) for kept, k in zip(self.kept, strategies))
+
+    def lower(self, strategies: Sequence[int]) -> tuple[int, ...] | None:
+        """The original table's choice, or one at least as good, in terms of the smaller table; None when it was dropped."""
+        small = tuple(int(position[k]) for position, k in zip(self.position, strategies))
+        return None if -1 in small else small
+
+
+def unreduced(table: CostTable) -> Reduced:
+    """The table as it is."""
+    every = tuple(np.arange(node.cost_s.size) for node in table.nodes)
+    return Reduced(table, every, every)
+
+
+def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[np.ndarray] | None = None) -> Reduced:
+    """Keep only the given strategies (ascending) of the smaller table; `successor[v][k]` takes the place of a dropped k (-1: none)."""
+    nodes = tuple(Node(n.name, n.cost_s[k], n.memory_bytes[k]) for n, k in zip(reduced.table.nodes, kept))
+    edges = tuple(
+        Edge(e.a, e.b, e.cost_s[np.ix_(kept[e.a], kept[e.b])], e.memory_bytes[np.ix_(kept[e.a], kept[e.b])]) for e in reduced.table.edges
+    )
+    position = []
+    for v, (old, keep) in enumerate(zip(reduced.position, kept)):
+        renumbered = np.full(reduced.table.nodes[v].cost_s.size + 1, -1)  # the last entry answers -1
+        renumbered[keep] = np.arange(keep.size)
+        follow = np.arange(renumbered.size - 1) if successor is None else successor[v]
+        position.append(renumbered[np.append(follow, -1)][old])
+    table = replace(reduced.table, nodes=nodes, edges=edges)
+    return Reduced(table, tuple(old[keep] for old, keep in zip(reduced.kept, kept)), tuple(position))
+
+
+def reduce(reduced: Reduced) -> Reduced:
+    """Drop, until nothing changes, strategies that are forbidden or dominated.
+
+    Strategy j dominates k when taking j instead costs no more whatever the neighbours take, and takes no more memory where that is
+    limited (the dead-end elimination criterion of R. Goldstein, 1994). Raises `InfeasibleError` when a node has nothing left.
+    """
+    before = -1
+    while (size := sum(kept.size for kept in reduced.kept)) != before:
+        before = size
+        for v in range(len(reduced.table.nodes)):
+            reduced = _reduce_node(reduced, v)
+    return reduced
+
+
+def _reduce_node(reduced: Reduced, v: int) -> Reduced:
+    table, node = reduced.table, reduced.table.nodes[v]
+    rows, memory, starts = _incident(table, v)
+    if starts.size:
+        usable = np.isfinite(node.cost_s) & np.isfinite(np.minimum.reduceat(rows, starts, axis=1)).all(axis=1)
+    else:
+        usable = np.isfinite(node.cost_s)
+    if not usable.any():
+        raise InfeasibleError(f"no strategy of {node.name!r} is allowed together with its neighbours; remove a pin or a constraint around it")
+    successor = np.where(usable, np.arange(usable.size), -1)
+    for j in _challengers(node, rows, starts, usable):
+        if successor[j] == j:
+            losers = _dominated(table, node, rows, memory, starts, j, np.flatnonzero(successor == np.arange(usable.size)))
+            successor[np.isin(successor, losers)] = j
+    kept = np.flatnonzero(successor == np.arange(usable.size))
+    if kept.size == usable.size:
+        return reduced
+    every = [np.arange(other.cost_s.size) for other in table.nodes]
+    return restrict(reduced, [*every[:v], kept, *every[v + 1 :]], [*every[:v], successor, *every[v + 1 :]])
+
+
+def _incident(table: CostTable, v: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Costs and memory of the node's edges side by side, f64[K, sum of the neighbours' K], and where each edge starts."""
+    edges = [edge for edge in table.edges if v in (edge.a, edge.b)]
+    if not edges:
+        empty = np.zeros((table.nodes[v].cost_s.size, 0))
+        return empty, empty, np.zeros(0, np.int64)
+    costs = [edge.cost_s if edge.a == v else edge.cost_s.T for edge in edges]
+    memory = [edge.memory_bytes if edge.a == v else edge.memory_bytes.T for edge in edges]
+    return np.hstack(costs), np.hstack(memory), np.cumsum([0, *(cost.shape[1] for cost in costs[:-1])])
+
+
+def _challengers(node: Node, rows: np.ndarray, starts: np.ndarray, usable: np.ndarray) -> list[int]:
+    """The strategies most likely to dominate: all of them, or as many cheap ones as the comparisons allow."""
+    least = node.cost_s + (np.minimum.reduceat(rows, starts, axis=1).sum(axis=1) if starts.size else 0.0)
+    ranked = [int(j) for j in np.argsort(least, kind="stable") if usable[j]]
+    return ranked[: max(1, int(_COMPARISONS // max(1, rows.size)))]
+
+
+def _dominated(
+    table: CostTable, node: Node, rows: np.ndarray, memory: np.ndarray, starts: np.ndarray, j: int, alive: np.ndarray
+) -> np.ndarray:
+    """Which of the strategies `alive` j dominates."""
+    others = alive[alive != j]
+    worse = _most_lost(rows[j], rows[others], rows[others], starts) + node.cost_s[j] - node.cost_s[others]
+    others = others[worse <= 0]
+    if np.isinf(table.memory_limit_bytes):
+        return others
+    heavier = _most_lost(memory[j], memory[others], rows[others], starts) + node.memory_bytes[j] - node.memory_bytes[others]
+    return others[heavier <= 0]
+
+
+def _most_lost(row: np.ndarray, others: np.ndarray, costs: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """f64[len(others)]: the largest row - other of each edge, summed, where the other is allowed at all."""
+    if not starts.size or not len(others):
+        return np.zeros(len(others))
+    with np.errstate(invalid="ignore"):
+        difference = np.where(np.isinf(costs), -np.inf, row - others)
+    return np.maximum.reduceat(difference, starts, axis=1).sum(axis=1)

@@ -1,0 +1,161 @@
+"""Close the gap with CP-SAT, in a process of its own that is killed when its time is up.
+
+CP-SAT may overrun its own time limit, and may not return at all; here it can do neither, and what it has found is already with us.
+
+Costs become integers of a power-of-two unit u, about 2^-40 of the incumbent (larger when the table's costs span more than 2^55 units).
+They are rounded down, so the integer optimum times u is a lower bound; it is below the true optimum by at most u a node and an edge,
+about 2e-10 of the cost for 200 of them. Memory is rounded down too, in units that make whole bytes exact up to 2^50 bytes in all: no choice
+within the limit is lost, and what comes back is checked against the true limit.
+"""
+
+import json
+import math
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.search.table import Choice, CostTable, cost_of, memory_of
+
+# `-P`: this directory stays off the worker's import path, where `table.py` and the like would shadow other modules.
+WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+
+_COST_BITS, _WIDEST_BITS, _MEMORY_BITS = 40, 55, 50
+
+
+def refine(
+    table: CostTable,
+    incumbent: tuple[int, ...] | None,
+    lower_bound_s: float,
+    *,
+    time_limit_s: float,
+    worker: Sequence[str] = WORKER,
+) -> Iterator[Choice]:
+    """Yield ever better choices or bounds of a checked table until it is solved or the time is up.
+
+    `incumbent` is a choice within the limit (a hint, and the first to beat); without one, nothing is yielded until one is found.
+    Closing the iterator, or an exception in the consumer, kills the process. A process that fails is reported by a warning.
+    """
+    deadline = monotonic() + time_limit_s
+    cost_unit = _cost_unit(table, incumbent)
+    problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": time_limit_s}
+    best = None if incumbent is None else _choice(table, incumbent, lower_bound_s)
+    with _started(worker, problem) as answers:
+        while (answer := _next(answers, deadline)) is not None:
+            if answer.get("status") == "INFEASIBLE" and best is None:
+                raise InfeasibleError(f"no choice fits in {table.memory_limit_bytes:.0f} bytes per device; raise the limit")
+            better = _improved(table, best, answer, lower_bound_s, cost_unit)
+            lower_bound_s = max(lower_bound_s, answer.get("bound", -math.inf) * cost_unit)
+            if better is not None:
+                best = better
+                yield best
+
+
+def _next(answers: "queue.Queue[str | None]", deadline: float) -> dict[str, Any] | None:
+    """The worker's next answer, None when it has ended or the time is up."""
+    try:
+        line = answers.get(timeout=max(0.0, deadline - monotonic()))
+    except queue.Empty:
+        return None
+    return None if line is None else json.loads(line)
+
+
+def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # a worker that has ended says so by its exit code
+        pickle.dump(problem, stdin)
+        stdin.flush()
+
+
+def _receive(stdout: IO[bytes], lines: "queue.Queue[str | None]") -> None:
+    for line in stdout:
+        lines.put(line.decode())
+    lines.put(None)
+
+
+def _improved(table: CostTable, best: Choice | None, answer: dict[str, Any], lower_bound_s: float, cost_unit: float) -> Choice | None:
+    """The best choice with what the answer adds to it, or None when it adds nothing."""
+    if "strategies" in answer:
+        found = _choice(table, tuple(answer["strategies"]), lower_bound_s)
+        is_better = found.memory_bytes <= table.memory_limit_bytes and (best is None or found.cost_s < best.cost_s)
+        return found if is_better else None
+    if best is None or answer.get("bound", -math.inf) * cost_unit <= best.lower_bound_s:
+        return None
+    return _choice(table, best.strategies, answer["bound"] * cost_unit)
+
+
+def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:
+    cost_s = cost_of(table, strategies)
+    return Choice(strategies, cost_s, memory_of(table, strategies), min(lower_bound_s, cost_s))
+
+
+def _cost_unit(table: CostTable, incumbent: tuple[int, ...] | None) -> float:
+    widest = sum(_largest(part.cost_s) for part in (*table.nodes, *table.edges))
+    usual = widest if incumbent is None else abs(cost_of(table, incumbent)) or widest
+    return _power_of_two(max(usual * 2.0**-_COST_BITS, widest * 2.0**-_WIDEST_BITS))
+
+
+def _integer_problem(table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, cost_unit: float) -> dict[str, Any]:
+    """What `worker.solve_integer` takes, but for the time limit."""
+    most_memory = sum(_largest(part.memory_bytes) for part in (*table.nodes, *table.edges))
+    memory_unit = _power_of_two(most_memory * 2.0**-_MEMORY_BITS)
+    edges = []
+    for edge in table.edges:
+        ka, kb = np.nonzero(np.isfinite(edge.cost_s))
+        edges.append((edge.a, edge.b, ka, kb, _floor(edge.cost_s[ka, kb], cost_unit), _floor(edge.memory_bytes[ka, kb], memory_unit)))
+    return {
+        "nodes": [(_floor(n.cost_s, cost_unit), _floor(n.memory_bytes, memory_unit), np.isfinite(n.cost_s)) for n in table.nodes],
+        "edges": edges,
+        "limit": math.floor(table.memory_limit_bytes / memory_unit) if table.memory_limit_bytes < most_memory else None,
+        "hint": None if incumbent is None else list(incumbent),
+        # Each term was rounded down by less than one unit.
+        "bound": math.floor(lower_bound_s / cost_unit) - len(table.nodes) - len(edges) if math.isfinite(lower_bound_s) else None,
+    }
+
+
+def _floor(values: np.ndarray, unit: float) -> np.ndarray:
+    return np.floor(np.where(np.isfinite(values), values, 0.0) / unit).astype(np.int64)
+
+
+def _power_of_two(least: float) -> float:
+    return 2.0 ** math.ceil(math.log2(least)) if least > 0 else 1.0
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+@contextmanager
+def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.Queue[str | None]"]:
+    """The lines the worker prints, None at its end. The worker is killed on the way out.
+
+    It gets a session of its own: Ctrl-C must reach us, who hold the incumbent, and not the worker.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        threads = [threading.Thread(target=_send, args=(child.stdin, problem)), threading.Thread(target=_receive, args=(child.stdout, lines))]
+        try:
+            for thread in threads:
+                thread.start()
+            yield lines
+        finally:
+            is_running = child.poll() is None
+            child.kill()
+            code = child.wait()
+            for thread in threads:
+                thread.join()
+            child.stdin.close(), child.stdout.close()
+        if code and not is_running:
+            log.seek(0)
+            warnings.warn(f"the CP-SAT process ended with {code}; the plan may not be optimal:\n{log.read()[-2000:].decode()}", stacklevel=3)

@@ -1,0 +1,81 @@
+"""The search in one function: descend, bound, refine."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from time import monotonic
+
+from autopar.errors import InfeasibleError
+from autopar.search.bound import cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
+from autopar.search.check import checked
+from autopar.search.descent import descend, landscape, own_starts
+from autopar.search.refine import WORKER, refine
+from autopar.search.table import Choice, CostTable, cost_of, memory_of
+
+# What one elimination may take of the time limit: about a quarter, at 2e9 additions a second.
+_ADDITIONS_PER_S = 5e8
+# CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
+_MOST_VARIABLES = 500_000
+
+Progress = Callable[[str, float, float], None]
+
+
+def solve(
+    table: CostTable,
+    *,
+    starts: Sequence[tuple[int, ...]] = (),
+    time_limit_s: float = 30.0,
+    progress: Progress | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Choice:
+    """The cheapest choice within the memory limit, and a proven lower bound.
+
+    Never worse than any start within the limit. The same table and starts give the same choice, unless the time limit strikes first.
+    Ctrl-C ends the search with the best choice known. `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker`
+    is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
+    """
+    table = checked(table)
+    _check_starts(table, starts)
+    best = None
+    try:
+        with closing(_choices(table, starts, time_limit_s, worker)) as choices:
+            for stage, choice in choices:
+                if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
+                    best = choice
+                    if progress is not None:
+                        progress(stage, best.cost_s, best.lower_bound_s)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+    if best is None:
+        raise InfeasibleError(f"no choice within {table.memory_limit_bytes:.0f} bytes was found in {time_limit_s} s; allow more time or memory")
+    return best
+
+
+def _choices(table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]) -> Iterator[tuple[str, Choice]]:
+    """Choices and bounds as they are found, with the stage that found them."""
+    deadline = monotonic() + time_limit_s
+    land = landscape(table)
+    best = cheapest(table, (*starts, *(descend(land, start) for start in (*starts, *own_starts(land)))))
+    if best is not None:
+        yield "descent", _choice(table, best, trivial_bound(table))
+    for state in squeeze(table, best, additions=_ADDITIONS_PER_S * max(1.0, time_limit_s), deadline=deadline):
+        if state.best is not None:
+            yield "bound", _choice(table, state.reduced.lift(state.best), state.lower_bound_s)
+    if is_solved(state) or num_entries(state.reduced.table) > _MOST_VARIABLES or monotonic() > deadline:
+        return
+    remaining_s = deadline - monotonic()
+    for found in refine(state.reduced.table, state.best, state.lower_bound_s, time_limit_s=remaining_s, worker=worker):
+        bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
+        yield "refine", _choice(table, state.reduced.lift(found.strategies), bound_s)
+
+
+def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:
+    cost_s = cost_of(table, strategies)
+    return Choice(strategies, cost_s, memory_of(table, strategies), min(lower_bound_s, cost_s))
+
+
+def _check_starts(table: CostTable, starts: Sequence[tuple[int, ...]]) -> None:
+    sizes = [node.cost_s.size for node in table.nodes]
+    for start in starts:
+        if len(start) != len(sizes) or not all(0 <= k < size for k, size in zip(start, sizes)):
+            raise ValueError(f"start {start}: expected one strategy index a node, below {sizes}")

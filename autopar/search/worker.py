@@ -1,0 +1,126 @@
+"""The CP-SAT process: reads one integer problem from stdin, writes each better choice and bound to stdout as a line of JSON.
+
+Run as a file, not as a module, and importing nothing of this package: it starts in a fraction of a second whatever the package imports.
+It ends when its stdin is closed, so it cannot outlive the process that started it.
+"""
+
+import json
+import os
+import pickle
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+# Fixed, not the number of cores: the same problem takes the same path on every machine.
+_NUM_WORKERS = 8
+
+
+def main() -> None:
+    """Solve what stdin holds."""
+    # The solver's own log goes to file descriptor 1 of the process: keep the answers apart from it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    problem = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    solve_integer(problem, lambda answer: print(json.dumps(answer), file=answers, flush=True))
+
+
+def solve_integer(problem: dict[str, Any], answer: Any) -> None:
+    """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status": name} last.
+
+    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry an allowed pair of strategies,
+    limit = int or None, hint = list or None, bound = int or None, time_limit_s = float.
+    """
+    model = cp_model.CpModel()
+    chosen, objective = _build(model, problem)
+    solver = cp_model.CpSolver()
+    solver.parameters.random_seed = 0
+    solver.parameters.num_workers = _NUM_WORKERS
+    solver.parameters.interleave_search = True  # rounds of fixed work: without it the threads' timing decides among equals
+    solver.parameters.relative_gap_limit = 0.0
+    solver.parameters.absolute_gap_limit = 0.0
+    solver.parameters.max_time_in_seconds = problem["time_limit_s"]
+    solver.best_bound_callback = lambda bound: answer({"bound": _whole(bound)})
+    status = solver.solve(model, _Printer(chosen, answer))
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        answer({"strategies": [_taken(strategies, solver.boolean_value) for strategies in chosen]})
+        answer({"bound": _whole(solver.best_objective_bound)})
+    answer({"status": solver.status_name(status)})
+
+
+def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> tuple[list[list[Any]], Any]:
+    """Variables: one a node and strategy, one an allowed pair of an edge.
+
+    exactly one strategy a node;  sum over kb of pair[ka, kb] = node_a[ka], and likewise for b;
+    sum of memory <= limit;  sum of cost >= bound;  minimise the sum of cost.
+    """
+    chosen = [[model.new_bool_var("") for _ in cost] for cost, _, _ in problem["nodes"]]
+    variables, costs, memory = [], [], []
+    for strategies, (cost, size, allowed) in zip(chosen, problem["nodes"]):
+        model.add_exactly_one(strategies)
+        model.add(sum(strategies[k] for k in np.flatnonzero(~allowed)) == 0)
+        variables.append(strategies), costs.append(cost), memory.append(size)
+    for a, b, ka, kb, cost, size in problem["edges"]:
+        pairs = [model.new_bool_var("") for _ in ka]
+        _tie(model, pairs, ka, chosen[a])
+        _tie(model, pairs, kb, chosen[b])
+        variables.append(pairs), costs.append(cost), memory.append(size)
+        if problem["hint"] is not None:
+            _hint(model, pairs, (ka == problem["hint"][a]) & (kb == problem["hint"][b]))
+    for strategies, k in zip(chosen, problem["hint"] or ()):
+        _hint(model, strategies, np.arange(len(strategies)) == k)
+    every = [variable for group in variables for variable in group]
+    objective = cp_model.LinearExpr.weighted_sum(every, np.concatenate(costs).tolist())
+    if problem["limit"] is not None:
+        model.add(cp_model.LinearExpr.weighted_sum(every, np.concatenate(memory).tolist()) <= problem["limit"])
+    if problem["bound"] is not None:
+        model.add(objective >= problem["bound"])
+    model.minimize(objective)
+    return chosen, objective
+
+
+def _tie(model: cp_model.CpModel, pairs: list[Any], index: np.ndarray, strategies: list[Any]) -> None:
+    """A strategy is taken exactly when one of its pairs is."""
+    members: list[list[Any]] = [[] for _ in strategies]
+    for pair, k in zip(pairs, index):
+        members[k].append(pair)
+    for strategy, its_pairs in zip(strategies, members):
+        model.add(sum(its_pairs) == strategy)
+
+
+def _hint(model: cp_model.CpModel, variables: list[Any], values: np.ndarray) -> None:
+    for variable, value in zip(variables, values):
+        model.add_hint(variable, bool(value))
+
+
+def _taken(strategies: list[Any], value: Any) -> int:
+    return next(k for k, variable in enumerate(strategies) if value(variable))
+
+
+def _whole(bound: float) -> int:
+    # CP-SAT reports integers as doubles; beyond 2^53 the conversion may have rounded up.
+    return int(bound) if abs(bound) < 2**53 else int(bound) - int(abs(bound) * 2.0**-52) - 1
+
+
+def _die_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+class _Printer(cp_model.CpSolverSolutionCallback):
+    """Streams each better choice."""
+
+    def __init__(self, chosen: list[list[Any]], answer: Any) -> None:
+        super().__init__()
+        self._chosen, self._answer = chosen, answer
+
+    def on_solution_callback(self) -> None:
+        """Called by CP-SAT."""
+        self._answer({"strategies": [_taken(strategies, self.boolean_value) for strategies in self._chosen]})
+
+
+if __name__ == "__main__":
+    main()
