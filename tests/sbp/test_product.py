@@ -1,0 +1,80 @@
+"""Products on shards against the op itself."""
+
+import pytest
+
+from autopar.sbp.rules.product import RULES, parse_equation
+from tests.sbp.exercise import exercise, f64
+
+SAMPLES = [
+    ("linear", (f64(4, 2, 6), f64(8, 6), f64(8))),
+    ("linear", (f64(4, 6), f64(8, 6), None)),
+    ("linear", (f64(6), f64(8, 6), f64(8))),
+    ("linear", (f64(4, 6), f64(6), None)),
+    ("matmul", (f64(4, 6), f64(6, 8))),
+    ("matmul", (f64(2, 4, 6), f64(6, 8))),
+    ("matmul", (f64(4, 6), f64(2, 6, 8))),
+    ("matmul", (f64(2, 1, 4, 6), f64(1, 4, 6, 2))),
+    ("matmul", (f64(6), f64(2, 6, 8))),
+    ("matmul", (f64(2, 4, 6), f64(6))),
+    ("matmul", (f64(6), f64(6))),
+    ("mm", (f64(4, 6), f64(6, 8))),
+    ("bmm", (f64(2, 4, 6), f64(2, 6, 8))),
+    ("mv", (f64(4, 6), f64(6))),
+    ("dot", (f64(6), f64(6))),
+    ("addmm", (f64(8), f64(4, 6), f64(6, 8))),
+    ("addmm", (f64(4, 1), f64(4, 6), f64(6, 8))),
+    ("addmv", (f64(4), f64(4, 6), f64(6))),
+    ("baddbmm", (f64(1, 4, 8), f64(2, 4, 6), f64(2, 6, 8))),
+    ("outer", (f64(4), f64(6))),
+    ("inner", (f64(2, 4, 6), f64(2, 6))),
+    ("inner", (f64(6), f64(6))),
+    ("tensordot", (f64(2, 4, 6), f64(6, 8, 2), [0, -1], [2, 0])),
+    ("einsum", ("bhid,bhjd->bhij", [f64(2, 4, 2, 6), f64(2, 4, 8, 6)])),
+    ("einsum", ("...k,kn", [f64(2, 4, 6), f64(6, 8)])),
+    ("einsum", ("b...,bc...->...c", [f64(2, 4, 6), f64(2, 8, 1, 6)])),
+    ("einsum", ("ij,jk,kl->il", [f64(2, 4), f64(4, 6), f64(6, 2)])),
+    ("einsum", ("iij->j", [f64(4, 4, 2)])),
+    ("einsum", ("ij,k->k", [f64(2, 4), f64(6)])),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), SAMPLES, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_signature_gives_the_ops_numbers(name, args):
+    assert len(exercise(f"aten.{name}.default", *args)) > 2
+
+
+def test_scaled_addition_is_split_too():
+    found = exercise("aten.addmm.default", f64(4, 8), f64(4, 6), f64(6, 8), beta=0.5, alpha=3)
+    assert {"P S(1) S(0) -> P", "S(0) S(0) B* -> S(0)", "S(1) B* S(1) -> S(1)", "P P B* -> P", "P B* P -> P"} < found
+
+
+def test_linear_has_just_the_splits_of_its_letters():
+    found = exercise("aten.linear.default", f64(4, 6), f64(8, 6), f64(8))
+    assert found == {
+        "B B B -> B",
+        "B* B* B* -> B*",
+        "S(0) B* B* -> S(0)",
+        "B* S(0) S(0) -> S(1)",
+        "S(1) S(1) P -> P",
+        "P B* P -> P",
+        "B* P P -> P",
+    }
+
+
+def test_weight_without_gradient_is_whole():
+    assert "S(0) B -> S(0)" in exercise("aten.linear.default", f64(4, 6), f64(8, 6, grad=False), None)
+
+
+def test_one_tensor_in_two_places_of_an_einsum():
+    x = f64(4, 6)
+    assert "S(0) S(0) -> P" in exercise("aten.einsum.default", "ij,ij->", [x, x])
+
+
+def test_implicit_output_has_the_letters_met_once_in_order():
+    assert parse_equation("bca,c", [3, 1]) == ([("b", "c", "a"), ("c",)], ("a", "b"))
+
+
+def test_every_rule_has_a_sample():
+    assert {f"aten.{name}.default" for name, _ in SAMPLES} == set(RULES)
+
+
