@@ -41,10 +41,10 @@ def _nameless(op: Op) -> Op:
 
 @lru_cache(maxsize=4096)
 def signatures_of(op: Op) -> tuple[Signature, ...]:
-    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule; divisibility is not looked at."""
+    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size 1."""
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
     found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
-    return tuple(dict.fromkeys(signature for signature in found if _can_sum(op, signature)))
+    return tuple(dict.fromkeys(signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()))
 
 
 def _without_gradient(op: Op, signature: Signature) -> Signature:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autopar.sbp.local_ops import attention, conv, cross_entropy, embedding, loss, norm, softmax
+from autopar.sbp.local_ops import attention, conv, cross_entropy, embedding, loss, norm, reduce, softmax
 from autopar.sbp.local_ops.local_op import LocalOp
 
 LOCAL_OPS: Mapping[str, LocalOp] = {
@@ -12,5 +12,6 @@ LOCAL_OPS: Mapping[str, LocalOp] = {
     **embedding.LOCAL_OPS,
     **loss.LOCAL_OPS,
     **norm.LOCAL_OPS,
+    **reduce.LOCAL_OPS,
     **softmax.LOCAL_OPS,
 }

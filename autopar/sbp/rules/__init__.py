@@ -3,9 +3,25 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from autopar.ir.graph import Op
-from autopar.sbp.rules import attention, cast, embedding, loss, norm, pointwise, product, softmax, view
+from autopar.sbp.rules import (
+    attention,
+    cast,
+    conv,
+    create,
+    embedding,
+    index,
+    loss,
+    norm,
+    pointwise,
+    pool,
+    product,
+    random,
+    reduce,
+    softmax,
+    view,
+)
 from autopar.sbp.signature import Signature
 
-_FAMILIES = (pointwise, cast, view, product, attention, embedding, loss, norm, softmax)
+_FAMILIES = (pointwise, cast, view, reduce, index, create, product, attention, conv, embedding, loss, norm, pool, random, softmax)
 
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}

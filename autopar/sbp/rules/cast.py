@@ -19,9 +19,8 @@ def same(op: Op) -> Iterator[Signature]:
 
 def like_other(op: Op) -> Iterator[Signature]:
     """The second input gives only its dtype and device: it has no gradient, so it may stay whole."""
-    for dim, size in enumerate(op.inputs[0].shape):
-        if size > 1:
-            yield Signature((S(dim), I), (S(dim),))
+    for dim in range(len(op.inputs[0].shape)):
+        yield Signature((S(dim), I), (S(dim),))
     if keeps_sums(op):
         yield Signature((P, I), (P,))
 

@@ -47,17 +47,15 @@ def aligned(shape: Shape, out: Shape, dim: int) -> Placement:
 def broadcast_splits(op: Op) -> Iterator[Signature]:
     """Every output dim split, inputs following by the broadcasting rules."""
     out = op.outputs[0].shape
-    for dim, size in enumerate(out):
-        if size > 1:
-            yield Signature(tuple(aligned(value.shape, out, dim) for value in op.inputs), (S(dim),) * len(op.outputs))
+    for dim in range(len(out)):
+        yield Signature(tuple(aligned(value.shape, out, dim) for value in op.inputs), (S(dim),) * len(op.outputs))
 
 
 def carry(op: Op, pairs: Iterable[tuple[int, int]], *, is_linear: bool) -> Iterator[Signature]:
     """First input: its dim `src` becomes dim `dst` of every output, for each pair; a linear op passes P too. No other input."""
     count = len(op.outputs)
     for src, dst in pairs:
-        if op.inputs[0].shape[src] > 1:
-            yield Signature((S(src),), (S(dst),) * count)
+        yield Signature((S(src),), (S(dst),) * count)
     if is_linear and keeps_sums(op):
         yield Signature((P,), (P,) * count)
 

@@ -16,8 +16,8 @@ from autopar.sbp.signature import Signature
 Rule = Callable[[Op], Iterable[Signature]]
 
 _NONLINEAR = """
-    abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    sinc sigmoid log_sigmoid logit erf erfc erfinv lgamma digamma i0 sign sgn signbit floor ceil round trunc fix frac angle
+    abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh acosh
+    atanh sinc sigmoid log_sigmoid logit erf erfc erfinv lgamma digamma i0 sign sgn signbit floor ceil round trunc fix frac angle
     relu relu6 gelu silu mish elu selu celu softplus softshrink hardshrink hardtanh hardswish hardsigmoid leaky_relu threshold
     clamp clamp_min clamp_max clip nan_to_num pow float_power maximum minimum fmax fmin fmod remainder floor_divide atan2 arctan2 hypot
     copysign xlogy logaddexp logaddexp2 heaviside nextafter
@@ -88,15 +88,13 @@ def prelu(op: Op) -> Iterator[Signature]:
     """The weight has one entry, or one per dim 1 of the input."""
     shape, weight = op.inputs[0].shape, op.inputs[1].shape
     for dim, size in enumerate(shape):
-        if size > 1:
-            yield Signature((S(dim), S(0) if dim == 1 and weight == (size,) else R), (S(dim),))
+        yield Signature((S(dim), S(0) if dim == 1 and weight == (size,) else R), (S(dim),))
 
 
 def bucketize(op: Op) -> Iterator[Signature]:
     """Each element is looked up in the whole list of boundaries."""
-    for dim, size in enumerate(op.inputs[0].shape):
-        if size > 1:
-            yield Signature((S(dim), R), (S(dim),))
+    for dim in range(len(op.inputs[0].shape)):
+        yield Signature((S(dim), R), (S(dim),))
 
 
 def glu(op: Op) -> Iterator[Signature]:

@@ -68,9 +68,8 @@ def expand(op: Op) -> Iterator[Signature]:
     """Every output dim; an expanded one needs the whole input, whose gradient is then summed over the parts."""
     out = op.outputs[0].shape
     like = op.inputs[1:]  # expand_as: only its shape counts, so it follows or stays whole
-    for dim, size in enumerate(out):
-        if size > 1:
-            yield Signature((aligned(op.inputs[0].shape, out, dim), *(S(dim) for _ in like)), (S(dim),))
+    for dim in range(len(out)):
+        yield Signature((aligned(op.inputs[0].shape, out, dim), *(S(dim) for _ in like)), (S(dim),))
     yield Signature((P, *(I for _ in like)), (P,))
 
 
@@ -79,7 +78,7 @@ def repeat(op: Op) -> Iterator[Signature]:
     src, out = op.inputs[0].shape, op.outputs[0].shape
     for dim, size in enumerate(out):
         own = dim - (len(out) - len(src))
-        if size > 1 and (own < 0 or src[own] in (1, size)):
+        if own < 0 or src[own] in (1, size):
             yield Signature((aligned(src, out, dim),), (S(dim),))
     yield Signature((P,), (P,))
 
@@ -160,8 +159,7 @@ def cat(op: Op) -> Iterator[Signature]:
     """Every dim but the joined one; empty one-dim tensors are skipped by torch and stay whole."""
     out = op.outputs[0].shape
     for dim in other_dims(len(out), arguments_of(op)["dim"]):
-        if out[dim] > 1:
-            yield Signature(tuple(S(dim) if len(value.shape) == len(out) else R for value in op.inputs), (S(dim),))
+        yield Signature(tuple(S(dim) if len(value.shape) == len(out) else R for value in op.inputs), (S(dim),))
     yield Signature((P,) * len(op.inputs), (P,))
 
 
@@ -169,8 +167,7 @@ def stack(op: Op) -> Iterator[Signature]:
     """The inputs' dims, shifted behind the new one."""
     out = op.outputs[0].shape
     for src, dim in enumerate(other_dims(len(out), arguments_of(op)["dim"])):
-        if out[dim] > 1:
-            yield Signature((S(src),) * len(op.inputs), (S(dim),))
+        yield Signature((S(src),) * len(op.inputs), (S(dim),))
     yield Signature((P,) * len(op.inputs), (P,))
 
 
@@ -178,8 +175,7 @@ def slice_scatter(op: Op) -> Iterator[Signature]:
     """Other dims; jointly linear in both tensors."""
     out = op.outputs[0].shape
     for dim in other_dims(len(out), arguments_of(op)["dim"]):
-        if out[dim] > 1:
-            yield Signature((S(dim), S(dim)), (S(dim),))
+        yield Signature((S(dim), S(dim)), (S(dim),))
     yield Signature((P, P), (P,))
 
 
@@ -187,8 +183,7 @@ def select_scatter(op: Op) -> Iterator[Signature]:
     """As slice_scatter; the second tensor lacks the dim."""
     out = op.outputs[0].shape
     for src, dim in enumerate(other_dims(len(out), arguments_of(op)["dim"])):
-        if out[dim] > 1:
-            yield Signature((S(dim), S(src)), (S(dim),))
+        yield Signature((S(dim), S(src)), (S(dim),))
     yield Signature((P, P), (P,))
 
 

@@ -1,0 +1,95 @@
+"""Reductions, scans and sorts along some dims.
+
+Proof of the splits: the op treats each slice along a dim it does not act on by itself.
+Proof of pending sums: a sum is linear, and the sum over a split dim is the sum of the parts' sums; the gradient of each
+element needs only the whole gradient of the sum. A mean is that sum over the global count.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import P, S
+from autopar.sbp.rules.dims import carry, dim_of, keeps_sums, other_dims
+from autopar.sbp.signature import Signature
+
+Rule = Callable[[Op], Iterable[Signature]]
+
+
+def reduced_dims(op: Op) -> set[int]:
+    """Dims the op reduces; no dims given means all of them."""
+    ndim, dims = len(op.inputs[0].shape), arguments_of(op).get("dim")
+    given = (dims,) if isinstance(dims, int) else dims
+    return {dim_of(dim, ndim) for dim in given} if given else set(range(ndim))
+
+
+def kept(op: Op) -> Iterator[Signature]:
+    """Split along the dims that are not reduced."""
+    reduced, keepdim = reduced_dims(op), arguments_of(op).get("keepdim", False)
+    left = [dim for dim in range(len(op.inputs[0].shape)) if dim not in reduced]
+    yield from carry(op, [(dim, dim if keepdim else out) for out, dim in enumerate(left)], is_linear=False)
+
+
+def total(op: Op) -> Iterator[Signature]:
+    """sum: a split reduced dim leaves a pending sum."""
+    yield from kept(op)
+    for dim in sorted(reduced_dims(op)) if op.inputs[0].shape else ():
+        yield Signature((S(dim),), (P,))
+    if keeps_sums(op):
+        yield Signature((P,), (P,))
+
+
+def count(op: Op) -> Iterator[Signature]:
+    """count_nonzero: counts of parts add up, but it is not linear."""
+    yield from (signature for signature in total(op) if signature.inputs[0] != P)
+
+
+def mean(op: Op) -> Iterator[Signature]:
+    """As sum; on parts, the local mean is over too few elements, hence the role."""
+    for signature in total(op):
+        is_divided = signature.inputs[0].is_split and signature.outputs[0] == P
+        yield Signature(signature.inputs, signature.outputs, "mean" if is_divided else "")
+
+
+def along_dim(op: Op) -> Iterator[Signature]:
+    """Scans and sorts along one dim; every output keeps the input's dims."""
+    ndim = len(op.inputs[0].shape)
+    yield from carry(op, [(dim, dim) for dim in other_dims(ndim, arguments_of(op)["dim"])], is_linear=False)
+
+
+def running_sum(op: Op) -> Iterator[Signature]:
+    """cumsum is linear."""
+    ndim = len(op.inputs[0].shape)
+    yield from carry(op, [(dim, dim) for dim in other_dims(ndim, arguments_of(op)["dim"])], is_linear=True)
+
+
+_KEPT = (
+    *(f"aten.{name}.default" for name in ("max", "min", "prod", "std", "var", "any", "all", "median", "amax", "amin", "argmax", "argmin")),
+    *(f"aten.{name}.dim" for name in ("max", "min", "std", "var", "any", "all", "median")),
+    *(f"aten.{name}.correction" for name in ("std", "var", "std_mean", "var_mean")),
+    "aten.prod.dim_int",
+    "aten.any.dims",
+    "aten.all.dims",
+    "aten.aminmax.default",
+    "aten.kthvalue.default",
+    "aten.linalg_vector_norm.default",
+    "aten.norm.Scalar",
+    "aten.norm.ScalarOpt_dim",
+)
+
+_ALONG = (
+    *(f"aten.{name}.default" for name in ("topk", "sort", "argsort", "cumprod", "cummax", "cummin", "logcumsumexp")),
+    "aten.sort.stable",
+    "aten.argsort.stable",
+)
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_KEPT, kept),
+    **dict.fromkeys(_ALONG, along_dim),
+    "aten.cumsum.default": running_sum,
+    "aten.sum.default": total,
+    "aten.sum.dim_IntList": total,
+    "aten.count_nonzero.default": count,
+    "aten.count_nonzero.dim_IntList": count,
+    "aten.mean.default": mean,
+    "aten.mean.dim": mean,
+}
