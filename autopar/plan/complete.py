@@ -1,7 +1,9 @@
 """From strategies to a whole assignment: the layouts that are left to choose, each at the least communication."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from autopar.costmodel.entities import value_classes
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
@@ -37,7 +39,7 @@ def complete(
         layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
     outputs = _outputs(graph, candidates, strategies, layouts, mesh)
     bare = Assignment(strategies, layouts, {}, outputs)
-    return Assignment(strategies, layouts, _kept(graph, bare, mesh), outputs)
+    return Assignment(strategies, layouts, _kept(graph, folded, bare, mesh), outputs)
 
 
 def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
@@ -69,16 +71,22 @@ def _outputs(graph: Graph, candidates: Candidates, strategies: Mapping[str, Stra
     return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), mesh)) for v in values}
 
 
-def _kept(graph: Graph, assignment: Assignment, mesh: Mesh) -> dict[str, Layout]:
-    """Values read in several layouts: where to convert them to first, if that moves less than converting each time."""
-    produced = produced_layouts(graph, assignment)
+def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh) -> dict[str, Layout]:
+    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all its members."""
+    produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
-    kept = {}
-    for name, uses in uses_of(graph).items():
-        wanted = tuple(dict.fromkeys(wanted_layout(graph, assignment, use) for use in uses))
-        if len(uses) > 1:
-            kept[name] = min((produced[name], *wanted), key=lambda base: _bytes_via(values[name], produced[name], base, wanted, mesh))
-    return kept
+    wanted = {
+        name: tuple(dict.fromkeys(wanted_layout(graph, assignment, use) for use in uses))
+        for name, uses in uses_of(graph).items()
+        if len(uses) > 1
+    }
+    moved: dict[str, Counter[Layout]] = {}
+    for name, layouts in wanted.items():
+        bases = dict.fromkeys((produced[name], *layouts))
+        found = {base: _bytes_via(values[name], produced[name], base, layouts, mesh) for base in bases}
+        moved.setdefault(classes[name], Counter()).update(found)
+    best = {name: min(found, key=found.__getitem__) for name, found in moved.items()}
+    return {name: best[classes[name]] for name in wanted}
 
 
 def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[Layout, ...], mesh: Mesh) -> int:

@@ -54,12 +54,11 @@ def _num_data_axes(text: str, degrees: Mapping[str, int], mesh: Mesh) -> int:
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
     """ddp, zero3 and megatron on this mesh, by name."""
-    return {kind: hand_plan(kind, graph, folded, candidates, mesh) for kind in ("ddp", "zero3", "megatron")}
+    return {kind: hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh) for kind in ("ddp", "zero3", "megatron")}
 
 
-def hand_plan(kind: str, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> Assignment:
-    """The hand plan `kind` (see `parse_hand_plan`) as an assignment; where an op cannot follow it, the op is whole."""
-    plan = parse_hand_plan(kind, mesh)
+def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> Assignment:
+    """The hand plan as an assignment; where an op cannot follow it, the op is whole."""
     structure = structure_of(graph)
     prefixes: dict[str, tuple[Signature, ...]] = {op.name: () for op in graph.ops}
     arguments = {item.value.name: () for item in graph.of_kind("argument")}

@@ -80,8 +80,14 @@ def _seeded(op: Op, options: tuple[Option, ...], structure: Structure, placed: P
     if kind == "scaled_dot_product_attention":  # only where slicing what comes in is free
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
-        fits = [o for o in options if I not in (p for v, p in zip(op.inputs, o.signature.inputs) if v.needs_grad)]
+        fits = [option for option in options if _stays_inside(op, option.signature, placed)]
     return tuple(fits) or options
+
+
+def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
+    """Between a column and its row product values are split or used by split compute; they are gathered if need be, never dealt out anew."""
+    pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
+    return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
 
 
 def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
@@ -100,7 +106,8 @@ def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | N
 
 
 def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: Structure | None = None) -> Signature:
-    """Fewest bytes moved, then fewest changes of placement, then split rather than whole, then the rule's order.
+    """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data parallelism and a
+    tensor-parallel region take the one that splits, what is outside the region the one that does not.
 
     A pending sum is finished before anything but a product's own bias is added to it: that is what people write by hand.
     """
@@ -108,10 +115,12 @@ def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: St
         pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
         return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)
 
-    def key(option: Option) -> tuple[float, int, int]:
+    prefers_split = structure is None or op.name in structure.region
+
+    def key(option: Option) -> tuple[int, int, bool]:
         signature = option.signature
         changes = sum(placed.get(value.name, _free(p)) != p for value, p in zip(op.inputs, signature.inputs))
-        return _moved_bytes(op, option, placed), changes, not any(p.is_split for p in signature.outputs)
+        return _moved_bytes(op, option, placed), changes, any(p.is_split for p in signature.outputs) != prefers_split
 
     return min([option for option in options if is_textbook(option.signature)] or options, key=key).signature
 

@@ -1,0 +1,52 @@
+"""Does a plan belong to this model and mesh, and could it run at all? Nothing the planner says is trusted here."""
+
+from collections.abc import Iterable, Mapping
+
+from autopar.errors import PlanError
+from autopar.ir.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.placement import Layout, format_layout, is_even
+from autopar.sbp.signature import Candidates
+
+_AGAIN = "make the plan anew for this model and mesh"
+
+
+def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> None:
+    """PlanError unless every op takes one of its candidates and every layout is even; names the first that does not."""
+    _check_names("op", (op.name for op in graph.ops), assignment.strategies)
+    for op in graph.ops:
+        if assignment.strategies[op.name] not in candidates.strategies[folded.representative[op.name]]:
+            raise PlanError(f"%{op.name} ({op.line}): {assignment.strategies[op.name]} is no valid strategy of {op.target}; {_AGAIN}")
+    _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
+    for item in graph.inputs:
+        _check_offered(item.value.name, assignment.layouts[item.value.name], candidates.layouts[item.value.name])
+    _check_names("output", candidates.outputs, assignment.outputs)
+    for name, layout in assignment.outputs.items():
+        _check_offered(name, layout, candidates.outputs[name])
+    _check_kept(assignment.kept, graph, mesh)
+
+
+def _check_names(what: str, expected: Iterable[str], found: Mapping[str, object]) -> None:
+    names = set(expected)
+    if missing := sorted(names - set(found)):
+        raise PlanError(f"the plan says nothing about {what} {missing[0]!r} of the model; {_AGAIN}")
+    if unknown := sorted(set(found) - names):
+        raise PlanError(f"the plan has {what} {unknown[0]!r}, the model has not; {_AGAIN}")
+
+
+def _check_offered(name: str, layout: Layout, offered: Iterable[Layout]) -> None:
+    if layout not in offered:
+        expected = ", ".join(map(format_layout, offered))
+        raise PlanError(f"{name} cannot be in layout {format_layout(layout)}, expected one of {expected}; {_AGAIN}")
+
+
+def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
+    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    used = uses_of(graph)
+    for name, layout in kept.items():
+        if name not in used:
+            raise PlanError(f"the plan keeps {name!r}, which the model has not or never reads; {_AGAIN}")
+        if len(layout) != mesh.ndim or not is_even(values[name].shape, layout, mesh.shape):
+            raise PlanError(f"{name} of shape {list(values[name].shape)} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")

@@ -1,0 +1,152 @@
+"""The plan: where everything is, what that costs, and how good it is."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.costmodel.cluster import Cluster
+from autopar.costmodel.compute import op_time
+from autopar.costmodel.evaluate import Costs, evaluate
+from autopar.errors import PlanError
+from autopar.explain.report import report
+from autopar.explain.text import format_report
+from autopar.ir.fold import Folded, fold
+from autopar.ir.graph import Graph
+from autopar.ir.text import fingerprint
+from autopar.mesh import Mesh
+from autopar.plan import store
+from autopar.plan.check import check_assignment
+from autopar.plan.store import HandCosts, SavedPlan
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.signature import Candidates
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`lower_bound_s`: no plan of this space within the memory limit has a shorter step (0 when nothing was proven).
+
+    without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
+    not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
+    hand: name -> costs of the hand plans on the same mesh. timings: planning stage -> seconds it took.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    optimizer: str
+    memory_limit_bytes: float
+    fingerprint: str
+    graph: Graph
+    folded: Folded
+    assignment: Assignment
+    costs: Costs
+    lower_bound_s: float
+    without_rule: Mapping[str, float]
+    not_divided: tuple[tuple[str, int, int], ...]
+    hand: Mapping[str, HandCosts]
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the step time to its bound, 0 when proven optimal."""
+        return (self.costs.step_s - self.lower_bound_s) / self.costs.step_s if self.costs.step_s > 0 else 0.0
+
+    def explain(self) -> str:
+        """The plan for people: every choice, what it costs, and what else there is."""
+        return format_report(report(self))
+
+    def dumps(self) -> str:
+        """JSON text; the graph is not in it, only its fingerprint."""
+        return store.dumps(
+            SavedPlan(
+                fingerprint=self.fingerprint,
+                mesh=self.mesh,
+                cluster=self.cluster,
+                optimizer=self.optimizer,
+                memory_limit_bytes=self.memory_limit_bytes,
+                lower_bound_s=self.lower_bound_s,
+                hand=self.hand,
+                assignment=self.assignment,
+            )
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        store.write(path, self.dumps())
+
+    @classmethod
+    def loads(cls, text: str, graph: Graph, mesh: Mesh) -> "Plan":
+        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it."""
+        saved = store.loads(text)
+        _check_belongs(saved, graph, mesh)
+        folded = fold(graph)
+        candidates = annotate(graph, mesh, folded)
+        check_assignment(saved.assignment, graph, folded, candidates, mesh)
+        return plan_of(
+            graph, folded, candidates, saved.assignment, mesh, saved.cluster,
+            optimizer=saved.optimizer, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s, hand=saved.hand,
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, graph: Graph, mesh: Mesh) -> "Plan":
+        """`loads` of the file at `path`; PlanError if it cannot be read."""
+        return cls.loads(store.read(path), graph, mesh)
+
+
+def plan_of(
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    assignment: Assignment,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    optimizer: str = "adamw",
+    memory_limit_bytes: float = math.inf,
+    lower_bound_s: float = 0.0,
+    hand: Mapping[str, HandCosts] | None = None,
+    timings: Mapping[str, float] | None = None,
+) -> Plan:
+    """The plan that `assignment` is, with its costs; nothing is searched."""
+    costs = evaluate(graph, assignment, mesh, cluster, optimizer=optimizer)
+    return Plan(
+        mesh=mesh,
+        cluster=cluster,
+        optimizer=optimizer,
+        memory_limit_bytes=memory_limit_bytes,
+        fingerprint=fingerprint(graph),
+        graph=graph,
+        folded=folded,
+        assignment=assignment,
+        costs=costs,
+        lower_bound_s=min(lower_bound_s, costs.step_s),
+        without_rule=_without_rule(graph, folded, candidates, assignment, costs, mesh, cluster),
+        not_divided=candidates.not_divided,
+        hand=hand or {},
+        timings=timings or {},
+    )
+
+
+def _check_belongs(saved: SavedPlan, graph: Graph, mesh: Mesh) -> None:
+    if saved.mesh.shape != mesh.shape:
+        raise PlanError(f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for this one")
+    if saved.fingerprint != fingerprint(graph):
+        raise PlanError(
+            f"the plan is for another model or other input shapes (graph {saved.fingerprint[:12]}, here {fingerprint(graph)[:12]}); "
+            "build the model and its example inputs as they were planned, or plan anew"
+        )
+
+
+def _without_rule(
+    graph: Graph, folded: Folded, candidates: Candidates, assignment: Assignment, costs: Costs, mesh: Mesh, cluster: Cluster
+) -> dict[str, float]:
+    """Op without rule -> seconds of it and its repeats: running them and bringing their inputs together."""
+    found = dict.fromkeys(candidates.without_rule, 0.0)
+    for op in graph.ops:
+        if (name := folded.representative[op.name]) in found:
+            found[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
+    for planned in costs.collectives:
+        names = {folded.representative.get(user) for user in planned.users} & found.keys()
+        found.update((name, found[name] + planned.time_s) for name in names)
+    return found

@@ -1,0 +1,151 @@
+"""Plans as JSON text: what is written, and what is refused on reading, whatever the file holds."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.costmodel.cluster import Cluster, cluster_from_json
+from autopar.errors import MeshError, PlanError
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import Layout, format_layout, parse_layout
+from autopar.sbp.signature import Signature, Strategy
+
+FORMAT = 1
+_AGAIN = "make the plan anew with autopar.plan(...).save(path)"
+
+
+@dataclass(frozen=True, slots=True)
+class HandCosts:
+    """What a hand plan of the same model and mesh costs a step."""
+
+    step_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What a plan's file says; the graph and everything computed from it are not in the file.
+
+    `fingerprint`: of the graph the plan was made for.
+    """
+
+    fingerprint: str
+    mesh: Mesh
+    cluster: Cluster
+    optimizer: str
+    memory_limit_bytes: float
+    lower_bound_s: float
+    hand: Mapping[str, HandCosts]
+    assignment: Assignment
+
+
+def dumps(saved: SavedPlan) -> str:
+    """JSON text with a checksum; equal plans give equal text."""
+    content = {
+        "format": FORMAT,
+        "fingerprint": saved.fingerprint,
+        "mesh": {"shape": saved.mesh.shape, "axis_names": saved.mesh.axis_names},
+        "cluster": json.loads(saved.cluster.to_json()),
+        "optimizer": saved.optimizer,
+        "memory_limit_bytes": None if saved.memory_limit_bytes == float("inf") else saved.memory_limit_bytes,
+        "lower_bound_s": saved.lower_bound_s,
+        "hand": {name: asdict(costs) for name, costs in saved.hand.items()},
+        "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in saved.assignment.strategies.items()},
+        "layouts": _layouts_text(saved.assignment.layouts),
+        "kept": _layouts_text(saved.assignment.kept),
+        "outputs": _layouts_text(saved.assignment.outputs),
+    }
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
+
+
+def loads(text: str) -> SavedPlan:
+    """Inverse of `dumps`; PlanError if the text is damaged, edited, or of another format."""
+    content = _content(text)
+    try:
+        limit = content["memory_limit_bytes"]
+        return SavedPlan(
+            fingerprint=content["fingerprint"],
+            mesh=Mesh(tuple(content["mesh"]["shape"]), tuple(content["mesh"]["axis_names"])),
+            cluster=cluster_from_json(json.dumps(content["cluster"])),
+            optimizer=content["optimizer"],
+            memory_limit_bytes=float("inf") if limit is None else float(limit),
+            lower_bound_s=float(content["lower_bound_s"]),
+            hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
+            assignment=Assignment(
+                {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
+                *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
+            ),
+        )
+    except KeyError as error:
+        raise PlanError(f"the plan lacks {error}; {_AGAIN}") from error
+    except (ValueError, TypeError, AttributeError, MeshError) as error:
+        raise PlanError(f"the plan cannot be read: {error}; {_AGAIN}") from error
+
+
+def _content(text: str) -> dict[str, Any]:
+    """The JSON object without its checksum, once format and checksum are right."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"the plan is no JSON, or cut off: {error}; {_AGAIN}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {_AGAIN}")
+    if content["format"] != FORMAT:
+        raise PlanError(f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {_AGAIN}")
+    checksum = content.pop("checksum", None)
+    if checksum is None:
+        raise PlanError(f"the plan lacks 'checksum'; {_AGAIN}")
+    if checksum != _checksum(content):
+        raise PlanError(f"the plan was changed after it was written (its checksum differs); to force a layout use pins=, then {_AGAIN}")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _layouts_text(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    return {name: format_layout(layout) for name, layout in layouts.items()}
+
+
+def parse_signature(text: str) -> Signature:
+    """Inverse of `str(Signature)`; ValueError if it is none.
+
+    >>> str(parse_signature("S(1) S(0) -> P [vocabulary]"))
+    'S(1) S(0) -> P [vocabulary]'
+    """
+    match = re.fullmatch(r"([^>]*) -> ([^\[]*?)(?: \[([^\]]+)\])?", text)
+    if match is None:
+        raise ValueError(f"not a signature: {text!r}")
+    inputs, outputs = (tuple(placement for part in side.split() for placement in parse_layout(part)) for side in match.group(1, 2))
+    return Signature(inputs, outputs, match[3] or "")
+
+
+def write(path: str | os.PathLike, text: str) -> None:
+    """Write the file whole or not at all: readers never see half a plan."""
+    path = Path(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as part:
+        try:
+            part.write(text)
+            part.flush()
+            os.fsync(part.fileno())
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise
+
+
+def read(path: str | os.PathLike) -> str:
+    """Text of a plan's file; PlanError if it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error}; {_AGAIN}") from error
