@@ -118,7 +118,9 @@ def _gpt2(dropout: float) -> Case:
 
     sizes = {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
     drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout, "bos_token_id": None, "eos_token_id": None}
-    return _predict_tokens(GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False)))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False))
+    model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
+    return _predict_tokens(model)
 
 
 def _llama(dropout: float) -> Case:
