@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # the pytree of torch.export's specs;
 from autopar.codegen.agree import agreed_graph, check_seed, check_weights
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.state import install, owners, shard_model, stateful
+from autopar.codegen.state import install, owners, shard_model, stateful, without_data
 from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
 from autopar.ir.graph import Graph, Input
@@ -116,6 +116,7 @@ class Runtime:
 def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedModule:
     """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
     module = skeleton(model)
+    without_data(module, mesh)
     original = type(model)
     module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
     module._autopar = Runtime(mesh, plan, model, original)

@@ -28,6 +28,18 @@ def _as_dtensor(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: D
     return DTensor.from_local(part, mesh, torch_placements(layout), run_check=False, shape=whole.shape, stride=stride)
 
 
+def without_data(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the meta-device parameters of `module` DTensors, so that each can later become its part of the real one in place."""
+    done: dict[int, nn.Parameter] = {}
+    for owner, name in owners(module).values():
+        parameter = owner._parameters.get(name)
+        if parameter is not None:
+            if id(parameter) not in done:
+                whole = _as_dtensor(parameter.detach(), parameter, (I,) * mesh.ndim, mesh)
+                done[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = done[id(parameter)]
+
+
 def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """FQN -> (module, attribute) of every parameter and buffer, each tied one under all its names."""
     found = {}

@@ -11,6 +11,10 @@ import torch.distributed as dist
 
 from autopar.sbp.placement import I, P, Placement
 
+# torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -77,7 +81,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of the ranks' `x`."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x, group=axis.group)
+    _reduce_scatter(out, x, group=axis.group)
     return out.movedim(0, dim)
 
 
@@ -85,7 +89,7 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """The ranks' `x` joined along `dim` in rank order."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x, group=axis.group)
+    _all_gather(out, x, group=axis.group)
     return out.movedim(0, dim)
 
 

@@ -1,0 +1,37 @@
+"""The sharded model computes what the model computes: forward, every gradient, and the state after three AdamW steps."""
+
+import pytest
+
+from tests.codegen.training import train_under
+from tests.workers import Ranks
+from tests.zoo import ZOO
+
+# HF losses, and the float32 casts inside HF norms and rotary embeddings, compute in float32 whatever the model's dtype.
+TOLERANCE = {"mlp": 1e-9, "vgg13": 1e-9, "resnet": 1e-9, "vit": 1e-9, "gpt2": 1e-5, "llama": 1e-5, "bert": 1e-5}
+KINDS = ("searched", "ddp", "zero3", "megatron", "random:0", "random:1")
+
+
+def _check(reports: list[list[dict]], name: str) -> None:
+    for rank, of_rank in enumerate(reports):
+        for report in of_rank:
+            where = f"{name} under {report['kind']} on rank {rank}"
+            for when in ("first", "last"):
+                difference, tensor = report[when]
+                assert difference <= TOLERANCE[name], f"{where}: {when}: {tensor} differs by {difference:.2e}"
+            assert report["issued"] == report["predicted"], where
+            assert sum(report["issued"].values()) > 0, f"{where}: no collective was issued"
+            assert report["kind"] == "ddp" or report["split"] > 0, f"{where}: no parameter is split"
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ZOO)
+def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
+    _check(ranks4.run(train_under, name, shape, KINDS, timeout_s=240), name)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ZOO)
+def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:
+    _check(ranks8.run(train_under, name, shape, ("searched", "zero3", "random:0"), timeout_s=400), name)

@@ -1,0 +1,146 @@
+"""What the ranks run: a sharded model under a given plan beside the same model on one device."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.codegen.count import count_collectives
+from autopar.codegen.module import ShardedModule, shard_module
+from autopar.codegen.referee import check
+from autopar.costmodel.cluster import load_cluster
+from autopar.ir.fold import Folded, fold
+from autopar.ir.graph import Graph
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh
+from autopar.plan.assemble import make_plan, plan_of
+from autopar.plan.complete import complete
+from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.plan import Plan
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.signature import Candidates
+from tests.workers import device_mesh
+from tests.zoo import Case, build
+
+AXES = ("dp", "tp", "ep")
+
+
+def train_under(name: str, shape: tuple[int, ...], kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, steps: int = 3) -> list[dict[str, Any]]:
+    """On every rank: train the model called `name` under each kind of plan and report how far it is from one device."""
+    mesh, torch_mesh = Mesh(shape, AXES[: len(shape)]), device_mesh(shape, AXES[: len(shape)])
+    graph = traced(build(name, dtype=dtype))
+    truth = train(build(name, dtype=dtype), steps)
+    reports = []
+    for kind in kinds:
+        plan = plan_called(kind, graph, mesh)
+        case = build(name, dtype=dtype)
+        case = case._replace(model=shard_module(case.model, torch_mesh, lambda *_: plan))  # noqa: B023 - used before the next turn
+        with count_collectives(torch_mesh) as issued:
+            first = forward_backward(case)
+        reports.append(
+            {"kind": kind, "split": split_parameters(plan), "predicted": tally(planned(plan)), "issued": tally(issued)}
+            | {"first": worst(first, truth["first"]), "last": worst(finish(case, steps), truth["last"])}
+        )
+        check(case.model._autopar.current().program, torch_mesh)
+    return reports
+
+
+def traced(case: Case) -> Graph:
+    return trace(skeleton(case.model), case.args, case.kwargs)
+
+
+def plan_called(kind: str, graph: Graph, mesh: Mesh) -> Plan:
+    """"searched", "random:SEED" or a hand plan."""
+    cluster = load_cluster("free-links")
+    if kind == "searched":
+        return make_plan(graph, mesh, cluster)
+    folded = fold(graph)
+    candidates = annotate(graph, mesh, folded)
+    if kind.startswith("random:"):
+        assignment = random_assignment(graph, folded, candidates, mesh, random.Random(kind))
+    else:
+        assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
+    return plan_of(graph, folded, candidates, assignment, mesh, cluster)
+
+
+def random_assignment(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random) -> Assignment:
+    """Any valid strategy for every op, any storable layout for every parameter."""
+    chosen = {name: draw.choice(strategies) for name, strategies in sorted(candidates.strategies.items())}
+    strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
+    arguments = {item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")}
+    found = complete(graph, folded, candidates, strategies, arguments, mesh)
+    stored = {
+        item.value.name: draw.choice(candidates.layouts[item.value.name])
+        for item in graph.of_kind("parameter")
+        if folded.representative[item.value.name] == item.value.name
+    }
+    layouts = {name: stored.get(folded.representative[name], layout) for name, layout in found.layouts.items()}
+    return Assignment(found.strategies, layouts, found.kept, found.outputs)
+
+
+def forward_backward(case: Case) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one pass."""
+    case.model.zero_grad()
+    loss = case.loss(whole_outputs(case.model(*case.args, **case.kwargs)))
+    loss.backward()
+    gradients = {name: whole(p.grad) for name, p in case.model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | gradients
+
+
+def finish(case: Case, steps: int) -> dict[str, torch.Tensor]:
+    """Parameters and buffers after `steps` AdamW steps, the first on the gradients already there."""
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
+    for step in range(steps):
+        if step:
+            forward_backward(case)
+        optimizer.step()
+    return {name: whole(tensor).detach() for name, tensor in case.model.state_dict().items()}
+
+
+def train(case: Case, steps: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"first": forward_backward(case), "last": finish(case, steps)}
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_outputs(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return type(output)(**{key: whole(x) for key, x in output.items()})
+    return whole(output)
+
+
+def worst(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest difference of any tensor, relative to that tensor's largest entry (or 1e-6 of all, for gradients that are zero but for rounding)."""
+    assert found.keys() == truth.keys(), sorted(found.keys() ^ truth.keys())
+    largest = max(float(t.abs().max()) for t in truth.values())
+    scale = {name: max(float(t.abs().max()), 1e-6 * largest) for name, t in truth.items()}
+    return max((float((found[name].to(t.dtype) - t).abs().max()) / scale[name], name) for name, t in truth.items())
+
+
+def split_parameters(plan: Plan) -> int:
+    names = [item.value.name for item in plan.graph.of_kind("parameter")]
+    return sum(any(p.is_split for p in plan.assignment.layouts[name]) for name in names)
+
+
+def planned(plan: Plan) -> Iterator[Any]:
+    return (planned.collective for planned in plan.costs.collectives)
+
+
+def tally(collectives: Any) -> Counter:
+    """How often each collective occurs; the order in which backward runs is autograd's."""
+    return Counter(collectives)
+
+
+def sharded(name: str, shape: tuple[int, ...], kind: str, **options: Any) -> tuple[Case, ShardedModule]:
+    """The model called `name` under a kind of plan, for tests of one property."""
+    mesh, torch_mesh = Mesh(shape, AXES[: len(shape)]), device_mesh(shape, AXES[: len(shape)])
+    case = build(name, **options)
+    plan = plan_called(kind, traced(case), mesh)
+    return case, shard_module(case.model, torch_mesh, lambda *_: plan)
