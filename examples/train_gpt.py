@@ -33,7 +33,7 @@ from autopar.mesh import parse_mesh
 from autopar.sbp.redistribute import Collective
 
 TOLERANCE = 1e-3
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 CURVE_ROWS, CURVE_WIDTH = 16, 50
 
 Batch = dict[str, Any]

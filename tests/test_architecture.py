@@ -1,10 +1,12 @@
 """The shape of the code base itself: docs/architecture.md and the style are kept by these tests."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from types import FunctionType
 
 import pytest
 
@@ -84,6 +86,11 @@ def test_search_knows_no_torch_and_no_graph():
 def test_public_names():
     assert set(autopar.__all__) >= PUBLIC_NAMES
     assert all(hasattr(autopar, name) for name in autopar.__all__)
+
+
+def test_plan_is_the_function_and_not_the_package_of_that_name():
+    importlib.import_module("autopar.plan.plan")
+    assert isinstance(autopar.plan, FunctionType)
 
 
 def test_stages_of_the_document_exist():
