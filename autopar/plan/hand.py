@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autopar.costmodel.inner import inner_collectives
 from autopar.errors import PlanError
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Op
@@ -12,7 +13,6 @@ from autopar.plan.complete import complete
 from autopar.plan.propagate import Option, follow_batch, follow_tensors
 from autopar.plan.structure import structure_of
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Placement
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
@@ -86,12 +86,12 @@ def _options(op: Op, axis: int, prefix: tuple[Signature, ...], strategies: Itera
     for strategy in strategies:
         signature = strategy.signatures[axis]
         if strategy.signatures[:axis] == prefix and signature not in found:
-            found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh) if signature.role else 0)
+            found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh))
     return tuple(found.values())
 
 
 def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
-    return sum(c.num_bytes for c in LOCAL_OPS[op.target].collectives(op, strategy, mesh.shape) if c.axis == axis)
+    return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axis == axis)
 
 
 def _place_batch(graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]) -> dict[str, Placement]:

@@ -1,0 +1,220 @@
+"""What a plan says, as data: the content of `explain` and of its JSON."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from autopar.costmodel.evaluate import Costs, PlannedCollective
+from autopar.costmodel.hardware import Cluster
+from autopar.ir.fold import Folded
+from autopar.ir.graph import Graph, short_dtype
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import format_layout
+from autopar.sbp.redistribute import Collective
+
+VIEWS = frozenset(
+    "alias clone contiguous detach expand expand_as flatten permute reshape select slice split squeeze t to transpose unflatten unsqueeze view".split()
+)
+
+
+class HandCost(Protocol):
+    """A hand plan's costs a step."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+
+class Explained(Protocol):
+    """What is read of a `Plan`; a protocol because plans print themselves, so `plan` stands above `explain`."""
+
+    mesh: Mesh
+    cluster: Cluster
+    optimizer: str
+    memory_limit_bytes: float
+    graph: Graph
+    folded: Folded
+    assignment: Assignment
+    costs: Costs
+    lower_bound_s: float
+    without_rule: Mapping[str, float]
+    not_divided: tuple[tuple[str, int, int], ...]
+    hand: Mapping[str, HandCost]
+    timings: Mapping[str, float]
+
+    @property
+    def gap(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """`count` equal collectives a step, over an op and its repeats; `time_s` is that of all of them."""
+
+    phase: str
+    kind: str
+    axis: str
+    num_bytes: int
+    count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """An op and its repeats. `signatures`: one a mesh axis. `collectives`: on its outputs and inside it."""
+
+    name: str
+    count: int
+    target: str
+    module: str
+    line: str
+    outputs: tuple[str, ...]
+    signatures: tuple[str, ...]
+    collectives: tuple[CollectiveRow, ...]
+
+    @property
+    def is_quiet_view(self) -> bool:
+        """Whether it only follows its input, so that a table for people may leave it out."""
+        return self.target.split(".")[1] in VIEWS and not self.collectives
+
+
+@dataclass(frozen=True, slots=True)
+class InputRow:
+    """A parameter, buffer, constant or argument and its repeats. `collectives`: gathers of it and reductions of its gradient."""
+
+    fqn: str
+    count: int
+    kind: str
+    value: str
+    layout: str
+    collectives: tuple[CollectiveRow, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `explain` shows; `as_json` gives the same content."""
+
+    mesh: str
+    cluster: str
+    cluster_source: str
+    optimizer: str
+    ops: tuple[OpRow, ...]
+    inputs: tuple[InputRow, ...]
+    totals: tuple[CollectiveRow, ...]
+    memory_bytes: Mapping[str, int]
+    memory_limit_bytes: float | None
+    time_s: Mapping[str, float]
+    step_s: float
+    lower_bound_s: float
+    gap: float
+    hand: Mapping[str, Mapping[str, float]]
+    without_rule: Mapping[str, float]
+    not_divided: tuple[Mapping[str, Any], ...]
+    timings_s: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return asdict(self)
+
+
+def report(plan: Explained) -> Report:
+    """Put the plan's content in order; computes no cost."""
+    costs = plan.costs
+    return Report(
+        mesh=str(plan.mesh),
+        cluster=plan.cluster.name,
+        cluster_source=plan.cluster.source,
+        optimizer=plan.optimizer,
+        ops=tuple(_op_rows(plan)),
+        inputs=tuple(_input_rows(plan)),
+        totals=_totals(plan),
+        memory_bytes=dict(costs.memory_bytes),
+        memory_limit_bytes=None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
+        time_s={
+            "compute forward": costs.compute_forward_s,
+            "compute backward": costs.compute_backward_s,
+            "communication forward": costs.communication_s("forward"),
+            "communication backward": costs.communication_s("backward"),
+            "optimizer": costs.optimizer_s,
+        },
+        step_s=costs.step_s,
+        lower_bound_s=plan.lower_bound_s,
+        gap=plan.gap,
+        hand={name: {"step_s": cost.step_s, "memory_bytes": cost.memory_bytes} for name, cost in plan.hand.items()},
+        without_rule=dict(plan.without_rule),
+        not_divided=tuple(_not_divided(plan)),
+        timings_s=dict(plan.timings),
+    )
+
+
+def _op_rows(plan: Explained) -> Iterator[OpRow]:
+    counts = Counter(plan.folded.representative[op.name] for op in plan.graph.ops)
+    collectives = _by_owner(plan)
+    for op in plan.graph.ops:
+        if plan.folded.representative[op.name] == op.name:
+            signatures = tuple(map(str, plan.assignment.strategies[op.name].signatures))
+            outputs = tuple(map(str, op.outputs))
+            yield OpRow(op.name, counts[op.name], op.target, op.module, op.line, outputs, signatures, collectives.get(op.name, ()))
+
+
+def _input_rows(plan: Explained) -> Iterator[InputRow]:
+    counts = Counter(plan.folded.representative[item.value.name] for item in plan.graph.inputs)
+    collectives = _by_owner(plan)
+    for item in plan.graph.inputs:
+        name = item.value.name
+        if plan.folded.representative[name] == name:
+            layout = format_layout(plan.assignment.layouts[name])
+            value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
+            yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
+
+
+def _by_owner(plan: Explained) -> dict[str, tuple[CollectiveRow, ...]]:
+    """Representative op or input -> the collectives on what it, or one of its repeats, makes."""
+    owners = {value.name: op.name for op in plan.graph.ops for value in op.outputs}
+    found: dict[str, list[PlannedCollective]] = {}
+    for planned in plan.costs.collectives:
+        owner = owners.get(planned.where, planned.where)
+        found.setdefault(plan.folded.representative[owner], []).append(planned)
+    return {owner: _grouped(planned, plan.mesh) for owner, planned in found.items()}
+
+
+def _grouped(planned: list[PlannedCollective], mesh: Mesh) -> tuple[CollectiveRow, ...]:
+    """Equal ones together, forward first, otherwise in the order in which they are issued."""
+    counts: Counter[Collective] = Counter(item.collective for item in planned)
+    times: Counter[Collective] = Counter()
+    for item in planned:
+        times[item.collective] += item.time_s
+    rows = [CollectiveRow(c.phase, c.kind, mesh.axis_names[c.axis], c.num_bytes, counts[c], times[c]) for c in counts]
+    return tuple(sorted(rows, key=lambda row: row.phase != "forward"))
+
+
+def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
+    """All collectives by phase, axis and kind; `num_bytes` is the sum."""
+    found: dict[tuple[bool, int, str], list[PlannedCollective]] = {}
+    for planned in plan.costs.collectives:
+        c = planned.collective
+        found.setdefault((c.phase == "backward", c.axis, c.kind), []).append(planned)
+    return tuple(
+        CollectiveRow(
+            "backward" if is_backward else "forward",
+            kind,
+            plan.mesh.axis_names[axis],
+            sum(item.collective.num_bytes for item in planned),
+            len(planned),
+            sum(item.time_s for item in planned),
+        )
+        for (is_backward, axis, kind), planned in sorted(found.items())
+    )
+
+
+def _not_divided(plan: Explained) -> Iterator[dict[str, Any]]:
+    """A row for each dim that an axis does not divide; repeats once."""
+    shapes = {op.name: op.outputs[0].shape if op.outputs else () for op in plan.graph.ops}
+    shapes |= {item.value.name: item.value.shape for item in plan.graph.inputs}
+    fqns = {item.value.name: item.fqn for item in plan.graph.inputs}
+    for name, dim, axis in plan.not_divided:
+        if plan.folded.representative[name] == name:
+            size = shapes[name][dim] if dim < len(shapes[name]) else None
+            yield {"name": fqns.get(name, f"%{name}"), "dim": dim, "size": size, "axis": plan.mesh.axis_names[axis]}
