@@ -1,0 +1,93 @@
+"""Bytes the model predicts for one device against the tensors that a real run keeps for backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.memory import input_bytes, optimizer_state_bytes, update_bytes
+from autopar.costmodel.presets import PRESETS
+from autopar.ir.graph import Graph, Input, Value
+from autopar.ir.trace import trace
+from autopar.mesh import parse_mesh
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import I, S
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 8, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        y = torch.softmax(q @ k.transpose(-1, -2) / 2, -1) @ v
+        return self.out(y.transpose(1, 2).reshape(2, 8, 16))
+
+
+MODULES = {
+    "mlp": nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)),
+    "blocks": nn.Sequential(Block(), Block()),
+    "frozen": nn.Sequential(nn.Linear(16, 32).requires_grad_(False), nn.SiLU(), nn.Linear(32, 16)),
+}
+
+
+def whole(graph: Graph, num_axes: int) -> Assignment:
+    """Everything whole on every device."""
+    candidates = annotate(graph, parse_mesh("x".join("1" * num_axes)))
+    strategies = {name: found[0] for name, found in candidates.strategies.items()}
+    layouts = {item.value.name: (I,) * num_axes for item in graph.inputs}
+    return Assignment(strategies, layouts, {}, {value.name: (I,) * num_axes for value in graph.outputs})
+
+
+def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
+    """Bytes of the distinct storages a real run keeps, besides parameters and input."""
+    alive = {t.untyped_storage().data_ptr() for t in (*module.parameters(), x)}
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = module(x)
+    assert out.requires_grad
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.untyped_storage().data_ptr() not in alive}.values())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_activations_equal_what_autograd_keeps(name):
+    module, x = MODULES[name], torch.randn(2, 8, 16)
+    graph = trace(module, (x,), {})
+    costs = evaluate(graph, whole(graph, 1), parse_mesh("1"), PRESETS["cpu"])
+    assert costs.memory_bytes["activations"] == saved_bytes(module, x)
+    num_parameters = sum(p.numel() for p in module.parameters())
+    assert costs.memory_bytes["parameters"] == 4 * num_parameters
+    assert costs.memory_bytes["gradients"] == 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def test_activations_of_attention_are_close():
+    module, x = Heads(), torch.randn(2, 8, 16)
+    graph = trace(module, (x,), {})
+    costs = evaluate(graph, whole(graph, 1), parse_mesh("1"), PRESETS["cpu"])
+    assert costs.memory_bytes["activations"] == pytest.approx(saved_bytes(module, x), rel=0.25)
+
+
+def test_stored_bytes_by_hand():
+    weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
+    assert input_bytes(weight, (S(0),), (4,), "adamw") == {"parameters": 24, "gradients": 24, "optimizer": 96}
+    assert update_bytes(weight, (S(0),), (4,), "adamw") == 2 * (24 + 96) + 24
+    frozen = Input("parameter", Value("w", (8, 6), torch.bfloat16, False), "w")
+    assert input_bytes(frozen, (I,), (4,), "adamw") == {"parameters": 96} and update_bytes(frozen, (I,), (4,), "adamw") == 0
+    assert input_bytes(Input("buffer", weight.value, "b"), (I,), (4,), "sgd") == {"buffers": 96}
+
+
+def test_an_unknown_optimizer_lists_the_known():
+    with pytest.raises(ValueError, match="adamw.*found 'lion-2000'"):
+        optimizer_state_bytes("lion-2000")
