@@ -1,0 +1,172 @@
+"""Arguments of the `autopar` command, and how its errors look."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from autopar.cli.target import load_target
+from autopar.cli.verify import DTYPES, verify
+from autopar.codegen.emit import emit
+from autopar.codegen.lower import lower
+from autopar.costmodel.cluster import load_cluster
+from autopar.errors import AutoparError
+from autopar.explain.report import report
+from autopar.ir.fold import fold
+from autopar.ir.graph import Graph
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh, parse_mesh
+from autopar.models import MODELS, Example
+from autopar.plan.assemble import make_plan
+from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.plan import Plan, plan_of
+from autopar.sbp.annotate import annotate
+
+_TARGET = f"a built-in model ({', '.join(MODELS)}) or path.py:function, where function() returns (model, args, kwargs)"
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+Tell = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done and, for verify, equal; 1: not equal; 2: cannot be done, the reason is on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except (AutoparError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autopar", description="Plan, explain and check the parallel version of a model.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain = commands.add_parser("explain", help="plan a model, without running it, and say what the plan does and costs")
+    _add_planning(explain, default_cluster=None)
+    explain.add_argument("--json", action="store_true", help="the same content as JSON")
+    explain.add_argument("--code", action="store_true", help="print the generated Python instead")
+    explain.add_argument("--save", metavar="FILE", help="write the plan")
+    explain.set_defaults(run=_explain)
+    check = commands.add_parser("verify", help="run one training step on gloo processes of this machine and on one device, and compare")
+    _add_planning(check, default_cluster="free-links")
+    check.add_argument("--plan", metavar="FILE", help="use the plan of this file")
+    check.add_argument("--dtype", choices=sorted(DTYPES), help="convert the model and its inputs first")
+    check.set_defaults(run=_verify)
+    return parser
+
+
+def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | None) -> None:
+    parser.add_argument("target", metavar="TARGET", help=_TARGET)
+    parser.add_argument("--mesh", required=True, type=_argument(parse_mesh), help="e.g. 2x4 or dp=2,tp=4")
+    cluster = f" (default {default_cluster})" if default_cluster else ""
+    parser.add_argument(
+        "--cluster", default=default_cluster, required=default_cluster is None, help=f"a preset's name or a JSON file{cluster}"
+    )
+    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3, megatron or e.g. megatron:dp=8,tp=8 instead of searching")
+    parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
+    parser.add_argument("--memory-limit", type=_argument(parse_bytes), default=math.inf, metavar="SIZE", help="per device, e.g. 16GiB")
+    parser.add_argument("--optimizer", default="adamw", help="whose state counts as memory (default adamw)")
+    parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds of search (default 30)")
+
+
+def _argument(read: Callable) -> Callable:
+    """`read` for argparse, which shows the text of only this kind of error."""
+
+    def checked(text: str) -> object:
+        try:
+            return read(text)
+        except (AutoparError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def parse_bytes(text: str) -> float:
+    """
+    >>> parse_bytes("16GiB") == 16 * 2**30
+    True
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"not a size: {text!r}; write e.g. 16GiB, 80GB or a number of bytes")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _explain(options: argparse.Namespace) -> int:
+    with _status() as tell:
+        tell("load")
+        plan = _plan(options, load_target(options.target), tell)
+    if options.save:
+        plan.save(options.save)
+    if options.code:
+        print(emit(lower(plan.graph, plan.mesh, plan.assignment)))
+    elif options.json:
+        print(json.dumps(report(plan).as_json(), indent=1))
+    else:
+        print(plan.explain())
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    dtype = DTYPES.get(options.dtype)
+    with _status() as tell:
+        tell("load")
+        example = load_target(options.target, dtype)
+        if any(parameter.is_meta for parameter in example.model.parameters()):
+            raise AutoparError(f"{options.target} has no weights (it is on the meta device) and cannot be run; verify a model of your own: path.py:function")
+        plan = _plan(options, example, tell)
+        tell(f"run on {plan.mesh.num_devices} processes")
+        outcome = verify(options.target, plan, dtype)
+    print(outcome.text)
+    return 0 if outcome.is_equal else 1
+
+
+def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
+    tell("trace")
+    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+    if getattr(options, "plan", None):
+        return Plan.load(options.plan, graph, options.mesh)
+    cluster = load_cluster(options.cluster)
+    if options.hand:
+        return _by_hand(options.hand, graph, options.mesh, cluster, options.optimizer)
+    return make_plan(
+        graph,
+        options.mesh,
+        cluster,
+        pins=dict(_pin(text) for text in options.pin),
+        memory_limit_bytes=options.memory_limit,
+        optimizer=options.optimizer,
+        time_limit_s=options.time_limit,
+        progress=tell,
+    )
+
+
+def _by_hand(kind: str, graph: Graph, mesh: Mesh, cluster: object, optimizer: str) -> Plan:
+    folded = fold(graph)
+    candidates = annotate(graph, mesh, folded)
+    assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
+    return plan_of(graph, folded, candidates, assignment, mesh, cluster, optimizer=optimizer)
+
+
+def _pin(text: str) -> tuple[str, str]:
+    fqn, separator, layout = text.partition("=")
+    if not (fqn and separator and layout):
+        raise ValueError(f"cannot read pin {text!r}; write FQN=LAYOUT, e.g. lm_head.weight=S(0)B")
+    return fqn, layout
+
+
+@contextmanager
+def _status() -> Iterator[Tell]:
+    """Shows the stage at work if stderr is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(text)

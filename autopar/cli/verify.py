@@ -1,0 +1,191 @@
+"""One training step on the ranks of a mesh beside the same step on one device."""
+
+import copy
+import pickle
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
+
+from autopar.api import compile as shard
+from autopar.cli.target import load_target
+from autopar.codegen.count import count_collectives
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import Example
+from autopar.plan.plan import Plan
+from autopar.sbp.redistribute import Collective
+
+# Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64 model,
+# so float64 is not held to its own precision.
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
+# Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with themselves, and
+# AdamW's epsilon is large enough that such a gradient does not turn into a whole step.
+FLOOR = 1e-4
+LEARNING_RATE, EPSILON = 1e-3, 1e-4
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step on whole tensors: loss, gradients before the optimizer's step, parameters and buffers after it."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether the ranks computed what one device computes and issued what was planned, and the tables that show it."""
+
+    is_equal: bool
+    text: str
+
+
+def verify(target: str, plan: Plan, dtype: torch.dtype | None = None) -> Outcome:
+    """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare; AutoparError with the first failing rank's reason."""
+    tolerance = _tolerance(plan)
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        plan.save(Path(folder) / "plan.json")
+        try:
+            mp.spawn(_run_rank, (plan.mesh, target, dtype, folder), nprocs=plan.mesh.num_devices)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
+        found, issued = pickle.loads((Path(folder) / "result").read_bytes())
+    truth = train_step(_seeded(target, dtype))
+    return _judge(found, truth, [item.collective for item in plan.costs.collectives], issued, plan.mesh, tolerance)
+
+
+def _tolerance(plan: Plan) -> float:
+    dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
+    if not dtypes <= TOLERANCES.keys():
+        raise AutoparError(f"the model has parameters of {', '.join(sorted(map(str, dtypes)))}, too coarse to compare; pass --dtype float32 or float64")
+    return max((TOLERANCES[dtype] for dtype in dtypes), default=min(TOLERANCES.values()))
+
+
+def _first_cause(folder: Path) -> str:
+    """What the rank that failed first wrote; the others fail for want of it."""
+    written = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+    return f"rank {written[0].name.removeprefix('error')} failed: {written[0].read_text()}" if written else ""
+
+
+def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=mesh.num_devices)
+        result = _sharded_step(mesh, target, dtype, folder)
+        if rank == 0:
+            (Path(folder) / "result").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        text = str(error) if isinstance(error, AutoparError) else traceback.format_exc()
+        (Path(folder) / f"error{rank}").write_text(text)
+        raise
+
+
+def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> tuple[Step, list[Collective]]:
+    device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
+    example = _seeded(target, dtype)
+    model = shard(example.model, device_mesh, args=example.args, kwargs=example.kwargs, plan=Path(folder) / "plan.json")
+    if model._autopar.current().program.has_random_ops:
+        raise AutoparError("the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability to 0")
+    with count_collectives(device_mesh) as issued:
+        loss = backward(model, example)
+    return _finish(model, loss), issued
+
+
+def _seeded(target: str, dtype: torch.dtype | None) -> Example:
+    torch.manual_seed(0)  # equal weights on every rank, whether the target seeds or not
+    return load_target(target, dtype)
+
+
+def train_step(example: Example) -> Step:
+    """The step on one device."""
+    model = copy.deepcopy(example.model)
+    return _finish(model, backward(model, example))
+
+
+def backward(model: nn.Module, example: Example) -> torch.Tensor:
+    """Run forward and backward; returns the whole loss."""
+    outputs = model(*example.args, **example.kwargs)
+    floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not floating:
+        raise AutoparError("the model returns no floating tensor to compute gradients of; return a loss")
+    scalars = [x for x in floating if x.ndim == 0]
+    summed = [scalars[0]] if scalars else floating
+    # Each rank's part of a split output is a term of the sum, and needs no collective for its gradient.
+    sum(_local(x).sum() for x in summed).backward()
+    with torch.no_grad():
+        return sum(whole(x).sum() for x in summed).detach()
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A DTensor put together; a plain tensor as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _finish(model: nn.Module, loss: torch.Tensor) -> Step:
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON).step()
+    return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
+
+
+def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float) -> Outcome:
+    rows = [
+        ["loss", *difference({"loss": found.loss}, {"loss": truth.loss})],
+        ["gradients", *difference(found.gradients, truth.gradients)],
+        ["parameters and buffers after AdamW", *difference(found.state, truth.state)],
+    ]
+    close = all(row[1] <= tolerance for row in rows)
+    counted, same = _compare(planned, issued, mesh)
+    table = tabulate([[what, f"{worst:.1e}", where] for what, worst, where in rows], ["what", "largest relative difference", "at"], disable_numparse=True)
+    verdict = "equal" if close and same else "NOT equal"
+    return Outcome(close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued")
+
+
+def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest difference of any tensor relative to its largest entry, and the tensor's name; infinity where one side lacks it."""
+    if missing := sorted(found.keys() ^ truth.keys()):
+        return float("inf"), missing[0]
+    floor = FLOOR * max((float(x.abs().max()) for x in truth.values() if x.numel()), default=0.0)
+    pairs = {name: (found[name].double(), x.double()) for name, x in truth.items() if x.numel()}
+    worst = {name: float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-300) for name, (a, b) in pairs.items()}
+    name = max(worst, key=lambda name: worst[name] if worst[name] == worst[name] else float("inf"), default="")
+    return (worst[name], name) if name else (0.0, "")
+
+
+def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
+    """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
+    keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
+    rows = [[phase, mesh.axis_names[axis] if axis >= 0 else "other", kind, *_sums(planned, (phase, axis, kind)), *_sums(issued, (phase, axis, kind))]
+            for phase, axis, kind in keys]  # fmt: skip
+    headers = ["phase", "axis", "kind", "planned", "bytes", "counted", "bytes"]
+    text = tabulate(rows, headers, disable_numparse=True) if rows else "No collective is planned, none was issued."
+    return text, Counter(planned) == Counter(issued)
+
+
+def _key(collective: Collective) -> tuple[str, int, str]:
+    return collective.phase, collective.axis, collective.kind
+
+
+def _sums(collectives: Iterable[Collective], key: tuple[str, int, str]) -> list[Any]:
+    found = [collective.num_bytes for collective in collectives if _key(collective) == key]
+    return [len(found), sum(found)]
