@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.ir.imagine import as_if_on_cpu
 from autopar.ir.pytrees import register_types
 from autopar.ir.source import line_of_error
 
@@ -18,12 +19,11 @@ from autopar.ir.source import line_of_error
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     """The training IR of the model's forward. Raises TraceError with the model's line."""
     register_types((args, kwargs))
-    is_meta = any(tensor.is_meta for tensor in model.state_dict(keep_vars=True).values())
-    args, kwargs = pytree.tree_map(lambda leaf: _separate(leaf, is_meta), (args, kwargs))
+    args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
     with torch.random.fork_rng(devices=()), _outputs_registered(model):
         try:
-            return torch.export.export(model, args, kwargs, strict=False)
+            return _export(model, args, kwargs)
         except GuardOnDataDependentSymNode as error:
             raise TraceError(_data_dependent(error)) from error
         except Exception as error:
@@ -32,12 +32,17 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
             raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}") from error
 
 
-def _separate(leaf: Any, is_meta: bool) -> Any:
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return torch.export.export(model, args, kwargs, strict=False)
+    with as_if_on_cpu(model) as imagine:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, imagine, (args, kwargs))
+        return torch.export.export(model, args, kwargs, strict=False)
+
+
+def _separate(leaf: Any) -> Any:
     """A tensor object of its own for each leaf: export takes one object passed twice for one input."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensor = leaf.detach().to("meta") if is_meta else leaf.detach()
-    return tensor.requires_grad_(leaf.requires_grad)
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _data_dependent(error: Exception) -> str:

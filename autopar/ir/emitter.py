@@ -32,7 +32,7 @@ class Emitter:
 
     def unique(self, wish: str) -> str:
         """A fresh Python identifier close to `wish`."""
-        stem = re.sub(r"\W", "_", wish)
+        stem = re.sub(r"\W", "_", wish).rstrip("_")
         stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
         name, count = stem, 0
         while name in self.used_names:
@@ -50,7 +50,8 @@ class Emitter:
         metas, is_tuple = self._infer(target, slotted, named, inputs, at, fallback)
         name = self.unique(at.name)
         outputs = tuple(
-            Value(self.unique(f"{name}_{i}") if is_tuple else name, meta.shape, meta.dtype, meta.needs_grad) for i, meta in enumerate(metas)
+            Value(self.unique(f"{name}_out{i}") if is_tuple else name, meta.shape, meta.dtype, meta.needs_grad)
+            for i, meta in enumerate(metas)
         )
         self.ops.append(Op(name, target, slotted, named, inputs, outputs, at.is_no_grad, at.module, at.line, is_tuple))
         return outputs

@@ -1,0 +1,112 @@
+"""Which ops and inputs of a graph repeat: layers are found by structure alone, never by their names.
+
+A block of ops repeats when consecutive copies call the same ops on the same shapes, and each input of copy k comes from one of: the same
+place in copy k; the same place in copy k-1 (for copy 0: one value from before the region, which stands for it); one value that all copies
+share; or an input of the graph that each copy has for itself.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.graph import Graph, Op
+from autopar.ir.periods import Run, find_runs
+from autopar.ir.wiring import Wiring, match_blocks, wire
+
+# With fewer products a block could not alternate column and row split, as a plan for two equal linear layers must.
+_MIN_PRODUCTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`count` consecutive copies of a block; `ops` are the names in the first copy."""
+
+    ops: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Folded:
+    """`representative` maps the name of each op and each input value to the member of its class in the first copy, or to itself."""
+
+    representative: Mapping[str, str]
+    repeats: tuple[Repeat, ...]
+
+
+def fold(graph: Graph) -> Folded:
+    """Find the repeated blocks: the longest covered stretch first, then the rest of the graph on both sides of it."""
+    names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
+    representative = {name: name for name in names}
+    repeats: dict[int, Repeat] = {}
+    wiring = wire(graph)
+    signatures = _signatures(graph)
+    pending = [(0, len(graph.ops))]
+    while pending:
+        start, stop = pending.pop()
+        region = _best_region(graph, wiring, signatures, start, stop, representative)
+        if region is None:
+            continue
+        first, block, count, classes = region
+        representative.update(classes)
+        repeats[first] = Repeat(tuple(op.name for op in graph.ops[first : first + block]), count)
+        pending += [(start, first), (first + block * count, stop)]
+    return Folded(representative, tuple(repeats[first] for first in sorted(repeats)))
+
+
+def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
+    """Name of every value of `ops` and `inputs` -> name of the value that stands for it."""
+    by_name = {op.name: op for op in graph.ops}
+    classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
+    for op in graph.ops:
+        outputs = by_name[folded.representative[op.name]].outputs
+        classes.update((value.name, same.name) for value, same in zip(op.outputs, outputs))
+    return classes
+
+
+def _signatures(graph: Graph) -> np.ndarray:
+    """One number per op, equal for ops that are alike apart from where their inputs come from."""
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(_signature(op), len(known)) for op in graph.ops], dtype=np.int64)
+
+
+def _signature(op: Op) -> Any:
+    values = tuple((value.shape, value.dtype, value.needs_grad) for value in (*op.inputs, *op.outputs))
+    # repr tells 1, 1.0 and True apart, which hashing does not.
+    return op.target, repr(op.args), repr(op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+
+
+def _best_region(
+    graph: Graph, wiring: Wiring, signatures: np.ndarray, start: int, stop: int, representative: Mapping[str, str]
+) -> tuple[int, int, int, dict[str, str]] | None:
+    """(first op, ops in a block, copies, classes) of the longest repeat within [start, stop), None if there is none."""
+    best: tuple[int, int, int, dict[str, str]] | None = None
+    for run in find_runs(signatures[start:stop]):
+        if best is not None and best[1] * best[2] >= run.stop - run.start:
+            break
+        found = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
+        if found is not None and (best is None or found[1] * found[2] > best[1] * best[2]):
+            best = found
+    return best
+
+
+def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> tuple[int, int, int, dict[str, str]] | None:
+    products = sum(wiring.is_product[run.start : run.start + run.period])
+    block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
+    for first, count in _phases(wiring, run, block):
+        found = match_blocks(graph, wiring, first, block, count)
+        if found is None:
+            continue
+        first, count, classes = found
+        if all(representative[name] in (name, same) for name, same in classes.items()):
+            return first, block, count, classes
+    return None
+
+
+def _phases(wiring: Wiring, run: Run, block: int) -> Iterator[tuple[int, int]]:
+    """(first op, copies) for where a block may begin: most copies first, then fewest values alive from copy to copy."""
+    length = run.stop - run.start
+    starts = range(run.start, run.start + min(block, length - 2 * block + 1))
+    for first in sorted(starts, key=lambda first: (-((run.stop - first) // block), wiring.num_alive[first + block], first))[:8]:
+        yield first, (run.stop - first) // block
