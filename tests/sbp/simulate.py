@@ -75,6 +75,7 @@ def on_threads(function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_sha
         finally:
             dist.destroy_process_group()
 
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # group names are looked up per thread
     world = threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
     try:
@@ -86,6 +87,7 @@ def on_threads(function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_sha
     finally:
         del world
         threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
     real = [error for error in errors if not isinstance(error, SystemExit)]
     if real:
         raise real[0]
