@@ -1,0 +1,39 @@
+"""Lookups on shards against the op itself."""
+
+import torch
+
+from tests.sbp.exercise import exercise, exercise_mesh, f64
+
+IDS = torch.tensor([[0, 7, 3, 3], [5, 1, 2, 7]])
+
+
+def test_embedding_splits_ids_rows_and_columns():
+    assert exercise("aten.embedding.default", f64(8, 6), IDS) == {
+        "B B -> B",
+        "B* B -> B*",
+        "B* S(0) -> S(0)",
+        "B* S(1) -> S(1)",
+        "S(0) B -> P [rows]",
+        "S(1) B -> S(2)",
+        "P B -> P",
+    }
+
+
+def test_padding_row_has_no_gradient_on_whichever_rank_it_lies():
+    for padding_idx in (0, 3, 7):
+        exercise("aten.embedding.default", f64(8, 6), IDS, padding_idx)
+
+
+def test_gradient_scaled_by_frequency_is_split_by_columns_only():
+    found = exercise("aten.embedding.default", f64(8, 6), IDS, -1, True)
+    assert found == {"B B -> B", "B* B -> B*", "S(1) B -> S(2)", "P B -> P"}
+
+
+def test_rows_over_two_axes_and_beside_other_splits():
+    assert exercise_mesh("aten.embedding.default", f64(8, 6), IDS, 5, roles=("rows", "rows")) == 1
+    assert exercise_mesh("aten.embedding.default", f64(8, 6), IDS, 5, roles=("rows", "split")) == 3
+
+
+def test_one_hot():
+    assert exercise("aten.one_hot.default", IDS, 8) == {"B -> B", "S(0) -> S(0)", "S(1) -> S(1)"}
+    assert exercise("aten.one_hot.default", IDS) == {"B -> B"}

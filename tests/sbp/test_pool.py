@@ -1,0 +1,42 @@
+"""Pooling and resizing on shards against the op itself."""
+
+import pytest
+
+from autopar.sbp.rules.pool import RULES
+from tests.sbp.exercise import exercise, f64
+
+X3, X4, X5 = f64(2, 4, 6), f64(2, 4, 6, 6), f64(2, 4, 4, 4, 4)
+
+SAMPLES = [
+    ("max_pool1d.default", (X3, [2])),
+    ("max_pool1d_with_indices.default", (X3, [2])),
+    ("max_pool2d.default", (X4, [3, 3], [2, 2], [1, 1])),
+    ("max_pool2d.default", (X3, [2, 2])),
+    ("max_pool2d_with_indices.default", (X4, [2, 2])),
+    ("max_pool3d.default", (X5, [2, 2, 2])),
+    ("adaptive_max_pool1d.default", (X3, [3])),
+    ("adaptive_max_pool2d.default", (X4, [3, 2])),
+    ("avg_pool1d.default", (X3, [2])),
+    ("avg_pool2d.default", (X4, [3, 3], [1, 1], [1, 1], False, False)),
+    ("avg_pool3d.default", (X5, [2, 2, 2])),
+    ("adaptive_avg_pool1d.default", (X3, [3])),
+    ("adaptive_avg_pool2d.default", (X4, [1, 1])),
+    ("adaptive_avg_pool3d.default", (X5, [1, 1, 1])),
+    ("upsample_nearest1d.vec", (X3, None, [2.0])),
+    ("upsample_nearest2d.vec", (X4, None, [2.0, 2.0])),
+    ("upsample_linear1d.vec", (X3, None, False, [2.0])),
+    ("upsample_bilinear2d.vec", (X4, [8, 9], False, None)),
+    ("upsample_bicubic2d.vec", (X4, None, True, [2.0, 2.0])),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), SAMPLES, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_signature_gives_the_ops_numbers(name, args):
+    found = exercise(f"aten.{name}", *args)
+    is_linear = "avg" in name or "upsample" in name
+    assert ("P -> P" in found) == is_linear
+    assert any(text.startswith("S(0) -> S(0)") for text in found)
+
+
+def test_every_rule_has_a_sample():
+    assert {f"aten.{name}" for name, _ in SAMPLES} == set(RULES)
