@@ -6,7 +6,7 @@ at its own rate. All groups of a mesh axis run at the same time, so each device 
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Pieces:
     beta_s_per_byte: float
 
 
-@lru_cache(maxsize=None)
+@cache
 def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis: int) -> tuple[Span, ...]:
     """Link levels, from the inside out, that the groups of mesh axis `axis` span; ranks are laid out row-major.
 
@@ -88,7 +88,7 @@ def _exchange(found: tuple[Span, ...]) -> Pieces:
     return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, found)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis: int, kind: str) -> tuple[Pieces, ...]:
     """The algorithms for collective `kind` on a mesh axis of more than one device."""
     found = spans(levels, mesh_shape, axis)

@@ -1,16 +1,18 @@
 """What it costs to turn one layout of a value into another, for many pairs of layouts at once."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import combinations, product
 
 import numpy as np
 
-from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.collective import collective_times
-from autopar.costmodel.memory import is_same_tensor, local_bytes
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.ir.graph import Value
-from autopar.sbp.placement import Layout
+from autopar.sbp.placement import I, Layout, P, R, S
 from autopar.sbp.redistribute import CONVERSIONS, Step, redistribute
 
 Layouts = tuple[Layout, ...]
@@ -28,18 +30,35 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """`index[i, j]` are positions in `kinds`: the collectives that turn source layout i into target layout j; -1 pads."""
+    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row."""
 
     kinds: tuple[Kind, ...]
-    index: np.ndarray  # i32[sources, targets, most collectives of a pair]
+    rows: np.ndarray  # i64[patterns, most collectives of a pattern]
+    pattern: np.ndarray  # i64[sources, targets]
 
 
-@lru_cache(maxsize=None)
-def _pair(src: Layout, dst: Layout, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
-    return tuple(kind for step in redistribute(src, dst) for kind in _step_kinds(step, mesh_shape))
+@cache
+def all_kinds(mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
+    """Everything that can occur on a mesh."""
+    divisors = sorted({math.prod(sizes) for count in range(len(mesh_shape) + 1) for sizes in combinations(mesh_shape, count)})
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    return tuple(Kind(*found) for found in product(names, range(len(mesh_shape)), divisors, ("forward", "backward")))
 
 
-@lru_cache(maxsize=None)
+@cache
+def _numbers(mesh_shape: tuple[int, ...]) -> Mapping[Kind, int]:
+    return {kind: number for number, kind in enumerate(all_kinds(mesh_shape))}
+
+
+@cache
+def _pattern_row(codes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions in `all_kinds` of the collectives between two layouts, given as their codes one after the other."""
+    layout = tuple(S(code) if code >= 0 else _WHOLE[code] for code in codes)
+    steps = redistribute(layout[: len(mesh_shape)], layout[len(mesh_shape) :])
+    return tuple(_numbers(mesh_shape)[kind] for step in steps for kind in _step_kinds(step, mesh_shape))
+
+
+@cache
 def _step_kinds(step: Step, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
     """As `collectives_of`, for any shape that the layouts split evenly."""
     if mesh_shape[step.axis] == 1:
@@ -53,26 +72,43 @@ def _num_shards(layout: Layout, mesh_shape: tuple[int, ...]) -> int:
     return math.prod(size for placement, size in zip(layout, mesh_shape) if placement.is_split)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=256)
 def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> Recipe:
-    """The collectives of every pair, whatever the value."""
-    numbers: dict[Kind, int] = {}
-    rows = [[numbers.setdefault(kind, len(numbers)) for kind in _pair(src, dst, mesh_shape)] for src in sources for dst in targets]
-    index = np.full((len(rows), max(map(len, rows), default=0)), -1, dtype=np.int32)
-    for row, found in enumerate(rows):
-        index[row, : len(found)] = found
-    return Recipe(tuple(numbers), index.reshape(len(sources), len(targets), -1))
+    """The collectives of every pair, whatever the value.
+
+    The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims share a pattern.
+    """
+    ndim = len(mesh_shape)
+    pairs = np.concatenate(np.broadcast_arrays(_codes(sources, ndim)[:, None], _codes(targets, ndim)[None]), axis=-1).reshape(-1, 2 * ndim)
+    first_equal = (pairs[:, :, None] == pairs[:, None, :]).argmax(axis=-1)
+    renamed = np.where(pairs >= 0, first_equal, pairs)
+    packed = (renamed + len(_CODES)) @ (2 * ndim + len(_CODES)) ** np.arange(2 * ndim)
+    _, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
+    found = [_pattern_row(tuple(row), mesh_shape) for row in renamed[examples].tolist()]
+    width = max(map(len, found), default=0)
+    rows = np.array([row + (-1,) * (width - len(row)) for row in found], dtype=np.int64).reshape(len(found), width)
+    return Recipe(all_kinds(mesh_shape), rows, pattern.reshape(len(sources), len(targets)))
+
+
+_CODES = {"P": -1, "I": -2, "R": -3}
+_WHOLE = {-1: P, -2: I, -3: R}
+
+
+def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
+    """i64[layouts, axes]: the dim of a split, a negative number for the others."""
+    return np.array([[_CODES.get(p.kind, p.dim) for p in layout] for layout in layouts], dtype=np.int64).reshape(-1, ndim)
 
 
 def conversion_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
     """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
     found = recipe(sources, targets, mesh_shape)
     times = np.zeros(len(found.kinds) + 1)  # the last stays 0, for the padding
-    for position, kind in enumerate(found.kinds):
+    for position in np.unique(found.rows[found.rows >= 0]):
+        kind = found.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_bytes = np.float64(value.num_bytes // kind.divisor)
             times[position] = collective_times(cluster, mesh_shape, kind.axis, kind.kind, num_bytes)
-    return times[found.index].sum(axis=-1)
+    return times[found.rows].sum(axis=-1)[found.pattern]
 
 
 def layout_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
@@ -80,7 +116,9 @@ def layout_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) ->
     return np.array([local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64)
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=256)
 def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
-    """bool[sources, targets]: whether the conversion leaves the local tensor as it is."""
-    return np.array([[is_same_tensor(src, dst) for dst in targets] for src in sources], dtype=bool).reshape(len(sources), len(targets))
+    """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or pending."""
+    ndim = max(map(len, sources + targets), default=0)
+    mine, theirs = (_codes(tuple(map(memory_layout, layouts)), ndim) for layouts in (sources, targets))
+    return (mine[:, None] == theirs[None]).all(axis=-1)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import local_shapes, op_time
+from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import held_values, input_bytes, local_bytes, memory_layout, update_bytes
 from autopar.costmodel.price import saved_by_op

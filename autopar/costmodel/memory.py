@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Input, Op
@@ -42,12 +42,7 @@ def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], optim
     return 2 * (found["parameters"] + found["optimizer"]) + found["gradients"] if "gradients" in found else 0
 
 
-def is_same_tensor(src: Layout, dst: Layout) -> bool:
-    """Whether turning `src` into `dst` leaves the local tensor as it is (whole is whole, be its gradient summed or pending)."""
-    return memory_layout(src) == memory_layout(dst)
-
-
-@lru_cache(maxsize=None)
+@cache
 def memory_layout(layout: Layout) -> Layout:
     """`layout` with its gradient forgotten."""
     return tuple(I if placement.kind == "R" else placement for placement in layout)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import Shapes, local_shapes, shapes_time
 from autopar.costmodel.conversion import Layouts, conversion_times, layout_bytes, same_tensor
 from autopar.costmodel.entities import End, Entity, Flow, Flows, find_flows
+from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, internal_bytes, update_bytes
 from autopar.costmodel.probe import footprint
@@ -54,9 +54,7 @@ def price(
     return Priced(CostTable(tuple(nodes), tuple(edges), memory_limit_bytes), flows.entities)
 
 
-def _price_nodes(
-    graph: Graph, folded: Folded, entities: tuple[Entity, ...], mesh: Mesh, cluster: Cluster, optimizer: str
-) -> list[Node]:
+def _price_nodes(graph: Graph, folded: Folded, entities: tuple[Entity, ...], mesh: Mesh, cluster: Cluster, optimizer: str) -> list[Node]:
     counts = Counter(folded.representative[op.name] for op in graph.ops)
     counts.update(folded.representative[item.value.name] for item in graph.inputs)
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
@@ -91,9 +89,7 @@ def saved_by_op(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     return kept + internal_bytes(op, inputs)
 
 
-def _price_input(
-    item: Input, layouts: Layouts, mesh: Mesh, cluster: Cluster, optimizer: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _price_input(item: Input, layouts: Layouts, mesh: Mesh, cluster: Cluster, optimizer: str) -> tuple[np.ndarray, np.ndarray]:
     cost_s = [update_bytes(item, layout, mesh.shape, optimizer) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
     memory = [sum(input_bytes(item, layout, mesh.shape, optimizer).values()) for layout in layouts]
     return np.array(cost_s), np.array(memory, dtype=np.float64)

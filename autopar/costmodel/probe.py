@@ -1,7 +1,7 @@
 """What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the meta device."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def _spec(value: Value) -> Spec:
     return value.shape, value.dtype, value.needs_grad
 
 
-@lru_cache(maxsize=None)
+@cache
 def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
     if target.startswith("aten.scaled_dot_product_attention"):
         return _attention(outputs, is_tracked)

@@ -16,13 +16,13 @@ def test_presets_survive_json_and_say_where_they_come_from(name, tmp_path):
 
 
 def test_an_unknown_name_lists_the_presets():
-    with pytest.raises(ValueError, match="no cluster 'h1000'.*JSON file.*h100.*v100"):
+    with pytest.raises(ValueError, match=r"no cluster 'h1000'.*JSON file.*h100.*v100"):
         load_cluster("h1000")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"levels": [{"size": 2}]}'])
 def test_damaged_files_are_refused(text):
-    with pytest.raises(ValueError, match="not a cluster"):
+    with pytest.raises(ValueError, match=r"not a cluster"):
         cluster_from_json(text)
 
 

@@ -103,5 +103,5 @@ def test_free_links_are_free(mesh_shape, kind, num_bytes):
 
 def test_a_mesh_must_fit_the_cluster():
     check_mesh(cluster_of(NODE), 8)
-    with pytest.raises(MeshError, match="16 devices.*has 8"):
+    with pytest.raises(MeshError, match=r"16 devices.*has 8"):
         check_mesh(cluster_of(NODE), 16)

@@ -58,7 +58,8 @@ def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = module(x)
     assert out.requires_grad
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.untyped_storage().data_ptr() not in alive}.values())
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in alive)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -89,5 +90,5 @@ def test_stored_bytes_by_hand():
 
 
 def test_an_unknown_optimizer_lists_the_known():
-    with pytest.raises(ValueError, match="adamw.*found 'lion-2000'"):
+    with pytest.raises(ValueError, match=r"adamw.*found 'lion-2000'"):
         optimizer_state_bytes("lion-2000")
