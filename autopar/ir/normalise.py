@@ -8,8 +8,20 @@ from autopar.ir.passes.constant import split_constants
 from autopar.ir.passes.dead import drop_dead
 from autopar.ir.passes.duplicates import merge_duplicates
 from autopar.ir.passes.identities import drop_identities
+from autopar.ir.passes.products import unflatten_products
+from autopar.ir.passes.reshapes import merge_reshapes
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (canonicalise, drop_identities, drop_dead, merge_duplicates, split_constants, drop_dead)
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    canonicalise,
+    drop_identities,
+    unflatten_products,
+    merge_reshapes,
+    drop_identities,  # a merged reshape may lead back to where it began
+    drop_dead,
+    merge_duplicates,
+    split_constants,
+    drop_dead,
+)
 
 
 def normalise(graph: Graph) -> Graph:

@@ -1,0 +1,82 @@
+"""Products of flattened tensors as `linear` of the tensors themselves.
+
+`reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. Flattened, the dims in front of K are one,
+which can only be split by the outermost of them.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.graph import Graph, Op, Slot, Value
+from autopar.ir.passes.rewire import rewire
+
+_RESHAPE = "aten.reshape.default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """`op` multiplies `x`, flattened, by `weight`; `result` is its output with the dims of `x` again."""
+
+    op: Op
+    x: Value
+    weight: Value
+    bias: Value | None
+    result: Op
+
+
+def unflatten_products(graph: Graph) -> Graph:
+    """Rewrite each such product. The reshapes around it are left to die."""
+    made = {value.name: op for op in graph.ops for value in op.outputs}
+    users: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for value in op.inputs:
+            users.setdefault(value.name, []).append(op)
+    external = {item.name for item in graph.outputs if isinstance(item, Value)} | {value.name for _, value in graph.mutations}
+    found = {op.name: flat for op in graph.ops if (flat := _match(op, made, users)) and op.outputs[0].name not in external}
+    results = {flat.result.name for flat in found.values()}
+    names = set(made) | {item.value.name for item in graph.inputs}
+    replaced: dict[str, Value] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.name in found:
+            ops += _linear(found[op.name], names)
+            replaced[found[op.name].result.outputs[0].name] = ops[-1].outputs[0]
+        elif op.name not in results:
+            ops.append(op)
+    return rewire(graph, ops, replaced)
+
+
+def _match(op: Op, made: Mapping[str, Op], users: Mapping[str, list[Op]]) -> _Flat | None:
+    operands = _operands(op)
+    if operands is None:
+        return None
+    flat, weight, bias = operands
+    before, after = made.get(flat.name), users.get(op.outputs[0].name, [])
+    if before is None or before.target != _RESHAPE or len(after) != 1 or after[0].target != _RESHAPE:
+        return None
+    x, result = before.inputs[0], after[0]
+    if x.shape[-1:] != flat.shape[-1:] or result.outputs[0].shape != (*x.shape[:-1], weight.shape[1]):
+        return None
+    if len({before.is_no_grad, op.is_no_grad, result.is_no_grad}) > 1:
+        return None
+    return _Flat(op, x, weight, bias, result)
+
+
+def _operands(op: Op) -> tuple[Value, Value, Value | None] | None:
+    if op.target == "aten.mm.default" and len(op.inputs) == 2:
+        return op.inputs[0], op.inputs[1], None
+    if op.target == "aten.addmm.default" and len(op.args) == 3 and not op.kwargs and len(op.inputs[0].shape) == 1:
+        return op.inputs[1], op.inputs[2], op.inputs[0]
+    return None
+
+
+def _linear(flat: _Flat, names: set[str]) -> tuple[Op, Op]:
+    """The transposed weight, and the product under the name of the flat product."""
+    name = next(name for name in (f"{flat.op.name}_weight{'_' * i}" for i in itertools.count()) if name not in names)
+    turned = Value(name, flat.weight.shape[::-1], flat.weight.dtype, flat.weight.needs_grad and not flat.op.is_no_grad)
+    turn = replace(flat.op, name=name, target="aten.permute.default", args=(Slot(0), (1, 0)), inputs=(flat.weight,), outputs=(turned,))
+    inputs = (flat.x, turned) if flat.bias is None else (flat.x, turned, flat.bias)
+    output = replace(flat.result.outputs[0], name=flat.op.outputs[0].name)
+    slots = tuple(Slot(i) for i in range(len(inputs)))
+    return turn, replace(flat.op, target="aten.linear.default", args=slots, inputs=inputs, outputs=(output,))

@@ -1,0 +1,21 @@
+"""Chains of regroupings as one."""
+
+from dataclasses import replace
+
+from autopar.ir.graph import Graph, Op
+
+_MERGED = "aten.reshape.default"
+
+
+def merge_reshapes(graph: Graph) -> Graph:
+    """A reshape of a reshape reads the first one's input: only the last shape counts."""
+    made: dict[str, Op] = {}
+    ops = []
+    for op in graph.ops:
+        before = made.get(op.inputs[0].name) if op.target == _MERGED else None
+        if before is not None and before.is_no_grad == op.is_no_grad:
+            op = replace(op, inputs=before.inputs)
+        if op.target == _MERGED:
+            made[op.outputs[0].name] = op
+        ops.append(op)
+    return replace(graph, ops=tuple(ops))
