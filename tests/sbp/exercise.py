@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup  # the ranks of tests/sbp/simulate.py
 
 from autopar.ir.graph import Op
 from autopar.sbp.annotate import signatures_of, strategies_of
@@ -19,9 +20,9 @@ from autopar.sbp.signature import Signature, Strategy
 from tests.sbp.rulecheck import Tensors, check_strategy, make_op
 
 KINDS = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 
@@ -72,17 +73,18 @@ def record(mesh_shape: tuple[int, ...]) -> Iterator[dict[int, Counter[Collective
     strides = [torch.Size(mesh_shape[axis + 1 :]).numel() for axis in range(len(mesh_shape))]
 
     def recorder(name: str, real: Any) -> Any:
-        def call(*tensors: torch.Tensor, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        def call(group: ProcessLocalGroup, *args: Any, **kwargs: Any) -> Any:
             ranks = dist.get_process_group_ranks(group)
+            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)]
             size = max(x.numel() * x.element_size() for x in tensors)
             # private: the one way to know that autograd is running this thread's backward
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
             issued[threading.get_ident()][Collective(KINDS[name], strides.index(ranks[1] - ranks[0]), size, phase)] += 1
-            return real(*tensors, group=group, **kwargs)
+            return real(group, *args, **kwargs)
 
         return call
 
-    with mock.patch.multiple(dist, **{name: recorder(name, getattr(dist, name)) for name in KINDS}):
+    with mock.patch.multiple(ProcessLocalGroup, **{name: recorder(name, getattr(ProcessLocalGroup, name)) for name in KINDS}):
         yield issued
 
 

@@ -23,7 +23,8 @@ def local_input_shape(op: Op, strategy: Strategy, index: int, mesh_shape: tuple[
 
 
 def has_backward(op: Op) -> bool:
-    return any(output.needs_grad for output in op.outputs)
+    """Whether a gradient flows to the first input: what is summed over ranks depends on it alone, not on parameters."""
+    return op.inputs[0].needs_grad and any(output.needs_grad for output in op.outputs)
 
 
 def no_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -43,7 +43,7 @@ def rms_norm(
     """aten.rms_norm with normalised dims split over `normalized`; the weight is split alike."""
     x = input.to(sum_dtype(input.dtype))
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    local_mean = x.square().mean(range(-len(normalized_shape), 0), keepdim=True)
+    local_mean = x.square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
     mean = sum_over(local_mean / num_ranks(normalized), normalized, R)
     return _scale(x * torch.rsqrt(mean + eps), weight, None).to(input.dtype)
 

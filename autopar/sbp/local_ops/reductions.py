@@ -30,8 +30,8 @@ def moments(x: torch.Tensor, dims: Sequence[int], axes: Sequence[Axis]) -> tuple
     Each axis gathers the ranks' two moments in one collective and pools them (Chan, Golub, LeVeque 1979): sums of x and of x * x would
     lose the variance to cancellation where the mean is large.
     """
-    mean = x.mean(dims, keepdim=True)
-    variance = (x - mean).square().mean(dims, keepdim=True)
+    mean = x.mean(tuple(dims), keepdim=True)
+    variance = (x - mean).square().mean(tuple(dims), keepdim=True)
     for axis in axes:
         means, variances = convert(torch.stack([mean, variance]).unsqueeze(0), axis, S(0), R).unbind(1)
         mean = means.mean(0)

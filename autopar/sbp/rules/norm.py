@@ -48,9 +48,10 @@ def batch_norm(op: Op) -> Iterator[Signature]:
 
 def batch_norm_functional(op: Op) -> Iterator[Signature]:
     """Statistics per channel over the batch; all outputs but the first have one number per channel and carry no gradient."""
+    if not arguments_of(op)["training"]:
+        return  # its statistics are then empty
     rest = len(op.outputs) - 1
-    role = "batch" if arguments_of(op)["training"] else ""
-    yield from signature(op, {"input": S(0), "running_mean": I, "running_var": I}, (S(0),) + (I,) * rest, role=role)
+    yield from signature(op, {"input": S(0), "running_mean": I, "running_var": I}, (S(0),) + (I,) * rest, role="batch")
     yield from signature(op, {"input": S(1), **dict.fromkeys(CHANNELS, S(0))}, (S(1),) + (S(0),) * rest)
 
 
