@@ -36,7 +36,8 @@ class Example:
 def build_model(name: str) -> Example:
     """The built-in model called `name`; AutoparError if there is none."""
     if name not in MODELS:
-        raise AutoparError(f"no built-in model {name!r}; there are {', '.join(MODELS)}, or write path.py:function returning (model, args, kwargs)")
+        known = ", ".join(MODELS)
+        raise AutoparError(f"no built-in model {name!r}; there are {known}, or write path.py:function returning (model, args, kwargs)")
     with torch.device("meta"):
         return MODELS[name]()
 

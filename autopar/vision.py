@@ -26,8 +26,8 @@ def vgg13(num_classes: int = 1000) -> nn.Module:
             layers += [nn.Conv2d(width, out, 3, padding=1), nn.ReLU()]
             width = out
         layers.append(nn.MaxPool2d(2, 2))
-    head = [nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, num_classes)]
-    return nn.Sequential(*layers, nn.Flatten(), *head)
+    hidden = [layer for in_features in (512 * 7 * 7, 4096) for layer in (nn.Linear(in_features, 4096), nn.ReLU(), nn.Dropout())]
+    return nn.Sequential(*layers, nn.Flatten(), *hidden, nn.Linear(4096, num_classes))
 
 
 class Bottleneck(nn.Module):

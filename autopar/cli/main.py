@@ -119,7 +119,9 @@ def _verify(options: argparse.Namespace) -> int:
         tell("load")
         example = load_target(options.target, dtype)
         if any(parameter.is_meta for parameter in example.model.parameters()):
-            raise AutoparError(f"{options.target} has no weights (it is on the meta device) and cannot be run; verify a model of your own: path.py:function")
+            raise AutoparError(
+                f"{options.target} is on the meta device and has no weights to run; verify a model of your own: path.py:function"
+            )
         plan = _plan(options, example, tell)
         tell(f"run on {plan.mesh.num_devices} processes")
         outcome = verify(options.target, plan, dtype)

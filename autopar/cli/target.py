@@ -21,9 +21,12 @@ def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
     example = build_model(spec) if ":" not in spec else _called(spec)
     if dtype is None:
         return example
-    cast = (lambda x: x.to(dtype) if x.is_floating_point() else x)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (example.args, dict(example.kwargs)))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (example.args, dict(example.kwargs)))
     return Example(example.model.to(dtype), args, kwargs)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _called(spec: str) -> Example:

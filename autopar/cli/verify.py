@@ -56,7 +56,10 @@ class Outcome:
 
 
 def verify(target: str, plan: Plan, dtype: torch.dtype | None = None) -> Outcome:
-    """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare; AutoparError with the first failing rank's reason."""
+    """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare.
+
+    AutoparError with the reason of the rank that failed first.
+    """
     tolerance = _tolerance(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         plan.save(Path(folder) / "plan.json")
@@ -72,7 +75,8 @@ def verify(target: str, plan: Plan, dtype: torch.dtype | None = None) -> Outcome
 def _tolerance(plan: Plan) -> float:
     dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
     if not dtypes <= TOLERANCES.keys():
-        raise AutoparError(f"the model has parameters of {', '.join(sorted(map(str, dtypes)))}, too coarse to compare; pass --dtype float32 or float64")
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise AutoparError(f"the model has parameters of {found}, too coarse to compare; pass --dtype float32 or float64")
     return max((TOLERANCES[dtype] for dtype in dtypes), default=min(TOLERANCES.values()))
 
 
@@ -156,7 +160,8 @@ def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Col
     ]
     close = all(row[1] <= tolerance for row in rows)
     counted, same = _compare(planned, issued, mesh)
-    table = tabulate([[what, f"{worst:.1e}", where] for what, worst, where in rows], ["what", "largest relative difference", "at"], disable_numparse=True)
+    lines = [[what, f"{worst:.1e}", where] for what, worst, where in rows]
+    table = tabulate(lines, ["what", "largest relative difference", "at"], disable_numparse=True)
     verdict = "equal" if close and same else "NOT equal"
     return Outcome(close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued")
 
@@ -175,8 +180,8 @@ def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
     """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
     keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
-    rows = [[phase, mesh.axis_names[axis] if axis >= 0 else "other", kind, *_sums(planned, (phase, axis, kind)), *_sums(issued, (phase, axis, kind))]
-            for phase, axis, kind in keys]  # fmt: skip
+    names = (*mesh.axis_names, "other")  # "other" is axis -1
+    rows = [[key[0], names[key[1]], key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys]
     headers = ["phase", "axis", "kind", "planned", "bytes", "counted", "bytes"]
     text = tabulate(rows, headers, disable_numparse=True) if rows else "No collective is planned, none was issued."
     return text, Counter(planned) == Counter(issued)

@@ -15,7 +15,8 @@ from autopar.sbp.placement import format_layout
 from autopar.sbp.redistribute import Collective
 
 VIEWS = frozenset(
-    "alias clone contiguous detach expand expand_as flatten permute reshape select slice split squeeze t to transpose unflatten unsqueeze view".split()
+    ("alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "permute", "reshape", "select", "slice", "split")
+    + ("split_with_sizes", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view")
 )
 
 

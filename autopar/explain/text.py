@@ -1,6 +1,6 @@
 """A report as text for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tabulate import tabulate
 
@@ -51,7 +51,11 @@ def _ops(report: Report) -> str:
     shown = [row for row in report.ops if not row.is_quiet_view]
     note = f"Ops ({len(report.ops) - len(shown)} views that follow their input without communication are left out):"
     axes = [f"on {part}" for part in report.mesh.split(",")]
-    return note + "\n" + tabulate([_op_line(row) for row in shown], ["op", "x", *axes, "forward", "backward", "from"], disable_numparse=True)
+    return note + "\n" + _table([_op_line(row) for row in shown], ["op", "x", *axes, "forward", "backward", "from"])
+
+
+def _table(lines: list[list[str]], headers: list[str]) -> str:
+    return tabulate(lines, headers, disable_numparse=True)
 
 
 def _op_line(row: OpRow) -> list[str]:
@@ -62,15 +66,16 @@ def _op_line(row: OpRow) -> list[str]:
 
 def _cell(rows: Iterable[CollectiveRow], phase: str) -> str:
     return "\n".join(
-        f"{row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}" for row in rows if row.phase == phase
+        f"{row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}"
+        for row in rows
+        if row.phase == phase
     )
 
 
 def _inputs(report: Report) -> str:
     lines = [_input_line(row) for row in report.inputs]
-    return "Parameters, buffers, constants and arguments:\n" + tabulate(
-        lines, ["name", "x", "kind", "value", "layout", "forward", "backward"], disable_numparse=True
-    )
+    headers = ["name", "x", "kind", "value", "layout", "forward", "backward"]
+    return "Parameters, buffers, constants and arguments:\n" + _table(lines, headers)
 
 
 def _input_line(row: InputRow) -> list[str]:
@@ -78,33 +83,35 @@ def _input_line(row: InputRow) -> list[str]:
 
 
 def _collectives(report: Report) -> str:
-    lines = [[row.phase, row.axis, row.kind, str(row.count), format_bytes(row.num_bytes), format_seconds(row.time_s)] for row in report.totals]
+    lines = [[r.phase, r.axis, r.kind, str(r.count), format_bytes(r.num_bytes), format_seconds(r.time_s)] for r in report.totals]
     if not lines:
         return "Collectives: none."
-    return "Collectives a step:\n" + tabulate(lines, ["phase", "axis", "kind", "number", "bytes", "time"], disable_numparse=True)
+    return "Collectives a step:\n" + _table(lines, ["phase", "axis", "kind", "number", "bytes", "time"])
 
 
 def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
     lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
     limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)})"
-    return f"Memory a device{limit}:\n" + tabulate(lines, ["kind", "bytes"], disable_numparse=True)
+    return f"Memory a device{limit}:\n" + _table(lines, ["kind", "bytes"])
 
 
 def _time(report: Report) -> str:
     lines = [[kind, format_seconds(seconds)] for kind, seconds in (*report.time_s.items(), ("step", report.step_s))]
-    return "Time of a step:\n" + tabulate(lines, ["kind", "time"], disable_numparse=True)
+    return "Time of a step:\n" + _table(lines, ["kind", "time"])
 
 
 def _hand(report: Report) -> str:
     if not report.hand:
         return ""
-    here = ["this plan", format_seconds(report.step_s), "1.00", format_bytes(sum(report.memory_bytes.values()))]
-    others = [
-        [name, format_seconds(cost["step_s"]), f"{cost['step_s'] / report.step_s:.2f}" if report.step_s else "-", format_bytes(cost["memory_bytes"])]
-        for name, cost in report.hand.items()
-    ]
-    return "Beside plans written by hand, priced alike:\n" + tabulate([here, *others], ["plan", "step", "ratio", "memory"], disable_numparse=True)
+    here = {"this plan": {"step_s": report.step_s, "memory_bytes": sum(report.memory_bytes.values())}}
+    lines = [_hand_line(name, cost, report.step_s) for name, cost in (here | report.hand).items()]
+    return "Beside plans written by hand, priced alike:\n" + _table(lines, ["plan", "step", "ratio", "memory"])
+
+
+def _hand_line(name: str, cost: Mapping[str, float], step_s: float) -> list[str]:
+    ratio = f"{cost['step_s'] / step_s:.2f}" if step_s else "-"
+    return [name, format_seconds(cost["step_s"]), ratio, format_bytes(cost["memory_bytes"])]
 
 
 def _without_rule(report: Report) -> str:
@@ -112,7 +119,7 @@ def _without_rule(report: Report) -> str:
         return "Every op has a rule."
     targets = {row.name: row.target for row in report.ops}
     lines = [[f"%{name}", targets[name], format_seconds(seconds)] for name, seconds in report.without_rule.items()]
-    return "Whole on every device for want of a rule:\n" + tabulate(lines, ["op", "target", "costs a step"], disable_numparse=True)
+    return "Whole on every device for want of a rule:\n" + _table(lines, ["op", "target", "costs a step"])
 
 
 def _not_divided(report: Report) -> str:
@@ -120,7 +127,7 @@ def _not_divided(report: Report) -> str:
         return "Every mesh axis divides every dim it could split."
     lines = [[row["axis"], row["name"], str(row["dim"]), str(row["size"])] for row in report.not_divided]
     rest = f"\n... and {len(lines) - MOST_UNDIVIDED} more, all in the JSON" if len(lines) > MOST_UNDIVIDED else ""
-    table = tabulate(lines[:MOST_UNDIVIDED], ["axis", "of", "dim", "size"], disable_numparse=True)
+    table = _table(lines[:MOST_UNDIVIDED], ["axis", "of", "dim", "size"])
     return "Never split, because the axis does not divide the dim:\n" + table + rest
 
 

@@ -49,4 +49,4 @@ def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
         if name not in used:
             raise PlanError(f"the plan keeps {name!r}, which the model has not or never reads; {_AGAIN}")
         if len(layout) != mesh.ndim or not is_even(values[name].shape, layout, mesh.shape):
-            raise PlanError(f"{name} of shape {list(values[name].shape)} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")
+            raise PlanError(f"{values[name]} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")

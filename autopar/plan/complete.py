@@ -52,8 +52,11 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
     return {name: tuple(layouts) for name, layouts in found.items()}
 
 
-def _most_parts(value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...]) -> tuple[Layout, ...]:
-    """Of the layouts that leave the other axes as they are used, those in most parts on `axes`; one dim rather than several, the first rather than a later one."""
+def _most_parts(
+    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...]
+) -> tuple[Layout, ...]:
+    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; one dim rather than several, the first
+    rather than a later one."""
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
 
     def key(layout: Layout) -> tuple[int, int, int, tuple[int, ...]]:
@@ -65,7 +68,9 @@ def _most_parts(value: Value, offered: Iterable[Layout], wanted: tuple[Layout, .
     return (min(offered, key=key),)
 
 
-def _outputs(graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Layout]:
+def _outputs(
+    graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], mesh: Mesh
+) -> dict[str, Layout]:
     produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
     values = [value for value in graph.outputs if isinstance(value, Value)]
     return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), mesh)) for v in values}

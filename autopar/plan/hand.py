@@ -1,8 +1,9 @@
 """Plans as people write them by hand, as points of the space the search chooses from."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.costmodel.inner import inner_collectives
 from autopar.errors import PlanError
@@ -49,7 +50,9 @@ def _num_data_axes(text: str, degrees: Mapping[str, int], mesh: Mesh) -> int:
         found = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
         if set(degrees) <= set(found) and all(found[key] == size for key, size in degrees.items()):
             return num
-    raise PlanError(f"hand plan {text!r} does not fit mesh {mesh}: dp must be the product of its first axes and tp of the others; change one of them")
+    raise PlanError(
+        f"hand plan {text!r} does not fit mesh {mesh}: dp must be the product of its first axes and tp of the others; change one of them"
+    )
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
@@ -63,10 +66,7 @@ def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidat
     prefixes: dict[str, tuple[Signature, ...]] = {op.name: () for op in graph.ops}
     arguments = {item.value.name: () for item in graph.of_kind("argument")}
     for axis in range(mesh.ndim):
-
-        def options(op: Op, axis: int = axis) -> tuple[Option, ...]:
-            return _options(op, axis, prefixes[op.name], candidates.strategies[folded.representative[op.name]], mesh)
-
+        options = partial(_options, axis=axis, prefixes=prefixes, folded=folded, candidates=candidates, mesh=mesh)
         if axis < plan.num_data_axes:
             batch = _place_batch(graph, candidates, arguments)
             signatures = follow_batch(graph, folded.representative, options, batch)
@@ -80,12 +80,14 @@ def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidat
     return complete(graph, folded, candidates, strategies, arguments, mesh, sharded_axes=sharded_axes)
 
 
-def _options(op: Op, axis: int, prefix: tuple[Signature, ...], strategies: Iterable[Strategy], mesh: Mesh) -> tuple[Option, ...]:
-    """What the op's strategies still allow on `axis` once `prefix` is chosen on the axes before it."""
+def _options(
+    op: Op, *, axis: int, prefixes: Mapping[str, tuple[Signature, ...]], folded: Folded, candidates: Candidates, mesh: Mesh
+) -> tuple[Option, ...]:
+    """What the op's strategies still allow on `axis` once `prefixes` are chosen on the axes before it."""
     found: dict[Signature, Option] = {}
-    for strategy in strategies:
+    for strategy in candidates.strategies[folded.representative[op.name]]:
         signature = strategy.signatures[axis]
-        if strategy.signatures[:axis] == prefix and signature not in found:
+        if strategy.signatures[:axis] == prefixes[op.name] and signature not in found:
             found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh))
     return tuple(found.values())
 

@@ -59,7 +59,9 @@ def _take(op: Op, signature: Signature, chosen: dict[str, Signature], placed: Pl
     placed.update((value.name, placement) for value, placement in zip(op.outputs, signature.outputs))
 
 
-def _settle(value: Value, placement: Placement, options: Options, producer: Mapping[str, Op], chosen: dict[str, Signature], placed: Placed) -> None:
+def _settle(
+    value: Value, placement: Placement, options: Options, producer: Mapping[str, Op], chosen: dict[str, Signature], placed: Placed
+) -> None:
     """Give the ops that make `value` of parameters alone signatures that yield `placement`, where they have such."""
     op = producer.get(value.name)
     if op is None or op.name in chosen:
@@ -85,7 +87,7 @@ def _seeded(op: Op, options: tuple[Option, ...], structure: Structure, placed: P
 
 
 def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
-    """Between a column and its row product values are split or used by split compute; they are gathered if need be, never dealt out anew."""
+    """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt out anew."""
     pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
     return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
 
@@ -111,6 +113,7 @@ def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: St
 
     A pending sum is finished before anything but a product's own bias is added to it: that is what people write by hand.
     """
+
     def is_textbook(signature: Signature) -> bool:
         pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
         return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)

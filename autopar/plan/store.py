@@ -98,7 +98,9 @@ def _content(text: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {_AGAIN}")
     if content["format"] != FORMAT:
-        raise PlanError(f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {_AGAIN}")
+        raise PlanError(
+            f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {_AGAIN}"
+        )
     checksum = content.pop("checksum", None)
     if checksum is None:
         raise PlanError(f"the plan lacks 'checksum'; {_AGAIN}")
