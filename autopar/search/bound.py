@@ -8,8 +8,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.search.descent import descend, landscape
-from autopar.search.eliminate import Limits, eliminate, elimination_order
-from autopar.search.lagrange import least_memory, maximise
+from autopar.search.eliminate import Limits, elimination_order
+from autopar.search.lagrange import Dual, least_memory, maximise
 from autopar.search.marginals import min_marginals
 from autopar.search.reduce import Reduced, reduce, restrict, unreduced
 from autopar.search.relax import tractable
@@ -19,7 +19,8 @@ from autopar.search.table import CostTable, Edge, cost_of, memory_of
 TOLERANCE = 1e-10
 
 _MOST_ROUNDS = 10
-# Above so many additions an elimination takes seconds: drop strategies after two of them rather than at the best price.
+# Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the best,
+# and no pairs yet.
 _SLOW_ADDITIONS = 2e8
 # A round that leaves more than this part of the strategies and pairs was the last.
 _LEAST_SHRINK = 0.9
@@ -49,14 +50,14 @@ def squeeze(table: CostTable, best: tuple[int, ...] | None, *, additions: float,
     if elimination_order(table, limits) is None:
         now = _moved(now, reduce(now.reduced))
     for _ in range(_MOST_ROUNDS):
-        now, view = _bounded(now, limits)
+        now, view = _bounded(now, limits, deadline)
         yield now
         if now.best is None or is_solved(now) or monotonic() > deadline:
             return
         size = num_entries(now.reduced.table)
         now = replace(_moved(now, reduce(_pruned(now, view))), is_pruned=True)
         yield now
-        if num_entries(now.reduced.table) > _LEAST_SHRINK * size:
+        if view.dual.is_best and num_entries(now.reduced.table) > _LEAST_SHRINK * size:
             return
 
 
@@ -88,20 +89,20 @@ def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int,
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """How a round saw its table: what elimination could hold of it, in which order, and at which price the bound was best."""
+    """How a round saw its table: what elimination could hold of it, whether that was slow, and the bound's price."""
 
     relaxed: CostTable
-    order: tuple[int, ...]
-    multiplier: float
+    is_slow: bool
+    dual: Dual
 
 
-def _bounded(now: Squeezed, limits: Limits) -> tuple[Squeezed, _View]:
+def _bounded(now: Squeezed, limits: Limits, deadline: float) -> tuple[Squeezed, _View]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
     relaxed, order = tractable(table, limits)
     is_slow = elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None
     known = [now.best] if now.best is not None else _lightest(table, relaxed, order)
-    dual = maximise(relaxed, order, feasible=cheapest(table, known), most_steps=2 if is_slow else 40)
+    dual = maximise(relaxed, order, feasible=cheapest(table, known), most_steps=8 if is_slow else 40, deadline=deadline)
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
     best = cheapest(table, (*known, *dual.met))
@@ -111,7 +112,7 @@ def _bounded(now: Squeezed, limits: Limits) -> tuple[Squeezed, _View]:
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
-    return replace(now, best=best, lower_bound_s=bound_s), _View(relaxed, order, dual.multiplier)
+    return replace(now, best=best, lower_bound_s=bound_s), _View(relaxed, is_slow, dual)
 
 
 def _lightest(table: CostTable, relaxed: CostTable, order: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -132,10 +133,9 @@ def _pruned(now: Squeezed, view: _View) -> Reduced:
     """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
     table = now.reduced.table
     cost_s = cost_of(table, now.best)
-    limit = table.memory_limit_bytes
-    threshold = cost_s - TOLERANCE * abs(cost_s) + (view.multiplier * limit if view.multiplier else 0.0)
-    pairs = frozenset((edge.a, edge.b) for edge in view.relaxed.edges)
-    marginals = min_marginals(eliminate(view.relaxed, view.order, multiplier=view.multiplier), pairs)
+    threshold = cost_s - TOLERANCE * abs(cost_s) + view.dual.rebate_s
+    pairs = frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.relaxed.edges)
+    marginals = min_marginals(view.dual.elimination, pairs)
     kept = []
     for values, k in zip(marginals.nodes, now.best):
         stays = values < threshold

@@ -7,61 +7,93 @@ above it. Following the crossing of the best lines from both sides ends at the m
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TypeVar
 
 import numpy as np
 
-from autopar.search.eliminate import argmin, eliminate
+from autopar.search.eliminate import Elimination, argmin, eliminate
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
+# Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error each.
+_ROUNDING = 1e-13
 
-@dataclass(frozen=True)
+_Part = TypeVar("_Part", Node, Edge)
+
+
+@dataclass(frozen=True, eq=False)
 class Dual:
-    """`bound_s` is proven at price `multiplier` (seconds a byte); `met` are the choices of every step, latest last."""
+    """The elimination at the best price, and the choices `met` at each price, latest last.
 
-    bound_s: float
-    multiplier: float
-    met: tuple[tuple[int, ...], ...]
-
-
-def maximise(table: CostTable, order: Sequence[int], *, feasible: tuple[int, ...] | None, most_steps: int = 40) -> Dual:
-    """Maximise the bound over the price. `feasible`: a choice within the limit, without which there is no price to try but 0.
-
-    The bound is valid, if not the best, after any number of steps.
+    The objective of the elimination exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may have added.
     """
-    limit = table.memory_limit_bytes
-    free = eliminate(table, order)
+
+    elimination: Elimination
+    rebate_s: float
+    met: tuple[tuple[int, ...], ...]
+    is_best: bool
+
+    @property
+    def bound_s(self) -> float:
+        """No choice within the limit costs less; `inf` when everything is forbidden."""
+        return self.elimination.value - self.rebate_s
+
+
+def maximise(
+    table: CostTable, order: Sequence[int], *, feasible: tuple[int, ...] | None, most_steps: int = 40, deadline: float = float("inf")
+) -> Dual:
+    """Maximise the bound over the price, the first step at price 0.
+
+    `feasible`: a choice within the limit, without which there is no other price to try. The bound is valid, if not the best, after any
+    number of steps; no step begins after `deadline` (of `time.monotonic`).
+    """
+    light = _from_least_memory(table)
+    limit = light.memory_limit_bytes
+    free = eliminate(light, order)
     over = argmin(free)
-    best = Dual(free.value, 0.0, (over,))
-    if feasible is None or not np.isfinite(free.value) or memory_of(table, over) <= limit:
+    best = Dual(free, 0.0, (over,), is_best=True)
+    if feasible is None or not np.isfinite(free.value) or memory_of(light, over) <= limit:
         return best
     within = feasible
     for _ in range(most_steps - 1):
-        multiplier = _crossing(table, over, within)
-        if multiplier <= 0.0:
-            return best
-        step = eliminate(table, order, multiplier=multiplier)
+        price = _crossing(light, over, within)
+        if price <= 0.0:
+            return replace(best, is_best=True)
+        if monotonic() > deadline:
+            break
+        step = eliminate(light, order, multiplier=price)
         met = argmin(step)
-        bound_s = step.value - multiplier * limit
-        line = cost_of(table, within) + multiplier * (memory_of(table, within) - limit)
-        best = Dual(max(bound_s, best.bound_s), multiplier if bound_s >= best.bound_s else best.multiplier, (*best.met, met))
-        if line - bound_s <= 1e-12 * abs(line):
-            return best
-        over, within = (over, met) if memory_of(table, met) <= limit else (met, within)
+        line = cost_of(light, within) + price * memory_of(light, within)
+        latest = Dual(step, price * limit * (1 + _ROUNDING), (*best.met, met), is_best=False)
+        best = latest if latest.bound_s > best.bound_s else replace(best, met=latest.met, is_best=False)
+        if line - step.value <= 1e-12 * abs(line):
+            return replace(best, is_best=True)
+        over, within = (over, met) if memory_of(light, met) <= limit else (met, within)
     return best
 
 
 def least_memory(table: CostTable, order: Sequence[int]) -> tuple[float, tuple[int, ...]]:
     """Bytes of the choice that takes least, and the choice; `inf` when everything is forbidden."""
-    swapped = memory_table(table)
-    elimination = eliminate(swapped, order)
+    nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes)) for node in table.nodes)
+    edges = tuple(replace(edge, cost_s=np.where(np.isinf(edge.cost_s), np.inf, edge.memory_bytes)) for edge in table.edges)
+    elimination = eliminate(replace(table, nodes=nodes, edges=edges), order)
     return elimination.value, argmin(elimination)
 
 
-def memory_table(table: CostTable) -> CostTable:
-    """The table whose cost is the memory, with the same entries forbidden."""
-    nodes = tuple(Node(n.name, np.where(np.isinf(n.cost_s), np.inf, n.memory_bytes), n.memory_bytes) for n in table.nodes)
-    edges = tuple(Edge(e.a, e.b, np.where(np.isinf(e.cost_s), np.inf, e.memory_bytes), e.memory_bytes) for e in table.edges)
-    return replace(table, nodes=nodes, edges=edges)
+def _from_least_memory(table: CostTable) -> CostTable:
+    """Memory counted from each node's and edge's least: price * limit would otherwise drown the costs it is compared with."""
+    if np.isinf(table.memory_limit_bytes):
+        return table
+    nodes, edges = [_lightened(node) for node in table.nodes], [_lightened(edge) for edge in table.edges]
+    limit = table.memory_limit_bytes - sum(least for _, least in (*nodes, *edges))
+    return CostTable(tuple(node for node, _ in nodes), tuple(edge for edge, _ in edges), limit)
+
+
+def _lightened(part: _Part) -> tuple[_Part, float]:
+    allowed = np.isfinite(part.cost_s)
+    least = float(part.memory_bytes[allowed].min(initial=np.inf))
+    least = least if np.isfinite(least) else 0.0
+    return replace(part, memory_bytes=np.where(allowed, part.memory_bytes - least, 0.0)), least
 
 
 def _crossing(table: CostTable, over: tuple[int, ...], within: tuple[int, ...]) -> float:

@@ -77,7 +77,7 @@ def _reduce_node(reduced: Reduced, v: int) -> Reduced:
     else:
         usable = np.isfinite(node.cost_s)
     if not usable.any():
-        raise InfeasibleError(f"no strategy of {node.name!r} is allowed together with its neighbours; remove a pin or a constraint around it")
+        raise InfeasibleError(f"no strategy of {node.name!r} is allowed together with its neighbours; remove a pin around it")
     successor = np.where(usable, np.arange(usable.size), -1)
     for j in _challengers(node, rows, starts, usable):
         if successor[j] == j:

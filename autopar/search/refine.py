@@ -144,7 +144,10 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
-        threads = [threading.Thread(target=_send, args=(child.stdin, problem)), threading.Thread(target=_receive, args=(child.stdout, lines))]
+        threads = (
+            threading.Thread(target=_send, args=(child.stdin, problem)),
+            threading.Thread(target=_receive, args=(child.stdout, lines)),
+        )
         try:
             for thread in threads:
                 thread.start()
@@ -158,4 +161,5 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
             child.stdin.close(), child.stdout.close()
         if code and not is_running:
             log.seek(0)
-            warnings.warn(f"the CP-SAT process ended with {code}; the plan may not be optimal:\n{log.read()[-2000:].decode()}", stacklevel=3)
+            said = log.read()[-2000:].decode(errors="replace")
+            warnings.warn(f"the CP-SAT process ended with {code}; the plan may not be optimal:\n{said}", stacklevel=3)

@@ -47,11 +47,14 @@ def solve(
         if best is None:
             raise
     if best is None:
-        raise InfeasibleError(f"no choice within {table.memory_limit_bytes:.0f} bytes was found in {time_limit_s} s; allow more time or memory")
+        limit = f"{table.memory_limit_bytes:.0f} bytes per device"
+        raise InfeasibleError(f"no choice within {limit} was found in {time_limit_s} s; allow more time or memory")
     return best
 
 
-def _choices(table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]) -> Iterator[tuple[str, Choice]]:
+def _choices(
+    table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]
+) -> Iterator[tuple[str, Choice]]:
     """Choices and bounds as they are found, with the stage that found them."""
     deadline = monotonic() + time_limit_s
     land = landscape(table)

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,14 @@ def main() -> None:
     solve_integer(problem, lambda answer: print(json.dumps(answer), file=answers, flush=True))
 
 
-def solve_integer(problem: dict[str, Any], answer: Any) -> None:
+def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
     """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status": name} last.
 
-    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry an allowed pair of strategies,
-    limit = int or None, hint = list or None, bound = int or None, time_limit_s = float.
+    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry an allowed
+    pair of strategies, limit = int or None, hint = list or None, bound = int or None, time_limit_s = float.
     """
     model = cp_model.CpModel()
-    chosen, objective = _build(model, problem)
+    chosen = _build(model, problem)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = _NUM_WORKERS
@@ -51,7 +52,7 @@ def solve_integer(problem: dict[str, Any], answer: Any) -> None:
     answer({"status": solver.status_name(status)})
 
 
-def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> tuple[list[list[Any]], Any]:
+def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> list[list[Any]]:
     """Variables: one a node and strategy, one an allowed pair of an edge.
 
     exactly one strategy a node;  sum over kb of pair[ka, kb] = node_a[ka], and likewise for b;
@@ -62,24 +63,23 @@ def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> tuple[list[list[
     for strategies, (cost, size, allowed) in zip(chosen, problem["nodes"]):
         model.add_exactly_one(strategies)
         model.add(sum(strategies[k] for k in np.flatnonzero(~allowed)) == 0)
-        variables.append(strategies), costs.append(cost), memory.append(size)
+        variables, costs, memory = [*variables, *strategies], [*costs, cost], [*memory, size]
     for a, b, ka, kb, cost, size in problem["edges"]:
         pairs = [model.new_bool_var("") for _ in ka]
         _tie(model, pairs, ka, chosen[a])
         _tie(model, pairs, kb, chosen[b])
-        variables.append(pairs), costs.append(cost), memory.append(size)
+        variables, costs, memory = [*variables, *pairs], [*costs, cost], [*memory, size]
         if problem["hint"] is not None:
             _hint(model, pairs, (ka == problem["hint"][a]) & (kb == problem["hint"][b]))
     for strategies, k in zip(chosen, problem["hint"] or ()):
         _hint(model, strategies, np.arange(len(strategies)) == k)
-    every = [variable for group in variables for variable in group]
-    objective = cp_model.LinearExpr.weighted_sum(every, np.concatenate(costs).tolist())
+    objective = cp_model.LinearExpr.weighted_sum(variables, np.concatenate(costs).tolist())
     if problem["limit"] is not None:
-        model.add(cp_model.LinearExpr.weighted_sum(every, np.concatenate(memory).tolist()) <= problem["limit"])
+        model.add(cp_model.LinearExpr.weighted_sum(variables, np.concatenate(memory).tolist()) <= problem["limit"])
     if problem["bound"] is not None:
         model.add(objective >= problem["bound"])
     model.minimize(objective)
-    return chosen, objective
+    return chosen
 
 
 def _tie(model: cp_model.CpModel, pairs: list[Any], index: np.ndarray, strategies: list[Any]) -> None:
@@ -96,7 +96,7 @@ def _hint(model: cp_model.CpModel, variables: list[Any], values: np.ndarray) -> 
         model.add_hint(variable, bool(value))
 
 
-def _taken(strategies: list[Any], value: Any) -> int:
+def _taken(strategies: list[Any], value: Callable[[Any], bool]) -> int:
     return next(k for k, variable in enumerate(strategies) if value(variable))
 
 
@@ -113,7 +113,7 @@ def _die_with_parent() -> None:
 class _Printer(cp_model.CpSolverSolutionCallback):
     """Streams each better choice."""
 
-    def __init__(self, chosen: list[list[Any]], answer: Any) -> None:
+    def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], None]) -> None:
         super().__init__()
         self._chosen, self._answer = chosen, answer
 
