@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench bench-step clean
+.PHONY: help setup demo test test-fast lint verify-examples bench bench-step clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -29,6 +29,9 @@ test-fast: $(READY) ## the tests that run in one process
 
 lint: $(READY) ## ruff over everything
 	$(PYTHON) -m ruff check .
+
+verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
+	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2
 
 bench: bench-step ## every benchmark; results go to bench/results
 

@@ -21,7 +21,7 @@ PUBLIC_NAMES = {"compile", "plan"}
 FILE_CAP, FILE_MEDIAN = 400, 150
 FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
 VAGUE = {"helper", "helpers", "info", "mgr", "misc", "tmp", "util", "utils"}
-UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|NotImplemented" + r"Error")
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|raise NotImplemented" + r"Error")
 # Packages come from whatever registry pip is set up for; naming one here would bind users to it.
 REGISTRY_HOST = re.compile(r"https?://[^\s)>\"']*(pypi|pythonhosted|anaconda|download\.pytorch)")
 
