@@ -29,7 +29,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         except Exception as error:
             line, text = line_of_error(error)
             where = f"{line}: `{text}`" if line else type(model).__name__
-            raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}") from error
+            raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -43,6 +43,12 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _separate(leaf: Any) -> Any:
     """A tensor object of its own for each leaf: export takes one object passed twice for one input."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _remedy(error: Exception) -> str:
+    if type(error).__name__ != "FakeTensorDeviceMismatchError":
+        return ""
+    return "; on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as buffers"
 
 
 def _data_dependent(error: Exception) -> str:

@@ -15,7 +15,7 @@ from autopar.ir.functionalise import View, read, whole
 from autopar.ir.graph import Value
 from autopar.ir.infer import Meta
 from autopar.ir.slots import map_leaves
-from autopar.ir.source import line_of_stack, module_of
+from autopar.ir.source import line_of_stack, module_of, quote_stack
 from autopar.ir.views import part_steps, step_of
 
 # Ops that only check or describe; their results are not used.
@@ -31,6 +31,7 @@ _IDENTITIES = frozenset(
         "to.other", "type_as.default", "detach_.default", "lift_fresh.default", "requires_grad_.default",
     )
 )  # fmt: skip
+_GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
 _PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
 
 
@@ -74,18 +75,18 @@ def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
     if target in _NOISE:
         return None
     if target.startswith("higher_order."):
-        return _inline(node, target, region, emitter, at)
-    _check_sizes(node, target, at)
+        return _inline(node, target, region, emitter)
+    _check_sizes(node, target)
     return _convert_op(node, target, region, emitter, at)
 
 
-def _check_sizes(node: Node, target: str, at: Origin) -> None:
+def _check_sizes(node: Node, target: str) -> None:
     for value in _values_of(node):
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             raise TraceError(
-                f"{at.line}: {target} in {at.module or 'the model'} gives a number or a shape that depends on the data; all shapes must be "
-                "fixed: keep the computation in tensors, e.g. torch.where with a mask instead of item(), nonzero() or boolean indexing"
+                f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan needs fixed shapes: "
+                "keep the computation in tensors, e.g. torch.where with a mask instead of item(), nonzero() or boolean indexing"
             )
 
 
@@ -94,22 +95,25 @@ def _values_of(node: Node) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
 
 
-def _inline(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> tuple[Any, ...]:
+def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[Any, ...]:
     """Convert the body of a grad-mode or disabled autocast region in place."""
-    if target == "higher_order.wrap_with_set_grad_enabled":
+    if target == _GRAD_MODE:
         is_no_grad, body, inputs = not node.args[0], node.args[1], node.args[2:]
-    elif target == "higher_order.wrap_with_autocast" and not node.args[2]:
+    elif target == _AUTOCAST:
         is_no_grad, body, inputs = region.is_no_grad, node.args[4], node.args[5:]
-    elif target == "higher_order.wrap_with_autocast":
-        raise TraceError(
-            f"{at.line}: autocast to {node.args[1]} inside the model is not supported; cast the model's parameters to the dtype instead"
-        )
     else:
-        raise TraceError(f"{at.line}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a mesh")
+        raise TraceError(f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a mesh")
     module = region.env[body]
+    if target == _AUTOCAST and node.args[2]:
+        where = next((_quote(inner) for inner in module.graph.nodes if inner.meta.get("stack_trace")), "the model")
+        raise TraceError(f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead")
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
     return convert_region(Region(module, env, is_no_grad), emitter)
+
+
+def _quote(node: Node) -> str:
+    return quote_stack(node.meta.get("stack_trace") or "") or node.name
 
 
 def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:

@@ -20,7 +20,17 @@ def line_of_stack(stack_trace: str) -> str:
     >>> line_of_stack('File "/a/model.py", line 41, in forward')
     'model.py:41'
     """
-    return _innermost([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])[0]
+    return _innermost(_frames(stack_trace))[0]
+
+
+def quote_stack(stack_trace: str) -> str:
+    """ "model.py:41: `x = x.item()`", for an error."""
+    line, text = _innermost(_frames(stack_trace))
+    return f"{line}: `{text}`" if text else line
+
+
+def _frames(stack_trace: str) -> list[tuple[str, int]]:
+    return [(path, int(line)) for path, line in _FRAME.findall(stack_trace)]
 
 
 def line_of_error(error: BaseException) -> tuple[str, str]:
@@ -38,7 +48,8 @@ def module_of(nn_module_stack: Any) -> str:
 
 
 def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
-    outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    # "<string>" and the like are code that torch made.
+    outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
     models = [frame for frame in outside if os.path.basename(frame[0]).startswith("modeling_")]
     for path, line in reversed(models or outside):
         return f"{os.path.basename(path)}:{line}", linecache.getline(path, line).strip()
