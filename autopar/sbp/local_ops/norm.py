@@ -42,7 +42,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """aten.rms_norm with normalised dims split over `normalized`; the weight is split alike."""
     x = input.to(sum_dtype(input.dtype))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as ATen: that of the dtype it computes in
     local_mean = x.square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
     mean = sum_over(local_mean / num_ranks(normalized), normalized, R)
     return _scale(x * torch.rsqrt(mean + eps), weight, None).to(input.dtype)
@@ -79,7 +79,8 @@ def batch_norm_functional(
     count = input.numel() // input.shape[1] * num_ranks(batch)
     unbiased = variance * (count / (count - 1))
     updated = [(1 - momentum) * old + momentum * new.to(old.dtype) for old, new in ((running_mean, mean), (running_var, unbiased))]
-    return out, mean, torch.rsqrt(variance + eps), *updated
+    statistics = [statistic.to(running_mean.dtype) for statistic in (mean, torch.rsqrt(variance + eps))]
+    return out, *statistics, *updated
 
 
 def batch_norm(

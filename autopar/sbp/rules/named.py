@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.ir.graph import Op, Slot, Value, arguments_of
+from autopar.ir.graph import Op, Slot, Value, arguments_of, resolve
 from autopar.sbp.placement import Placement, R
 from autopar.sbp.signature import Signature
 
 Placed = Placement | Sequence[Placement]  # a sequence for an argument that is a list of tensors
+
+
+def argument_names(op: Op) -> tuple[str, ...]:
+    """In the order of the schema."""
+    return tuple(argument.name for argument in resolve(op.target)._schema.arguments)
 
 
 def tensor_of(op: Op, name: str) -> Value | None:

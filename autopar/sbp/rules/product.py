@@ -4,8 +4,9 @@ import string
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import P, R, S
 from autopar.sbp.rules.letters import Term, broadcast_term, products
-from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.rules.named import argument_names, signature, tensor_of
 from autopar.sbp.signature import Signature
 
 
@@ -28,7 +29,7 @@ def linear(op: Op) -> Iterator[Signature]:
 
 def matmul(op: Op) -> Iterator[Signature]:
     """Matrix products of any ranks: b..mk, b..kn -> b..mn with the batch dims broadcast; a vector has no m or n."""
-    names = tuple(arguments_of(op))[:2]
+    names = argument_names(op)[:2]
     left, right = (tensor_of(op, name).shape for name in names)
     rows: Term = ("m",) if len(left) > 1 else ()
     columns: Term = ("n",) if len(right) > 1 else ()
@@ -72,6 +73,22 @@ def tensordot(op: Op) -> Iterator[Signature]:
         factors.append(tuple(summed.get(dim, f"{side}{dim}") for dim in range(rank)))
     output = tuple(letter for term in factors for letter in term if not letter.startswith("k"))
     return _named(op, ("self", "other"), factors, output)
+
+
+def grouped_mm(op: Op) -> Iterator[Signature]:
+    """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only whole.
+
+    Columns n and k split as in any product. A slice of the rows must know which groups it meets ("rows"). A slice of the groups
+    computes their rows, zero elsewhere: a term of the output ("experts"), and of the rows' gradient: R.
+    """
+    names = argument_names(op)[:2]
+    x, weight = (tensor_of(op, name) for name in names)
+    if (len(x.shape), len(weight.shape)) != (2, 3) or tensor_of(op, "offs") is None:
+        return
+    for placements, placed in products([(None, "k"), (None, "k", "n")], (None, "n")):
+        yield from signature(op, dict(zip(names, placements)), placed)
+    yield from signature(op, {names[0]: S(0), names[1]: R}, S(0), role="rows")
+    yield from signature(op, {names[0]: R, names[1]: S(0)}, P, role="experts")
 
 
 def einsum(op: Op) -> Iterator[Signature]:
@@ -124,4 +141,6 @@ RULES = {
     "aten.inner.default": inner,
     "aten.tensordot.default": tensordot,
     "aten.einsum.default": einsum,
+    "aten._grouped_mm.default": grouped_mm,
+    "transformers.grouped_mm_fallback.default": grouped_mm,
 }
