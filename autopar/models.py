@@ -54,7 +54,9 @@ def _images(model: nn.Module) -> Example:
 def _gpt2(**sizes: int) -> Example:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return Example(GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes)).train(), (), _tokens(64, 1024, use_cache=False))
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes)).train()
+    model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
+    return Example(model, (), _tokens(64, 1024, use_cache=False))
 
 
 def _llama3_8b() -> Example:

@@ -1,0 +1,65 @@
+"""Planning as a whole."""
+
+import pytest
+
+from autopar.errors import InfeasibleError, PinError
+from autopar.plan import assemble
+from autopar.plan.assemble import make_plan
+from autopar.plan.check import check_assignment
+from autopar.sbp.placement import format_layout
+from autopar.search.table import Choice, cost_of, memory_of
+from tests.plan.cases import CPU, MESH, annotated, folded, traced
+from tests.zoo import ZOO
+
+
+def worst_choice(table, **_):
+    """A solver that is no good: the first option of everything."""
+    strategies = (0,) * len(table.nodes)
+    return Choice(strategies, cost_of(table, strategies), memory_of(table, strategies), 0.0)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_plan_is_valid_and_no_worse_than_any_hand_plan(name):
+    plan = make_plan(traced(name), MESH, CPU, time_limit_s=5.0)
+    check_assignment(plan.assignment, traced(name), folded(name), annotated(name), MESH)
+    assert set(plan.hand) == {"ddp", "zero3", "megatron"}
+    assert plan.costs.step_s <= min(cost.step_s for cost in plan.hand.values())
+    assert 0.0 < plan.lower_bound_s <= plan.costs.step_s and 0.0 <= plan.gap < 0.1
+
+
+def test_a_useless_search_still_gives_the_best_hand_plan(monkeypatch):
+    monkeypatch.setattr(assemble, "solve", worst_choice)
+    plan = make_plan(traced("mlp"), MESH, CPU)
+    assert plan.costs.step_s <= min(cost.step_s for cost in plan.hand.values())
+
+
+def test_planning_twice_gives_the_same_text():
+    first, second = (make_plan(traced("gpt2"), MESH, CPU) for _ in range(2))
+    assert first.dumps() == second.dumps()
+
+
+def test_pins_hold():
+    plan = make_plan(traced("mlp"), MESH, CPU, pins={"head.weight": "S(1)S(0)"})
+    name = next(item.value.name for item in traced("mlp").inputs if item.fqn == "head.weight")
+    assert format_layout(plan.assignment.layouts[name]) == "S(1)S(0)"
+
+
+def test_a_pin_that_cannot_be_is_refused():
+    with pytest.raises(PinError, match=r"tail\.weight"):
+        make_plan(traced("mlp"), MESH, CPU, pins={"tail.weight": "BB"})
+
+
+def test_a_memory_limit_holds_or_is_refused():
+    free = make_plan(traced("vgg13"), MESH, CPU)
+    limit = 0.8 * free.costs.total_memory_bytes
+    tight = make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=limit)
+    assert tight.costs.total_memory_bytes <= limit and tight.costs.step_s >= free.costs.step_s
+    with pytest.raises(InfeasibleError):
+        make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=1000.0)
+
+
+def test_progress_and_timings_name_the_stages():
+    told = []
+    plan = make_plan(traced("mlp"), MESH, CPU, progress=told.append)
+    assert list(plan.timings) == ["fold", "annotate", "price", "hand plans", "search"]
+    assert told[:5] == list(plan.timings) and all(seconds > 0 for seconds in plan.timings.values())

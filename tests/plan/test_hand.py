@@ -1,0 +1,108 @@
+"""Hand plans are what people write: counted against the textbook."""
+
+import pytest
+
+from autopar.costmodel.decode import decode, encode
+from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.price import price
+from autopar.errors import PlanError
+from autopar.mesh import Mesh, parse_mesh
+from autopar.plan.check import check_assignment
+from autopar.plan.hand import HandPlan, hand_plans, parse_hand_plan
+from autopar.sbp.placement import format_layout
+from tests.plan.cases import CPU, MESH, annotated, by_hand, folded, tally, traced
+from tests.zoo import BATCH, HIDDEN, LAYERS, SEQUENCE, ZOO
+
+LINE = Mesh((4,), ("tp",))
+MESHES = [MESH, LINE, Mesh((3,), ("x",)), Mesh((2, 1, 2), ("a", "b", "c"))]
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_hand_plan_of_every_model_is_valid(name, mesh):
+    for assignment in hand_plans(traced(name), folded(name), annotated(name, mesh), mesh).values():
+        check_assignment(assignment, traced(name), folded(name), annotated(name, mesh), mesh)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "vit", "vgg13"])
+def test_ddp_reduces_each_gradient_once_an_axis_and_nothing_else(name):
+    graph, assignment = traced(name), by_hand(name, "ddp")
+    costs = evaluate(graph, assignment, MESH, CPU)
+    backward = sorted((p.where, p.collective.kind, p.collective.axis, p.collective.num_bytes) for p in costs.collectives if p.collective.phase == "backward")
+    assert backward == sorted(
+        (item.value.name, "all_reduce", axis, item.value.num_bytes) for item in graph.of_kind("parameter") for axis in range(2)
+    )
+    scalars = [planned.collective.num_bytes for planned in costs.collectives if planned.collective.phase == "forward"]
+    assert all(num_bytes <= 8 for num_bytes in scalars)  # the loss and its count of tokens
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama"])
+def test_zero3_gathers_each_parameter_and_scatters_its_gradient(name):
+    graph, assignment = traced(name), by_hand(name, "zero3")
+    parameters = graph.of_kind("parameter")
+    counts = tally(name, assignment)
+    for axis in MESH.axis_names:
+        assert counts["forward", "all_gather", axis] == counts["backward", "reduce_scatter", axis] == len(parameters)
+    assert not any(kind == "all_reduce" and phase == "backward" for phase, kind, _ in counts)
+    stored = evaluate(graph, assignment, MESH, CPU).memory_bytes["parameters"]
+    assert stored == sum(item.value.num_bytes for item in parameters) // MESH.num_devices
+
+
+def test_megatron_on_llama_is_two_all_reduces_a_layer_each_way():
+    graph, assignment = traced("llama"), by_hand("llama", "megatron")
+    counts = tally("llama", assignment)
+    lookup, head, loss = 1, 1, 2  # embedding's sum; gradient of the head's input; maximum and sum over the vocabulary
+    assert counts["forward", "all_reduce", "tp"] == 2 * LAYERS + lookup + loss
+    assert counts["backward", "all_reduce", "tp"] == 2 * LAYERS + head
+    assert counts["backward", "all_reduce", "dp"] == len(graph.of_kind("parameter"))
+    assert counts["forward", "all_reduce", "dp"] == 2
+    assert counts.total() == sum(counts[phase, "all_reduce", axis] for phase in ("forward", "backward") for axis in MESH.axis_names)
+
+
+def test_megatron_moves_one_activation_a_time():
+    activation = BATCH // 2 * SEQUENCE * HIDDEN * 8
+    backward = [p.collective for p in evaluate(traced("llama"), by_hand("llama", "megatron"), MESH, CPU).collectives if p.collective.phase == "backward"]
+    assert [c.num_bytes for c in backward if c.axis == 1] == [activation] * (2 * LAYERS + 1)
+
+
+def test_megatron_splits_what_the_paper_splits():
+    layouts = {item.fqn: format_layout(by_hand("llama", "megatron").layouts[item.value.name]) for item in traced("llama").of_kind("parameter")}
+    block = {name.removeprefix("model.layers.1."): layout for name, layout in layouts.items() if ".layers.1." in name}
+    columns = {f"{name}_proj.weight": "BS(0)" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")}
+    rows = {f"{name}_proj.weight": "BS(1)" for name in ("self_attn.o", "mlp.down")}
+    assert block == columns | rows | {"input_layernorm.weight": "BB", "post_attention_layernorm.weight": "BB"}
+    assert layouts["lm_head.weight"] == layouts["model.embed_tokens.weight"] == "BS(0)"
+
+
+def test_megatron_on_gpt2_gathers_the_fused_projection_only():
+    counts = tally("gpt2", by_hand("gpt2", "megatron", LINE), LINE)
+    assert counts["forward", "all_gather", "tp"] == counts["backward", "reduce_scatter", "tp"] == LAYERS
+    assert counts["backward", "all_reduce", "tp"] == 2 * LAYERS + 1
+
+
+def test_megatron_on_bert_splits_attention_without_further_collectives():
+    counts = tally("bert", by_hand("bert", "megatron"))
+    assert {kind for _, kind, axis in counts if axis == "tp"} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "megatron"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_hand_plans_are_points_of_the_searched_space(name, kind):
+    priced = price(traced(name), folded(name), annotated(name), MESH, CPU)
+    assignment = by_hand(name, kind)
+    assert decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment)) == assignment
+
+
+def test_hand_plans_are_read_with_their_degrees():
+    mesh = parse_mesh("2x4x8")
+    assert parse_hand_plan("ddp", mesh) == HandPlan(3, False)
+    assert parse_hand_plan("zero3", mesh) == HandPlan(3, True)
+    assert parse_hand_plan("megatron", mesh) == parse_hand_plan("megatron:dp=8,tp=8", mesh) == HandPlan(2, False)
+    assert parse_hand_plan("megatron:tp=32", mesh) == HandPlan(1, False)
+    assert parse_hand_plan("megatron", parse_mesh("8")) == HandPlan(0, False)
+
+
+@pytest.mark.parametrize("text", ["megatron:dp=3,tp=8", "megatron:pp=2", "megatron:dp", "fsdp", "ddp:dp=2"])
+def test_unknown_hand_plans_are_refused(text):
+    with pytest.raises(PlanError, match=r"megatron|ddp"):
+        parse_hand_plan(text, parse_mesh("2x4x8"))

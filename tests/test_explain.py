@@ -1,0 +1,116 @@
+"""What `explain` shows: text with its numbers masked, and that nothing is left out or counted twice."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from autopar.explain.report import report
+from autopar.explain.text import format_report
+from autopar.ir.fold import fold
+from autopar.mesh import Mesh
+from autopar.plan.plan import plan_of
+from autopar.sbp.annotate import annotate
+from tests.plan.cases import CPU, by_hand, hand_made, traced
+from tests.zoo import ZOO
+
+GOLDEN = """\
+Plan for mesh dp=2,tp=2 on cluster cpu (SOURCE), optimizer adamw.
+Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.
+Step #; no plan takes less than # (gap #).
+
+Ops (0 views that follow their input without communication are left out):
+op x on dp=2 on tp=2 forward backward from
+%linear: linear.default 2 S(0) B* B* -> S(0) B* S(0) S(0) -> S(0) blocks.LINE
+%gelu: gelu.default 2 S(0) -> S(0) S(1) -> S(1) blocks.LINE
+%linear_1: linear.default 2 S(0) B* B* -> S(0) S(1) S(1) P -> P 2 all_reduce tp #, # blocks.LINE
+%add: add.Tensor 2 S(0) S(0) -> S(0) B B -> B 2 all_reduce tp #, # zoo.LINE
+%linear_4: linear.default 1 S(0) B* B* -> S(0) B* S(0) S(0) -> S(1) head LINE
+
+Parameters, buffers, constants and arguments:
+"""
+
+
+def masked(text):
+    """Without numbers of seconds and bytes, sources, lines and column widths, which depend on them."""
+    text = re.sub(r"\([^()]*(\([^()]*\))*[^()]*\), optimizer", "(SOURCE), optimizer", text)
+    text = re.sub(r"[\d.e+-]+ (s|ms|us|B|KiB|MiB|GiB)\b|[\d.]+%", "#", text)
+    text = re.sub(r"\S*\.py:\d+", "LINE", text)
+    return re.sub(r"\n[- ]+\n", "\n", re.sub(r" +", " ", re.sub(r" +\n", "\n", text)))
+
+
+def test_sections_come_in_order():
+    text = format_report(report(hand_made("mlp")))
+    starts = [text.index(title) for title in ("Plan for", "Ops (", "Parameters,", "Collectives a", "Memory a", "Time of", "Every op", "Every mesh")]
+    assert starts == sorted(starts)
+
+
+def test_equal_plans_give_equal_text():
+    again = plan_of(*(getattr(hand_made("gpt2"), part) for part in ("graph", "folded")), annotate(traced("gpt2"), hand_made("gpt2").mesh,
+                    fold(traced("gpt2"))), by_hand("gpt2", "megatron"), hand_made("gpt2").mesh, CPU)  # fmt: skip
+    assert again.explain() == hand_made("gpt2").explain()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_collective_is_in_exactly_one_row(name):
+    plan = hand_made(name)
+    found = report(plan)
+    rows = Counter()
+    for owner in (*found.ops, *found.inputs):
+        for row in owner.collectives:
+            rows[row.phase, row.kind, row.axis, row.num_bytes] += row.count
+    collectives = [planned.collective for planned in plan.costs.collectives]
+    assert rows == Counter((c.phase, c.kind, plan.mesh.axis_names[c.axis], c.num_bytes) for c in collectives)
+    assert sum(row.num_bytes for row in found.totals) == sum(c.num_bytes for c in collectives)
+    assert sum(found.time_s.values()) == pytest.approx(found.step_s) == pytest.approx(plan.costs.step_s)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_every_op_and_input_is_counted(name):
+    found, graph = report(hand_made(name)), traced(name)
+    assert sum(row.count for row in found.ops) == len(graph.ops)
+    assert sum(row.count for row in found.inputs) == len(graph.inputs)
+
+
+def test_views_are_left_out_of_the_text_and_not_of_the_data():
+    found = report(hand_made("gpt2"))
+    quiet = [row for row in found.ops if row.is_quiet_view]
+    text = format_report(found)
+    assert quiet and f"({len(quiet)} views that follow" in text
+    assert not any(f"%{row.name}: " in text for row in quiet)
+    assert all(f"%{row.name}: " in text for row in found.ops if not row.is_quiet_view)
+
+
+def test_json_is_the_same_content():
+    found = report(hand_made("resnet"))
+    data = json.loads(json.dumps(found.as_json()))
+    assert data["step_s"] == found.step_s and len(data["ops"]) == len(found.ops)
+    assert data["memory_limit_bytes"] is None
+
+
+def test_ops_without_rule_are_listed_with_their_cost():
+    plan = hand_made("mlp")
+    graph = replace(plan.graph, ops=tuple(replace(op, target="aten.unheard.of") if "gelu" in op.target else op for op in plan.graph.ops))
+    unruled = next(op.name for op in graph.ops if op.target == "aten.unheard.of")
+    text = format_report(report(replace(plan, graph=graph, without_rule={unruled: 0.002})))
+    assert re.search(rf"for want of a rule:\n.*\n.*\n%{unruled} +aten\.unheard\.of +2 ms", text)
+
+
+def test_dims_an_axis_does_not_divide_are_listed():
+    mesh = Mesh((3,), ("odd",))
+    text = hand_made("mlp", "ddp", mesh).explain()
+    assert re.search(r"odd +head\.weight +0 +16\n", text)
+
+
+def test_hand_plans_are_compared():
+    from autopar.plan.store import HandCosts
+
+    plan = hand_made("mlp")
+    text = format_report(report(replace(plan, hand={"ddp": HandCosts(2 * plan.costs.step_s, 2**20)})))
+    assert re.search(r"this plan .* 1\.00 .*\nddp .* 2\.00 +1 MiB", text)
+
+
+def test_golden_ops():
+    assert masked(hand_made("mlp").explain()).startswith(GOLDEN)
