@@ -63,12 +63,16 @@ def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> list[list[Any]]:
     for strategies, (cost, size, allowed) in zip(chosen, problem["nodes"]):
         model.add_exactly_one(strategies)
         model.add(sum(strategies[k] for k in np.flatnonzero(~allowed)) == 0)
-        variables, costs, memory = [*variables, *strategies], [*costs, cost], [*memory, size]
+        variables += strategies
+        costs.append(cost)
+        memory.append(size)
     for a, b, ka, kb, cost, size in problem["edges"]:
         pairs = [model.new_bool_var("") for _ in ka]
         _tie(model, pairs, ka, chosen[a])
         _tie(model, pairs, kb, chosen[b])
-        variables, costs, memory = [*variables, *pairs], [*costs, cost], [*memory, size]
+        variables += pairs
+        costs.append(cost)
+        memory.append(size)
         if problem["hint"] is not None:
             _hint(model, pairs, (ka == problem["hint"][a]) & (kb == problem["hint"][b]))
     for strategies, k in zip(chosen, problem["hint"] or ()):

@@ -1,0 +1,141 @@
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from autopar.errors import InfeasibleError
+from autopar.search.bound import squeeze
+from autopar.search.check import checked
+from autopar.search.solve import solve
+from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
+from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
+
+SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+def hard_table() -> CostTable:
+    """Dense, limited, and beyond what bounds alone close."""
+    table = random_table(1, num_nodes=6, num_edges=15, sizes=(4, 4), forbidden=0.0)
+    memory = sorted(memory_of(table, choice) for choice in every_choice(table))
+    return replace(table, memory_limit_bytes=memory[len(memory) // 20])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(small_tables(limited=False))
+def test_without_a_limit_solve_is_brute_force(table):
+    truth = brute_force(table)
+    if truth is None:
+        with pytest.raises(InfeasibleError, match=r"forbidden|no strategy"):
+            solve(table)
+        return
+    found = solve(table)
+    assert found.cost_s == pytest.approx(truth[0], rel=1e-12)
+    assert found.gap < 1e-9
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(small_tables(limited=True))
+def test_with_a_limit_solve_is_brute_force(table):
+    truth = brute_force(table)
+    if truth is None:
+        with pytest.raises(InfeasibleError):
+            solve(table)
+        return
+    found = solve(table)
+    assert found.cost_s == pytest.approx(truth[0], rel=1e-9)
+    assert found.cost_s == cost_of(table, found.strategies)
+    assert found.memory_bytes == memory_of(table, found.strategies) <= table.memory_limit_bytes
+    assert found.lower_bound_s <= truth[0] * (1 + 1e-14)
+    assert found.gap < 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_tables(limited=True))
+def test_bounds_hold_when_the_graph_is_too_dense_to_eliminate(table):
+    truth = brute_force(table)
+    if truth is None:
+        return
+    for state in squeeze(checked(table), truth[1], additions=100.0, deadline=float("inf")):
+        assert state.lower_bound_s <= truth[0] * (1 + 1e-14)
+        assert cost_of(table, state.reduced.lift(state.best)) == pytest.approx(truth[0], rel=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(small_tables(limited=True))
+def test_never_worse_than_a_start_even_without_time(table):
+    truth = brute_force(table)
+    if truth is None:
+        return
+    found = solve(table, starts=[truth[1]], time_limit_s=0.0)
+    assert found.cost_s <= truth[0]
+
+
+def test_the_same_table_gives_the_same_choice():
+    assert solve(hard_table()) == solve(hard_table())
+
+
+def test_progress_only_ever_improves():
+    seen = []
+    found = solve(hard_table(), progress=lambda *state: seen.append(state))
+    assert [stage for stage, _, _ in seen] == sorted((stage for stage, _, _ in seen), key=["descent", "bound", "refine"].index)
+    ranks = [(cost_s, -bound_s) for _, cost_s, bound_s in seen]
+    assert ranks == sorted(ranks, reverse=True)
+    assert seen[-1] == (seen[-1][0], found.cost_s, found.lower_bound_s)
+
+
+def test_a_solver_that_hangs_costs_the_time_limit_and_no_more():
+    start = time.monotonic()
+    found = solve(hard_table(), time_limit_s=1.0, worker=SLEEPING)
+    assert 0.9 < time.monotonic() - start < 10.0
+    assert found.gap > 1e-9
+    assert found.memory_bytes <= hard_table().memory_limit_bytes
+
+
+def test_ctrl_c_returns_the_best_known():
+    stages = []
+    interrupt = threading.Timer(1.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt.start()
+    start = time.monotonic()
+    found = solve(hard_table(), time_limit_s=60.0, worker=SLEEPING, progress=lambda stage, *_: stages.append(stage))
+    assert time.monotonic() - start < 20.0
+    assert found.memory_bytes <= hard_table().memory_limit_bytes
+    assert stages[-1] == "bound"
+
+
+def test_infeasible_says_the_least_that_would_do():
+    node = Node("w", np.array([1.0, 2.0]), np.array([4 * 2.0**30, 3 * 2.0**30]))
+    table = CostTable((node, node), (), 5 * 2.0**30)
+    with pytest.raises(InfeasibleError, match=r"5368709120 bytes \(5.00 GiB\).*least that would do is 6442450944 bytes \(6.00 GiB\)"):
+        solve(table)
+    assert solve(replace(table, memory_limit_bytes=6 * 2.0**30)).strategies == (1, 1)
+
+
+def test_a_pair_of_nodes_that_exclude_each_other_is_infeasible():
+    apart = Edge(0, 1, np.full((2, 2), np.inf), np.zeros((2, 2)))
+    node = Node("w", np.zeros(2), np.zeros(2))
+    with pytest.raises(InfeasibleError, match="forbidden"):
+        solve(CostTable((node, node), (apart,)))
+
+
+def test_nothing_to_choose():
+    assert solve(CostTable((), ())).strategies == ()
+    assert solve(CostTable((Node("only", np.array([3.0, 1.0]), np.zeros(2)),), ())).strategies == (1,)
+
+
+def test_a_start_that_does_not_fit_the_table_is_refused():
+    with pytest.raises(ValueError, match=r"start \(0, 7\)"):
+        solve(CostTable((Node("a", np.zeros(2), np.zeros(2)),) * 2, ()), starts=[(0, 7)])
+
+
+def test_a_transformer_block_is_solved_exactly_and_fast():
+    found = solve(block_table(num_nodes=75, num_strategies=49))
+    assert found.gap < 1e-12
+    limited = solve(block_table(num_nodes=75, num_strategies=49, memory_limit_bytes=6e8), time_limit_s=10.0)
+    assert limited.memory_bytes <= 6e8
+    assert found.cost_s < limited.cost_s
+    assert limited.gap < 0.005
