@@ -16,12 +16,16 @@ from autopar.sbp.rules import (
     pool,
     product,
     random,
+    recurrent,
     reduce,
     softmax,
     view,
 )
 from autopar.sbp.signature import Signature
 
-_FAMILIES = (pointwise, cast, view, reduce, index, create, product, attention, conv, embedding, loss, norm, pool, random, softmax)
+_FAMILIES = (
+    *(pointwise, cast, view, reduce, index, create),
+    *(product, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
+)
 
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}
