@@ -56,22 +56,22 @@ def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
     raise AssertionError("an fx graph ends in an output node")
 
 
-def target_of(node: Node) -> str:
+def _target_of(node: Node) -> str:
     """The path below torch.ops, e.g. "aten.add.Tensor"."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return f"higher_order.{node.target.name()}"
     return str(node.target)
 
 
-def origin_of(node: Node, is_no_grad: bool) -> Origin:
+def _origin_of(node: Node, is_no_grad: bool) -> Origin:
     return Origin(node.name, module_of(node.meta.get("nn_module_stack")), line_of_stack(node.meta.get("stack_trace") or ""), is_no_grad)
 
 
 def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
-    at = origin_of(node, region.is_no_grad)
+    at = _origin_of(node, region.is_no_grad)
     if node.target is operator.getitem:
         return region.env[node.args[0]][node.args[1]]
-    target = target_of(node)
+    target = _target_of(node)
     if target in _NOISE:
         return None
     if target.startswith("higher_order."):

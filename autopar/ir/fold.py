@@ -35,8 +35,22 @@ class Folded:
     repeats: tuple[Repeat, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """`count` copies of `block` ops from op `first` on, and the classes they put ops and inputs into."""
+
+    first: int
+    block: int
+    count: int
+    classes: Mapping[str, str]
+
+    @property
+    def num_folded(self) -> int:
+        return self.block * (self.count - 1)
+
+
 def fold(graph: Graph) -> Folded:
-    """Find the repeated blocks: the longest covered stretch first, then the rest of the graph on both sides of it."""
+    """Find the repeated blocks: the one that folds most first, then in the rest of the graph on both sides of it."""
     names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
     representative = {name: name for name in names}
     repeats: dict[int, Repeat] = {}
@@ -48,10 +62,10 @@ def fold(graph: Graph) -> Folded:
         region = _best_region(graph, wiring, signatures, start, stop, representative)
         if region is None:
             continue
-        first, block, count, classes = region
-        representative.update(classes)
-        repeats[first] = Repeat(tuple(op.name for op in graph.ops[first : first + block]), count)
-        pending += [(start, first), (first + block * count, stop)]
+        representative.update(region.classes)
+        first, end = region.first, region.first + region.block * region.count
+        repeats[first] = Repeat(tuple(op.name for op in graph.ops[first : first + region.block]), region.count)
+        pending += [(start, first), (end, stop)]
     return Folded(representative, tuple(repeats[first] for first in sorted(repeats)))
 
 
@@ -79,19 +93,19 @@ def _signature(op: Op) -> Any:
 
 def _best_region(
     graph: Graph, wiring: Wiring, signatures: np.ndarray, start: int, stop: int, representative: Mapping[str, str]
-) -> tuple[int, int, int, dict[str, str]] | None:
-    """(first op, ops in a block, copies, classes) of the longest repeat within [start, stop), None if there is none."""
-    best: tuple[int, int, int, dict[str, str]] | None = None
+) -> _Region | None:
+    """The repeat within [start, stop) that leaves the fewest ops to decide, None if there is none."""
+    best: _Region | None = None
     for run in find_runs(signatures[start:stop]):
-        if best is not None and best[1] * best[2] >= run.stop - run.start:
-            break
+        if best is not None and best.num_folded >= run.stop - run.start - run.period:
+            continue
         found = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
-        if found is not None and (best is None or found[1] * found[2] > best[1] * best[2]):
+        if found is not None and (best is None or found.num_folded > best.num_folded):
             best = found
     return best
 
 
-def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> tuple[int, int, int, dict[str, str]] | None:
+def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> _Region | None:
     products = sum(wiring.is_product[run.start : run.start + run.period])
     block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
     for first, count in _phases(wiring, run, block):
@@ -100,7 +114,7 @@ def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, st
             continue
         first, count, classes = found
         if all(representative[name] in (name, same) for name, same in classes.items()):
-            return first, block, count, classes
+            return _Region(first, block, count, classes)
     return None
 
 

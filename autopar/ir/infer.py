@@ -48,8 +48,8 @@ def _run_on_meta(target: str, args: Any, kwargs: Any, inputs: Sequence[Value], i
     with torch.set_grad_enabled(not is_no_grad):
         result = function(*fill(args, tensors), **named)
     is_tuple = isinstance(result, (tuple, list))
-    return tuple(meta_of(tensor) for tensor in (result if is_tuple else (result,))), is_tuple
+    return tuple(_meta_of(tensor) for tensor in (result if is_tuple else (result,))), is_tuple
 
 
-def meta_of(tensor: torch.Tensor) -> Meta:
+def _meta_of(tensor: torch.Tensor) -> Meta:
     return Meta(tuple(int(size) for size in tensor.shape), tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,134 @@
+"""What normal form means, pass by pass, on programs small enough to read."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.ir.graph import Graph, Value
+from autopar.ir.trace import trace
+from tests import zoo
+from tests.ir.compare import assert_same_as_model
+
+
+class Program(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.w, x)
+
+
+def targets(function, x=None) -> list[str]:
+    """The ops of the program after it was checked against the program itself."""
+    model, x = Program(function), torch.randn(2, 3, 4) if x is None else x
+    graph = trace(model, (x,), {})
+    check(graph)
+    assert_same_as_model(graph, model, (x,), {}, tolerance=1e-6)
+    return [f"{op.target.removeprefix('aten.')}{list(op.args[1:])}" for op in graph.ops]
+
+
+def check(graph: Graph) -> None:
+    """The invariants of Graph."""
+    names = [value.name for op in graph.constant_ops for value in op.outputs] + list(graph.constants)
+    known = set(names)
+    for op in graph.constant_ops:
+        assert {value.name for value in op.inputs} <= known
+    known = {item.value.name for item in graph.inputs}
+    names += [name for name in known if name not in names]
+    for op in graph.ops:
+        assert {value.name for value in op.inputs} <= known, op
+        known |= {value.name for value in op.outputs}
+        names += [value.name for value in op.outputs]
+        assert all(name.isidentifier() for name in names[-len(op.outputs) :])
+    assert len(names) == len(set(names))
+    assert {item.name for item in graph.outputs if isinstance(item, Value)} <= known
+    assert {value.name for _, value in graph.mutations} <= known
+
+
+@pytest.mark.parametrize("name", sorted(zoo.ZOO))
+def test_invariants(name):
+    case = zoo.build(name)
+    check(trace(case.model, case.args, case.kwargs))
+
+
+IDENTITIES = {
+    "same shape": lambda w, x: x.view(2, 3, 4).expand(-1, 3, 4).reshape(2, 3, -1),
+    "same dtype": lambda w, x: x.to(torch.float32).type_as(x).float().to("cpu"),
+    "copies": lambda w, x: x.contiguous().clone().transpose(0, 1).contiguous().transpose(0, 1),
+    "dropout": lambda w, x: F.dropout(F.dropout(x, 0.0, True), 0.5, False),
+    "all of it": lambda w, x: x[:, :, 0:4],
+    "empty cache": lambda w, x: torch.cat([torch.tensor([]), x], dim=-2),
+    "there and back": lambda w, x: x.flatten(1).unflatten(1, (3, 4)).unsqueeze(-1).squeeze(-1),
+    "disabled autocast": lambda w, x: _without_autocast(x),
+}
+
+
+def _without_autocast(x):
+    with torch.autocast("cpu", enabled=False):
+        return x.float()
+
+
+@pytest.mark.parametrize("name", sorted(IDENTITIES))
+def test_identities_vanish(name):
+    left = [target for target in targets(IDENTITIES[name]) if not target.startswith("permute")]
+    assert left == []
+
+
+def test_one_spelling():
+    assert targets(lambda w, x: x.view(-1, 2, 2)) == ["reshape.default[(6, 2, 2)]"]
+    assert targets(lambda w, x: x.flatten(0, 1).unsqueeze(0)) == ["reshape.default[(1, 6, 4)]"]
+    assert targets(lambda w, x: x.transpose(-1, -2)) == ["permute.default[(0, 2, 1)]"]
+    assert targets(lambda w, x: x.movedim(0, -1)) == ["permute.default[(1, 2, 0)]"]
+    assert targets(lambda w, x: x[:, 1:, -1]) == ["slice.Tensor[1, 1, 3]", "select.int[2, 3]"]
+    assert targets(lambda w, x: x.chunk(2, -1)) == ["split_with_sizes.default[(2, 2), 2]"]
+    assert targets(lambda w, x: x.softmax(-1).mean((-1, -2))) == ["softmax.int[2]", "mean.dim[(2, 1)]"]
+    assert targets(lambda w, x: x.to(torch.float64, copy=True)) == ["to.dtype[torch.float64]"]
+
+
+def test_flattened_product_is_linear():
+    found = targets(lambda w, x: torch.addmm(w[0], x.view(-1, 4), w).view(2, 3, 4))
+    assert [target.split("[")[0] for target in found] == ["select.int", "permute.default", "linear.default"]
+    kept = targets(lambda w, x: torch.mm(x.view(-1, 4), w))
+    assert [target.split("[")[0] for target in kept] == ["reshape.default", "mm.default"]
+
+
+def test_equal_ops_are_merged_but_not_random_ones():
+    assert len(targets(lambda w, x: (x @ w).exp() + (x @ w).exp())) == 3
+    assert len(targets(lambda w, x: F.dropout(x @ w, 0.5) + F.dropout(x @ w, 0.5))) == 4
+
+
+def test_one_and_true_are_not_equal():
+    assert len(targets(lambda w, x: torch.add(w, 1) + torch.add(w, 1.0))) == 3
+
+
+def test_constants_leave_the_program():
+    graph = trace(Program(lambda w, x: x @ w + torch.arange(4).float().exp() + torch.tensor(2.0)), (torch.randn(2, 4),), {})
+    assert [op.target for op in graph.ops] == ["aten.matmul.default", "aten.add.Tensor", "aten.add.Tensor"]
+    assert [op.target for op in graph.constant_ops] == ["aten.arange.default", "aten.to.dtype", "aten.exp.default"]
+    assert len(graph.of_kind("constant")) == 2 and len(graph.constants) == 1
+    assert not any(name == "device" for op in graph.constant_ops for name, _ in op.kwargs)
+
+
+def test_no_grad_region_cuts_the_gradient():
+    def program(w, x):
+        with torch.no_grad():
+            scale = (x @ w).abs().mean()
+        return (x @ w) / scale, (x @ w).detach()
+
+    graph = trace(Program(program), (torch.randn(2, 4),), {})
+    assert {op.target: op.is_no_grad for op in graph.ops}["aten.mean.default"]
+    assert [item.needs_grad for item in graph.outputs] == [True, False]
+    targets(program)
+
+
+def test_batch_norm_updates_its_buffers():
+    case = zoo.build("resnet")
+    graph = trace(case.model, case.args, case.kwargs)
+    norms = [op for op in graph.ops if op.target == "aten._native_batch_norm_legit_functional.default"]
+    assert len(norms) == 9 and len(graph.mutations) == 27
+    assert [value.needs_grad for value in norms[0].outputs] == [True, False, False, False, False]
+    evaluated = trace(case.model.eval(), case.args, case.kwargs)
+    assert not evaluated.mutations and any(op.target == "aten.batch_norm.default" for op in evaluated.ops)
