@@ -108,8 +108,8 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
     if model._autopar.current().program.has_random_ops:
         raise AutoparError("the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability to 0")
     with count_collectives(device_mesh) as issued:
-        loss = backward(model, example)
-    return _finish(model, loss), issued
+        summed = backward(model, example)
+    return _finish(model, summed), issued
 
 
 def _seeded(target: str, dtype: torch.dtype | None) -> Example:
@@ -123,8 +123,8 @@ def train_step(example: Example) -> Step:
     return _finish(model, backward(model, example))
 
 
-def backward(model: nn.Module, example: Example) -> torch.Tensor:
-    """Run forward and backward; returns the whole loss."""
+def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
+    """Run forward and backward; returns the outputs whose sum is the loss: the first scalar, or all if there is none."""
     outputs = model(*example.args, **example.kwargs)
     floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not floating:
@@ -133,8 +133,7 @@ def backward(model: nn.Module, example: Example) -> torch.Tensor:
     summed = [scalars[0]] if scalars else floating
     # Each rank's part of a split output is a term of the sum, and needs no collective for its gradient.
     sum(_local(x).sum() for x in summed).backward()
-    with torch.no_grad():
-        return sum(whole(x).sum() for x in summed).detach()
+    return [x.detach() for x in summed]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +145,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _finish(model: nn.Module, loss: torch.Tensor) -> Step:
+def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
+    loss = sum(whole(x).sum() for x in summed)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON).step()
     return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})

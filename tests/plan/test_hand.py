@@ -28,7 +28,11 @@ def test_every_hand_plan_of_every_model_is_valid(name, mesh):
 def test_ddp_reduces_each_gradient_once_an_axis_and_nothing_else(name):
     graph, assignment = traced(name), by_hand(name, "ddp")
     costs = evaluate(graph, assignment, MESH, CPU)
-    backward = sorted((p.where, p.collective.kind, p.collective.axis, p.collective.num_bytes) for p in costs.collectives if p.collective.phase == "backward")
+    backward = sorted(
+        (p.where, p.collective.kind, p.collective.axis, p.collective.num_bytes)
+        for p in costs.collectives
+        if p.collective.phase == "backward"
+    )
     assert backward == sorted(
         (item.value.name, "all_reduce", axis, item.value.num_bytes) for item in graph.of_kind("parameter") for axis in range(2)
     )
@@ -61,12 +65,18 @@ def test_megatron_on_llama_is_two_all_reduces_a_layer_each_way():
 
 def test_megatron_moves_one_activation_a_time():
     activation = BATCH // 2 * SEQUENCE * HIDDEN * 8
-    backward = [p.collective for p in evaluate(traced("llama"), by_hand("llama", "megatron"), MESH, CPU).collectives if p.collective.phase == "backward"]
+    backward = [
+        p.collective
+        for p in evaluate(traced("llama"), by_hand("llama", "megatron"), MESH, CPU).collectives
+        if p.collective.phase == "backward"
+    ]
     assert [c.num_bytes for c in backward if c.axis == 1] == [activation] * (2 * LAYERS + 1)
 
 
 def test_megatron_splits_what_the_paper_splits():
-    layouts = {item.fqn: format_layout(by_hand("llama", "megatron").layouts[item.value.name]) for item in traced("llama").of_kind("parameter")}
+    layouts = {
+        item.fqn: format_layout(by_hand("llama", "megatron").layouts[item.value.name]) for item in traced("llama").of_kind("parameter")
+    }
     block = {name.removeprefix("model.layers.1."): layout for name, layout in layouts.items() if ".layers.1." in name}
     columns = {f"{name}_proj.weight": "BS(0)" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")}
     rows = {f"{name}_proj.weight": "BS(1)" for name in ("self_attn.o", "mlp.down")}

@@ -100,7 +100,9 @@ def forged(text, without="", **changes):
     return json.dumps(content | {"checksum": store._checksum(content)})
 
 
-@pytest.mark.parametrize("key", ["fingerprint", "mesh", "cluster", "optimizer", "lower_bound_s", "hand", "strategies", "layouts", "kept", "outputs"])
+@pytest.mark.parametrize(
+    "key", ["fingerprint", "mesh", "cluster", "optimizer", "lower_bound_s", "hand", "strategies", "layouts", "kept", "outputs"]
+)
 def test_a_plan_without_a_key_is_refused(text, key):
     with pytest.raises(PlanError, match=key):
         loads(forged(text, without=key))

@@ -1,0 +1,183 @@
+"""The command as a user meets it: output, exit status, errors without traceback."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.cli import main
+from autopar.cli.main import parse_bytes
+from autopar.cli.verify import difference
+
+FILE = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16))
+
+    def forward(self, x, y):
+        return mse_loss(self.body(x), y)
+
+
+def build():
+    return Net(), (torch.randn(8, 16), torch.randn(8, 16)), {}
+
+
+def without_loss():
+    return Net().body, (torch.randn(8, 16),), {}
+
+
+def random():
+    return Net(0.5), (torch.randn(8, 16), torch.randn(8, 16)), {}
+
+
+def other_on_ranks():
+    model, args, kwargs = build()
+    if torch.distributed.is_initialized():
+        model.body[0].weight.data.mul_(1.01)
+    return model, args, kwargs
+
+
+def fails_on_ranks():
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        raise RuntimeError("no disk on this rank")
+    return build()
+
+
+def only_a_model():
+    return Net()
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "nets.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def explain(file, *options):
+    return main(["explain", f"{file}:build", "--mesh", "dp=2,tp=2", "--cluster", "cpu", *options])
+
+
+def test_explain_prints_the_plan(file, capsys):
+    assert explain(file) == 0
+    out, err = capsys.readouterr()
+    assert "Plan for mesh dp=2,tp=2 on cluster cpu" in out and "megatron" in out and err == ""
+
+
+def test_json_is_json(file, capsys):
+    assert explain(file, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["fqn"] for row in found["inputs"]} >= {"body.0.weight", "body.3.bias"}
+
+
+def test_code_is_python(file, capsys):
+    assert explain(file, "--code", "--hand", "ddp") == 0
+    compile(capsys.readouterr().out, "generated", "exec")
+
+
+def test_hand_plan_and_pin_and_save(file, capsys, tmp_path):
+    assert explain(file, "--json", "--hand", "megatron:dp=2,tp=2") == 0
+    layouts = {row["fqn"]: row["layout"] for row in json.loads(capsys.readouterr().out)["inputs"]}
+    assert layouts["body.0.weight"] == "BS(0)" and layouts["body.3.weight"] == "BS(1)"
+    assert explain(file, "--json", "--pin", "body.0.weight=S(1)B", "--save", str(tmp_path / "plan.json")) == 0
+    layouts = {row["fqn"]: row["layout"] for row in json.loads(capsys.readouterr().out)["inputs"]}
+    assert layouts["body.0.weight"] == "S(1)B" and (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--memory-limit", "1KiB"], "memory"),
+        (["--hand", "megatron:dp=3"], "does not fit mesh"),
+        (["--pin", "body.0.weight"], "FQN=LAYOUT"),
+        (["--pin", "nowhere=BB"], "nowhere"),
+        (["--optimizer", "magic"], "magic"),
+    ],
+)
+def test_what_cannot_be_is_told_without_traceback(file, capsys, options, told):
+    assert explain(file, *options) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and told in err and "Traceback" not in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("gpt5", "built-in"),
+        ("{}:nothing", "no function 'nothing'"),
+        ("{}:only_a_model", "expected (model, args, kwargs)"),
+        ("/nowhere.py:build", "no file"),
+    ],
+)
+def test_bad_targets_are_told(file, capsys, target, told):
+    assert main(["explain", target.format(file), "--mesh", "2", "--cluster", "cpu"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_bad_cluster_is_told(file, capsys):
+    assert main(["explain", f"{file}:build", "--mesh", "2", "--cluster", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--mesh", "2y2"], ["--mesh", "0"], ["--memory-limit", "lots"]])
+def test_bad_arguments_are_told(file, capsys, options):
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", f"{file}:build", "--cluster", "cpu", "--mesh", "2", *options])
+    assert stopped.value.code == 2 and options[-1] in capsys.readouterr().err
+
+
+def test_sizes():
+    assert [parse_bytes(text) for text in ("512", "1.5KiB", "2 GB")] == [512, 1536, 2e9]
+
+
+def test_differences_are_relative_and_name_the_worst():
+    truth = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([100.0]), "zero": torch.tensor([0.0])}
+    assert difference(truth, truth)[0] == 0.0
+    assert difference(truth | {"a": torch.tensor([1.0, 2.5])}, truth) == (0.25, "a")
+    assert difference(truth | {"b": torch.tensor([float("nan")])}, truth)[1] == "b"
+    assert difference({}, truth)[0] == float("inf")
+    assert difference(truth | {"zero": torch.tensor([1e-8])}, truth)[0] == pytest.approx(1e-6)  # rounding of a gradient that is zero
+
+
+@pytest.mark.multirank
+def test_verify_as_a_command(file):
+    command = [sys.executable, "-m", "autopar.cli", "verify", f"{file}:build", "--mesh", "1x2", "--hand", "megatron", "--dtype", "float64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"forward +a1 +all_reduce +1 +1024 +1 +1024", done.stdout) and "\nequal" in done.stdout
+
+
+@pytest.mark.multirank
+def test_verify_sums_outputs_that_are_no_loss(file, capsys):
+    assert main(["verify", f"{file}:without_loss", "--mesh", "2", "--hand", "ddp", "--dtype", "float64"]) == 0
+    assert "\nequal" in capsys.readouterr().out
+
+
+@pytest.mark.multirank
+def test_verify_finds_a_difference(file, capsys):
+    assert main(["verify", f"{file}:other_on_ranks", "--mesh", "2"]) == 1
+    assert "NOT equal" in capsys.readouterr().out
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("function", "told"), [("fails_on_ranks", "rank 1 failed"), ("random", "draws random numbers")])
+def test_verify_tells_the_first_cause(file, capsys, function, told):
+    assert main(["verify", f"{file}:{function}", "--mesh", "2", "--hand", "ddp"]) == 2
+    err = capsys.readouterr().err
+    assert told in err and ("no disk on this rank" in err or function != "fails_on_ranks")
+
+
+def test_verify_needs_weights(capsys):
+    assert main(["verify", "resnet50", "--mesh", "2"]) == 2
+    assert "no weights" in capsys.readouterr().err
