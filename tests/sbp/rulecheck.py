@@ -52,7 +52,7 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
     ins = [strategy.input_layout(i) for i in range(len(op.inputs))]
     outs = [strategy.output_layout(i) for i in range(len(op.outputs))]
     values = list(zip(op.inputs + op.outputs, ins + outs))
-    if not all(is_even(value.shape, layout, mesh_shape) for value, layout in values):
+    if not all(is_even(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(strategy, mesh_shape):
         return False
     whole_out, whole_grads, grads_out = _run_whole(op, inputs)
     parts = [cut(x.detach(), layout, mesh_shape) for x, layout in zip(inputs, ins)]
@@ -74,6 +74,14 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
             joined = join({at: grads[index] for at, (_, grads) in found.items()}, tuple(map(dual, layout)))
             _compare(joined, expected, f"{op.target}: gradient of input {index} of {strategy}")
     return True
+
+
+def _cuts_units(strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether the axes of a role together do not divide its units."""
+    sizes: dict[str, int] = {}
+    for signature, size in zip(strategy.signatures, mesh_shape):
+        sizes[signature.role] = sizes.get(signature.role, 1) * size
+    return any(signature.num_units % sizes[signature.role] for signature in strategy.signatures)
 
 
 def _run_whole(op: Op, inputs: Tensors) -> tuple[Tensors, Tensors, Tensors]:
@@ -122,3 +130,9 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def check_rule(op: Op, inputs: Tensors, num_ranks: tuple[int, ...] = (2, 3)) -> set[Signature]:
     """Check every signature of `op`; those that divided evenly on some number of ranks."""
     return {sig for sig in signatures_of(op) for size in num_ranks if check_signature(op, sig, size, inputs)}
+
+
+def offered(target: str, *args: Any, **kwargs: Any) -> set[str]:
+    """The signatures of a call as text, without the whole ones."""
+    op, _ = make_op(f"aten.{target}", *args, **kwargs)
+    return {str(sig) for sig in signatures_of(op) if any(placement.kind in "SP" for placement in sig.inputs + sig.outputs)}

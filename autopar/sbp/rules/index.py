@@ -114,7 +114,7 @@ def index_put(op: Op) -> Iterator[Signature]:
     carried, block, joint = _index_dims(op, slots)
     read = _read_shape(op, carried, block, joint)
     values = op.inputs[-1].shape
-    whole = [R] * len(slots)
+    whole = [R] * (len(op.inputs) - 2)
     for own, out in carried.items():
         yield Signature((S(own), *whole, aligned(values, read, out)), (S(own),))
     yield Signature((P, *whole, P), (P,))

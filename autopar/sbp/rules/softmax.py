@@ -22,7 +22,7 @@ def logsumexp(op: Op) -> Iterator[Signature]:
     slice of the input's gradient, I."""
     arguments = arguments_of(op)
     rank = len(op.inputs[0].shape)
-    reduced = {dim % rank for dim in arguments["dim"]} or set(range(rank))
+    reduced = {dim % max(rank, 1) for dim in arguments["dim"]} or set(range(rank))
     for dim in range(rank):
         if dim in reduced:
             yield from signature(op, {"self": S(dim)}, I, role="reduced")
