@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from autopar.errors import TraceError
 from autopar.ir import functionalise, inplace
 from autopar.ir.emitter import Emitter, Origin
-from autopar.ir.functionalise import View, read, whole
+from autopar.ir.functionalise import Storage, View, read, whole
 from autopar.ir.graph import Value
 from autopar.ir.infer import Meta
 from autopar.ir.slots import map_leaves
@@ -130,6 +130,10 @@ def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: O
             target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, emitter, at
         )
     outputs = emitter.emit(target, bound, named, at=at, fallback=_fallback(node))
+    if aliased is None and (shared := _shared_storages(node, region.env)):
+        for storage in shared:
+            storage.owner = storage.owner or f"a tensor that {target} gave a view of"
+        return tuple(whole(value, shared[0].owner) for value in outputs)
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
     return views if emitter.ops[-1].is_tuple else views[0]
 
@@ -153,6 +157,13 @@ def _aliased_input(node: Node) -> Node | None:
     storage = outputs[0].untyped_storage()._cdata
     inputs = [arg for arg in node.args[:1] if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
     return next((arg for arg in inputs if arg.meta["val"].untyped_storage()._cdata == storage), None)
+
+
+def _shared_storages(node: Node, env: Mapping[Node, Any]) -> list[Storage]:
+    """Of the inputs that outputs of an op on several tensors are views of, as in broadcast_tensors: writes to them are refused."""
+    memory = {value.untyped_storage()._cdata for value in _values_of(node) if isinstance(value, torch.Tensor)}
+    inputs = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), torch.Tensor)]
+    return [env[item].storage for item in inputs if item.meta["val"].untyped_storage()._cdata in memory]
 
 
 def _views(target: str, args: tuple[Any, ...], outputs: tuple[Value, ...], base: View | None) -> tuple[View, ...]:

@@ -59,7 +59,7 @@ class Emitter:
     def _infer(self, target: str, args: Any, kwargs: Any, inputs: Any, at: Origin, fallback: Sequence[Meta]) -> tuple[Any, bool]:
         try:
             return self.inference.outputs(target, args, kwargs, inputs, at.is_no_grad)
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
             if not fallback:
                 raise TraceError(f"{target} at {at.line}: outputs cannot be inferred on the meta device: {error}") from error
         needs_grad = not at.is_no_grad and any(value.needs_grad for value in inputs)

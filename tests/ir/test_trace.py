@@ -186,6 +186,7 @@ ERRORS = {
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
     "parameter": (_write_parameter, "behind autograd's back"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
+    "several views": (lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2), "aten.broadcast_tensors.default gave a view of"),
     "overlap": (lambda model, x: x[:, :1].clone().expand(-1, 4).add_(1), "cannot write in place through aten.expand.default"),
 }
 
