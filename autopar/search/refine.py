@@ -60,6 +60,8 @@ def refine(
             if better is not None:
                 best = better
                 yield best
+            if "status" in answer:
+                return
 
 
 def _next(answers: "queue.Queue[str | None]", deadline: float) -> dict[str, Any] | None:
@@ -77,9 +79,10 @@ def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:
         stdin.flush()
 
 
-def _receive(stdout: IO[bytes], lines: "queue.Queue[str | None]") -> None:
-    for line in stdout:
+def _receive(child: "subprocess.Popen[bytes]", lines: "queue.Queue[str | None]") -> None:
+    for line in child.stdout:
         lines.put(line.decode())
+    child.wait()  # its exit code is known before its end is
     lines.put(None)
 
 
@@ -146,7 +149,7 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
         child = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
         threads = (
             threading.Thread(target=_send, args=(child.stdin, problem)),
-            threading.Thread(target=_receive, args=(child.stdout, lines)),
+            threading.Thread(target=_receive, args=(child, lines)),
         )
         try:
             for thread in threads:

@@ -22,14 +22,15 @@ _NUM_WORKERS = 8
 def main() -> None:
     """Solve what stdin holds."""
     # The solver's own log goes to file descriptor 1 of the process: keep the answers apart from it.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.dup(1)
     os.dup2(2, 1)
     problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    solve_integer(problem, lambda answer: print(json.dumps(answer), file=answers, flush=True))
+    # One write a line: the solver calls from several threads.
+    solve_integer(problem, lambda answer: os.write(answers, json.dumps(answer).encode() + b"\n"))
 
 
-def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
     """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status": name} last.
 
     `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry an allowed
@@ -41,6 +42,7 @@ def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], No
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = _NUM_WORKERS
     solver.parameters.interleave_search = True  # rounds of fixed work: without it the threads' timing decides among equals
+    solver.parameters.catch_sigint_signal = False  # the solver would leave the process without Python's own handler
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.absolute_gap_limit = 0.0
     solver.parameters.max_time_in_seconds = problem["time_limit_s"]
@@ -49,6 +51,8 @@ def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], No
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         answer({"strategies": [_taken(strategies, solver.boolean_value) for strategies in chosen]})
         answer({"bound": _whole(solver.best_objective_bound)})
+    if status == cp_model.MODEL_INVALID:
+        raise ValueError(f"CP-SAT refuses the model: {model.validate()}")
     answer({"status": solver.status_name(status)})
 
 
@@ -110,14 +114,15 @@ def _whole(bound: float) -> int:
 
 
 def _die_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not `sys.stdin`: its lock, held here, would break the interpreter's way out
+        pass
     os._exit(1)
 
 
 class _Printer(cp_model.CpSolverSolutionCallback):
     """Streams each better choice."""
 
-    def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], object]) -> None:
         super().__init__()
         self._chosen, self._answer = chosen, answer
 

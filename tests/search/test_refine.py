@@ -13,6 +13,8 @@ from autopar.search.table import CostTable, Node, memory_of
 from autopar.search.worker import solve_integer
 from tests.search.tables import brute_force, random_table, small_tables
 
+pytestmark = pytest.mark.filterwarnings("error")
+
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
 ANSWERS_THEN_SLEEPS = (sys.executable, "-c", "import time; print('{\"strategies\": [1, 1]}', flush=True); time.sleep(60)")
 FAILING = (sys.executable, "-c", "raise SystemExit('out of luck')")

@@ -15,6 +15,8 @@ from autopar.search.solve import solve
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
 
+pytestmark = pytest.mark.filterwarnings("error")
+
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
