@@ -4,23 +4,20 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
 from autopar.sbp.rules import RULES
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
-if TYPE_CHECKING:
-    from autopar.ir.fold import Folded
-
 Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
 
 
-def annotate(graph: Graph, mesh: Mesh, folded: "Folded | None" = None) -> Candidates:
+def annotate(graph: Graph, mesh: Mesh, folded: Folded | None = None) -> Candidates:
     """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs)."""
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]

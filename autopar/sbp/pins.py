@@ -3,19 +3,16 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.errors import PinError
+from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, format_layout, is_even, parse_layout
 from autopar.sbp.signature import Candidates
 
-if TYPE_CHECKING:
-    from autopar.ir.fold import Folded
 
-
-def restrict(candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh: Mesh, folded: "Folded | None" = None) -> Candidates:
+def restrict(candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh: Mesh, folded: Folded | None = None) -> Candidates:
     """Leave each pinned parameter or buffer only the layout it is stored in.
 
     A pin is FQN (or alias) -> "S(0)B" with one placement per mesh axis, or "tp:S(0),dp:B" by axis name, the rest whole.
@@ -36,7 +33,7 @@ def restrict(candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh
     return replace(candidates, layouts=layouts)
 
 
-def _members(name: str, folded: "Folded | None") -> list[str]:
+def _members(name: str, folded: Folded | None) -> list[str]:
     if folded is None:
         return [name]
     first = folded.representative[name]

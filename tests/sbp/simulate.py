@@ -17,22 +17,22 @@ Parts = Mapping[Coordinate, torch.Tensor]
 
 
 def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Coordinate, torch.Tensor]:
-    """Each rank's part of `x`; pending sums are random terms."""
-    parts = {(): x}
-    for placement, size in zip(layout, mesh_shape):
-        pieces = {at: _cut_once(part, placement, size) for at, part in parts.items()}
-        parts = {(*at, index): piece for at, found in pieces.items() for index, piece in enumerate(found)}
-    return parts
+    """Each rank's part of `x`; pending sums are random terms, the same on all ranks of an axis on which `x` is whole."""
+    if not layout:
+        return {(): x}
+    if layout[0].kind in "IR":
+        inner = [cut(x, layout[1:], mesh_shape[1:])] * mesh_shape[0]
+    else:
+        inner = [cut(piece, layout[1:], mesh_shape[1:]) for piece in _cut_once(x, layout[0], mesh_shape[0])]
+    return {(index, *at): part.clone() for index, parts in enumerate(inner) for at, part in parts.items()}
 
 
 def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
     if placement.kind == "S":
         assert x.shape[placement.dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along {placement.dim}"
         return list(x.tensor_split(size, placement.dim))
-    if placement.kind == "P":
-        noise = [torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5) for _ in range(size - 1)]
-        return [*noise, x - sum(noise)] if noise else [x]
-    return [x.clone() for _ in range(size)]
+    noise = [torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5) for _ in range(size - 1)]
+    return [*noise, x - sum(noise)] if noise else [x]
 
 
 def join(parts: Parts, layout: Layout) -> torch.Tensor:

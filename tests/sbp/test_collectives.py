@@ -1,0 +1,69 @@
+"""The runtime conversions on threads as ranks: values, gradients, and that each issues what `redistribute` says."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from autopar.sbp.collectives import Axis, convert, dual
+from autopar.sbp.placement import I, P, Placement, R, S
+from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute
+from tests.sbp.exercise import record
+from tests.sbp.simulate import Coordinate, cut, join, on_threads
+
+PLACEMENTS = (S(0), S(1), P, I, R)
+PAIRS = [(src, dst) for src, dst in itertools.product(PLACEMENTS, repeat=2) if src == dst or (src.kind, dst.kind) in CONVERSIONS]
+
+
+def converted(src: Placement, dst: Placement, size: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` and its gradient, fed back, after going through `convert` on `size` ranks."""
+    parts, grads = cut(x, (src,), (size,)), cut(x, (dual(dst),), (size,))
+
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = parts[at].clone().requires_grad_()
+        out = convert(leaf, axes[0], src, dst)
+        return out.detach(), torch.autograd.grad(out, leaf, grads[at])[0]
+
+    found = on_threads(rank, (size,))
+    outs, backs = ({at: result[i] for at, result in found.items()} for i in (0, 1))
+    return join(outs, (dst,)), join(backs, (dual(src),))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("src", "dst"), PAIRS, ids=str)
+def test_convert_moves_values_and_gradients(src: Placement, dst: Placement, size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 12, dtype=torch.float64)
+    out, grad = converted(src, dst, size, x)
+    torch.testing.assert_close(out, x)
+    torch.testing.assert_close(grad, x)
+
+
+@pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if pair[0] != pair[1]], ids=str)
+def test_convert_issues_what_redistribute_says(src: Placement, dst: Placement) -> None:
+    """On every rank the collectives of the step, to the byte."""
+    (step,) = redistribute((src,), (dst,))
+    with record((2,)) as issued:
+        converted(src, dst, 2, torch.randn(4, 4, dtype=torch.float64))
+    expected = Counter(collectives_of(step, (4, 4), 8, (2,), needs_grad=True))
+    assert [issued[rank] for rank in issued] == [expected] * (2 if expected else 0)
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    """The gradient of a sum is an expanded view."""
+
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> torch.Tensor:
+        leaf = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(convert(leaf, axes[0], I, R).sum(), leaf)[0]
+
+    for grad in on_threads(rank, (2,)).values():
+        torch.testing.assert_close(grad, torch.full((4, 3), 2.0, dtype=torch.float64))
+
+
+def test_a_failing_rank_fails_the_test() -> None:
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> None:
+        raise RuntimeError(f"rank {at}")
+
+    with pytest.raises(RuntimeError, match="rank"):
+        on_threads(rank, (2,))
