@@ -38,10 +38,11 @@ class _Emitter:
         return lines + ["seed = self.draw_seed()"] if self.program.has_random_ops else lines
 
     def _inputs(self) -> list[str]:
-        read = self._names_read()
+        names_read = self._names_read()
+        mutated = {fqn for fqn, _ in self.program.mutations}
         lines = []
         for item, layout in self.program.inputs:
-            if item.value.name not in read:
+            if item.value.name not in names_read:
                 continue
             note = f"  # {describe(item.value, layout)}"
             if item.kind == "argument":
@@ -49,7 +50,9 @@ class _Emitter:
             elif item.kind == "constant":
                 lines.append(f"{variable(item.value.name)} = self.constants[{item.value.name!r}]{note}")
             else:
-                lines.append(f"{variable(item.value.name)} = self.local({item.fqn!r}){note}")
+                # what autograd saved of a buffer must outlive the write-back
+                read = "local_copy" if item.fqn in mutated else "local"
+                lines.append(f"{variable(item.value.name)} = self.{read}({item.fqn!r}){note}")
             lines += self._declare(item.value.name, layout)
         return lines
 

@@ -46,6 +46,10 @@ class Loaded:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
         return self.state(fqn).to_local()
 
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        """`local` of a buffer that is written back to."""
+        return self.local(fqn).clone()
+
     def state(self, fqn: str) -> DTensor:
         module, name = self.owners[fqn]
         return module._parameters[name] if name in module._parameters else module._buffers[name]

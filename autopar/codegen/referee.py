@@ -12,6 +12,7 @@ import spmd_types.checker
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves  # the one torch.export's specs use
 
 from autopar.codegen.emit import emit
 from autopar.codegen.load import axes_of, compile_source, namespace
@@ -20,8 +21,15 @@ from autopar.sbp.collectives import Axis
 from autopar.sbp.placement import Layout, Placement, local_shape
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
-# Linear ops the checker has no entry for: our own rule, checked against the real op, stands for them.
-_TRUSTED = {"aten.to.dtype", "aten.dropout.default", "aten.embedding.default"}
+# Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
+# varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
+_LINEAR = {
+    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "index",
+    "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice", "split_with_sizes", "to", "tril", "triu", "where",
+}  # fmt: skip
+_EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
+# Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
+_BIAS = {"linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
 
 
 def check(program: Program, mesh: DeviceMesh) -> None:
@@ -48,6 +56,7 @@ class _Referee:
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
         self.axes: tuple[Axis, ...] = axes_of(mesh)
         self.program = program
+        self.expanded: dict[int, torch.Tensor] = {}
         self.inputs = {item.fqn: (item.value, layout) for item, layout in program.inputs}
         self.constants = {item.value.name: self.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "constant"}
 
@@ -63,12 +72,15 @@ class _Referee:
             tensor = self.tensor(*self.inputs[fqn])
         return nn.Parameter(tensor) if tensor.requires_grad else tensor
 
+    local_copy = local
+
     def write_back(self, fqn: str, value: torch.Tensor) -> None:
         """Numbers are not compared."""
 
     def declare(self, x: torch.Tensor, *layout: Placement) -> torch.Tensor:
         """`x`, inferred to lie as `layout` says; a value not typed yet is given that type."""
         types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.axes, layout) if axis.size > 1}
+        is_expanded = id(x) in self.expanded
         known = spmd.get_local_type(x) if spmd.has_local_type(x) else {}
         if not known:
             return spmd.assert_type(x, types)
@@ -76,6 +88,9 @@ class _Referee:
             found = spmd.get_axis_local_type(x, group)
             if wanted is spmd.P and found is spmd.V:
                 x = spmd.reinterpret(x, group, src=spmd.V, dst=spmd.P)
+            elif wanted is spmd.V and is_expanded and (found is spmd.R or not x.requires_grad):
+                # each rank's part of copies of one whole value is that many copies
+                x = spmd.reinterpret(x, group, src=found, dst=spmd.V, expert_mode=True)
             elif wanted is not found and not ({wanted, found} == {spmd.R, spmd.I} and not x.requires_grad):
                 raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {found}")
         return x
@@ -112,9 +127,43 @@ class _Ops:
         return _Ops(getattr(self._found, name), f"{self._path}.{name}", self._referee)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._path in _TRUSTED:
-            return _Untyped.call(self._found, args, kwargs)
+        name = self._path.split(".")[1]
+        slot = _BIAS.get(name)
+        if slot is not None and slot < len(args) and args[slot] is not None:
+            return self._with_bias(name, slot, args, kwargs)
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if name == "linear":
+            return torch.matmul(args[0], args[1].mT)
+        if name in _LINEAR:
+            return self._linear(args, kwargs)
+        if name in _EXPANDING:
+            result = _python_function(self._path)(*args, **kwargs)
+            self._referee.expanded[id(result)] = result
+            return result
         return _python_function(self._path)(*args, **kwargs)
+
+    def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        groups = [axis.group for axis in self._referee.axes if axis.size > 1]
+        types = {g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index) for g in groups}
+        result = _Untyped.call(self._found, args, kwargs)
+        for x in tree_leaves(result):
+            spmd.assert_type(x, types)
+        return result
+
+    def _with_bias(self, name: str, slot: int, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The product, claimed to be pending where its bias is, and then the bias."""
+        bias = args[slot]
+        if slot == 0:
+            product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
+        else:
+            product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
+        for axis in self._referee.axes:
+            if axis.size > 1 and spmd.get_axis_local_type(bias, axis.group) is spmd.P and spmd.get_axis_local_type(product, axis.group) is spmd.V:
+                product = spmd.reinterpret(product, axis.group, src=spmd.V, dst=spmd.P)
+        return torch.add(product, bias.reshape(-1, *[1] * (product.ndim - 2)) if name.startswith("conv") else bias)
 
 
 class _Untyped:
