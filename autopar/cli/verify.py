@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.api import compile as shard
@@ -141,8 +141,12 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """A DTensor put together; a plain tensor as it is."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """A DTensor put together, innermost axis first as its parts are nested; a plain tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    for axis in reversed(range(x.device_mesh.ndim)):
+        x = x.redistribute(placements=[*x.placements[:axis], Replicate(), *x.placements[axis + 1 :]])
+    return x.to_local()
 
 
 def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
