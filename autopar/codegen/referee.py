@@ -24,7 +24,7 @@ _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
 # Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
 # varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
 _LINEAR = {
-    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "index",
+    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "gather", "index", "index_select",
     "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice", "split_with_sizes", "to", "tril", "triu", "where",
 }  # fmt: skip
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}

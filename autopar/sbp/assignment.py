@@ -75,7 +75,8 @@ def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
 def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
     """For each value, its conversions in order: to the kept layout, then from there one per distinct layout wanted.
 
-    A conversion with `src == dst` does nothing and is listed so that each use occurs once.
+    A use that wants the layout in which the value came into being reads it as it is. A conversion with `src == dst` does
+    nothing and is listed so that each use occurs once.
     """
     produced = produced_layouts(graph, assignment)
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
@@ -86,6 +87,8 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
             by_layout[wanted_layout(graph, assignment, use)].append(use)
         base = assignment.kept.get(name, produced[name])
         first = [Conversion(values[name], produced[name], base, ())] if base != produced[name] else []
-        rest = [Conversion(values[name], base, dst, tuple(served)) for dst, served in by_layout.items()]
+        rest = [
+            Conversion(values[name], dst if dst == produced[name] else base, dst, tuple(served)) for dst, served in by_layout.items()
+        ]
         found[name] = tuple(first + rest)
     return found
