@@ -62,6 +62,8 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
     def rank(at: Coordinate, axes: tuple[Axis, ...] = ()) -> tuple[Tensors, Tensors]:
         local = [part[at].clone().requires_grad_(value.needs_grad) for part, value in zip(parts, op.inputs)]
         result = _call(op, args, kwargs, local, _roles(strategy, axes))
+        shapes, expected = [tuple(out.shape) for out in result], [tuple(g[at].shape) for g in grad_parts]
+        assert shapes == expected, f"{op.target}: {strategy} expected shapes {expected}, found {shapes}"
         return result, _gradients(op, local, result, [g[at] for g in grad_parts])
 
     has_role = any(signature.role for signature in strategy.signatures)

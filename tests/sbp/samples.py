@@ -187,6 +187,7 @@ def _reduce() -> Iterator[tuple[Any, ...]]:
     yield "mean.dim", call(f64(4, 6, 2), (0, -1)), call(f64(4, 6), (1,), True), call(f64(4, 6), None)
     yield "count_nonzero.default", call(mask(4, 6)), call(ints(4, 6), 1)
     yield "count_nonzero.dim_IntList", call(ints(4, 6), (0,))
+    yield "histc.default", call(f64(4, 6).detach(), 4, -1, 1), call(f64(4, 6).detach(), 4)
     yield "prod.dim_int", call(f64(4, 6), 1)
     yield "aminmax.default", call(f64(4, 6), dim=1), call(f64(4, 6))
     yield "linalg_vector_norm.default", call(f64(4, 6), 2, (-1,), True), call(f64(4, 6))
@@ -241,7 +242,8 @@ def _create() -> Iterator[tuple[Any, ...]]:
     yield "zeros.default", call((4, 6))
     yield "ones.default", call((4, 6))
     yield "full.default", call((4, 6), 3.0)
-    yield "empty.default", call((4, 6))
+    for name in ("empty", "rand", "randn"):
+        yield f"{name}.default", call((4, 6))
     yield "new_zeros.default", call(f64(4, 6), (4, 2))
     yield "new_ones.default", call(f64(4, 6), (6,))
     yield "new_full.default", call(f64(4, 6), (2, 4), 3.0)

@@ -1,12 +1,15 @@
 """What the index and creation rules offer."""
 
+import pytest
 import torch
 
+from autopar.sbp.annotate import strategies_of
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import I, S
+from autopar.sbp.rules import index
 from autopar.sbp.signature import Signature, Strategy
-from tests.sbp.rulecheck import make_op, offered
-from tests.sbp.samples import f64, ints, mask
+from tests.sbp.rulecheck import check_strategy, make_op, offered
+from tests.sbp.samples import calls, f64, ints, mask
 
 
 def test_parts_of_the_index_read_from_the_whole_source() -> None:
@@ -48,3 +51,12 @@ def test_sizes_of_new_tensors_become_local() -> None:
     args, kwargs = localize(op, Strategy((Signature((), (S(1),)), Signature((), (I,)))), (2, 3))
     assert args == ((4, 3), 1.0)
     assert kwargs == (("dtype", torch.float64),)
+
+
+@pytest.mark.parametrize("target", list(index.RULES))
+def test_strategies_of_two_axes(target: str) -> None:
+    torch.manual_seed(0)
+    for args, kwargs in calls()[target]:
+        op, inputs = make_op(target, *args, **kwargs)
+        for strategy in strategies_of(op, (2, 2)):
+            assert check_strategy(op, strategy, (2, 2), inputs), f"{target}: {strategy} is not even"

@@ -74,10 +74,10 @@ def test_a_split_is_made_inside_out_of_every_inner_split_of_its_dim(mesh_shape: 
             assert not any(inner.is_split and inner.dim in moved for inner in step.layout[step.axis + 1 :]), f"{src} -> {dst}: {step}"
 
 
-def test_every_intermediate_layout_is_even_where_both_ends_are() -> None:
+@pytest.mark.parametrize(("shape", "mesh_shape"), [((4, 2), (2, 2)), ((6, 2), (2, 3)), ((4, 2), (2, 2, 2)), ((2, 2), (2, 2, 2))], ids=str)
+def test_every_intermediate_layout_is_even_where_both_ends_are(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
     """A step must not cut a dim into more parts than it divides by."""
-    shape, mesh_shape = (4, 2), (2, 2)
-    for src, dst in pairs(2):
+    for src, dst in pairs(len(mesh_shape)):
         if is_even(shape, src, mesh_shape) and is_even(shape, dst, mesh_shape):
             assert all(is_even(shape, step.after, mesh_shape) for step in redistribute(src, dst)), f"{src} -> {dst}"
 

@@ -54,4 +54,7 @@ RULES: Mapping[str, Rule] = {
     "aten.new_ones.default": sized,
     "aten.new_full.default": sized,
     "aten.new_empty.default": sized,
+    # random numbers are drawn apart on the parts, as for every random op (rules/random.py)
+    "aten.rand.default": sized,
+    "aten.randn.default": sized,
 }

@@ -43,6 +43,13 @@ def count(op: Op) -> Iterator[Signature]:
     yield from (signature for signature in total(op) if signature.inputs[0] != P)
 
 
+def histogram(op: Op) -> Iterator[Signature]:
+    """Counts of parts add up, if the bins are given; else they follow from all elements."""
+    bound = arguments_of(op)
+    if bound["min"] < bound["max"]:
+        yield from count(op)
+
+
 def mean(op: Op) -> Iterator[Signature]:
     """As sum; on parts, the local mean is over too few elements, hence the role."""
     for signature in total(op):
@@ -90,6 +97,7 @@ RULES: Mapping[str, Rule] = {
     "aten.sum.dim_IntList": total,
     "aten.count_nonzero.default": count,
     "aten.count_nonzero.dim_IntList": count,
+    "aten.histc.default": histogram,
     "aten.mean.default": mean,
     "aten.mean.dim": mean,
 }
