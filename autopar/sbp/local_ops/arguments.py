@@ -23,7 +23,6 @@ def local_input_shape(op: Op, strategy: Strategy, index: int, mesh_shape: tuple[
 
 
 def has_backward(op: Op) -> bool:
-    """Whether a gradient flows through the op."""
     """Whether a gradient flows to the first input: what is summed over ranks depends on it alone, not on parameters."""
     return op.inputs[0].needs_grad and any(output.needs_grad for output in op.outputs)
 
@@ -34,6 +33,7 @@ def no_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> t
 
 
 def num_ranks(axes: Sequence[Axis]) -> int:
+    """Ranks on all of `axes` together."""
     return math.prod(axis.size for axis in axes)
 
 
