@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.program import Call, Convert, Program, Release, Variable, variables_in
+from autopar.codegen.program import Call, Convert, Program, Release, UseTogether, Variable, reads
 from autopar.ir.graph import Value, short_dtype
-from autopar.sbp.placement import Layout, Placement, format_layout
-from autopar.sbp.redistribute import collectives_of, Step
+from autopar.sbp.placement import I, Layout, Placement, R, format_layout
+from autopar.sbp.redistribute import Collective, Step, collectives_of, collectives_together
 
-_RESERVED = {"aten", "convert", "local", "move", "declare", "seeded", "self", "torch", "seed", "I", "P", "R", "S", "inf", "nan"}
+_RESERVED = {
+    "aten", "convert", "declare", "inf", "local", "move", "nan", "seed", "seeded", "self", "torch", "use_together", "I", "P", "R", "S",
+}  # fmt: skip
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
@@ -57,20 +59,16 @@ class _Emitter:
         return lines
 
     def _names_read(self) -> set[str]:
-        read = {name for _, name in self.program.mutations}
-        read |= {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
-        for step in self.program.steps:
-            if isinstance(step, Convert):
-                read.add(step.source)
-            elif isinstance(step, Call):
-                read |= set(variables_in((step.args, step.kwargs)))
-        return read
+        outputs = {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
+        return outputs | {name for _, name in self.program.mutations} | {name for step in self.program.steps for name in reads(step)}
 
-    def _step(self, step: Call | Convert | Release) -> list[str]:
+    def _step(self, step: Call | Convert | UseTogether | Release) -> list[str]:
         if isinstance(step, Release):
             return [f"del {', '.join(map(variable, step.names))}"]
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
+        if isinstance(step, UseTogether):
+            return self._use_together(step)
         return self._call(step)
 
     def _convert(self, step: Convert) -> str:
@@ -80,10 +78,17 @@ class _Emitter:
             Step(step.axis, step.src, step.dst, before), step.value.shape, step.value.dtype.itemsize,
             self.program.mesh.shape, step.value.needs_grad,
         )  # fmt: skip
-        note = ", ".join(f"{c.kind} {c.num_bytes} B {c.phase}" for c in done) or "local"
+        note = _note(done)
         placements = f"{code(step.src)}, {code(step.dst)}"
         call = f"{function}({variable(step.source)}, {self._axis(step.axis)}, {placements})"
         return f"{variable(step.output)} = {call}  # {format_layout(step.after)}: {note}"
+
+    def _use_together(self, step: UseTogether) -> list[str]:
+        before = step.after[: step.axis] + (I,) + step.after[step.axis + 1 :]
+        done = collectives_together(Step(step.axis, I, R, before), step.values, self.program.mesh.shape)
+        left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
+        line = f"({left}) = use_together({self._axis(step.axis)}, {right})  # {format_layout(step.after)}: {_note(done)}"
+        return [line, *(text for name in step.outputs for text in self._declare(name, step.after))]
 
     def _call(self, step: Call) -> list[str]:
         targets = ", ".join(variable(value.name) for value in step.outputs)
@@ -121,6 +126,10 @@ class _Emitter:
 
     def _axis(self, axis: int) -> str:
         return f"axis_{self.program.mesh.axis_names[axis]}"
+
+
+def _note(collectives: tuple[Collective, ...]) -> str:
+    return ", ".join(f"{c.kind} {c.num_bytes} B {c.phase}" for c in collectives) or "local"
 
 
 def variable(name: str) -> str:

@@ -19,7 +19,7 @@ from autopar.codegen.program import Program
 from autopar.codegen.random import draw_seed, seeded
 from autopar.ir.graph import Graph
 from autopar.plan.plan import Plan
-from autopar.sbp.collectives import Axis, convert, move
+from autopar.sbp.collectives import Axis, convert, move, use_together
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
 
@@ -79,6 +79,7 @@ def namespace() -> dict[str, Any]:
     local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
     return {
         "torch": torch, "aten": torch.ops.aten, "convert": convert, "move": move, "local": local, "seeded": seeded,
+        "use_together": use_together,
         "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
     }  # fmt: skip
 

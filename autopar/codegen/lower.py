@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.program import Call, Convert, Program, Release, Variable, variables_in
+from autopar.codegen.program import Call, Convert, Program, Release, UseTogether, Variable, reads, writes
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of, resolve
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, Conversion, Use, conversions, produced_layouts
+from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions, produced_layouts
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
-from autopar.sbp.redistribute import redistribute
+from autopar.sbp.redistribute import Step, redistribute
 from autopar.sbp.signature import Strategy
 
 
@@ -43,7 +43,7 @@ class _Lowering:
     graph: Graph
     mesh: Mesh
     assignment: Assignment
-    steps: list[Call | Convert] = field(default_factory=list)
+    steps: list[Call | Convert | UseTogether] = field(default_factory=list)
     num_random: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +53,9 @@ class _Lowering:
             for name, found in self._conversions.items()
             for conversion in found
             for use in conversion.uses
+        }
+        self._buckets = {
+            (member.value.name, member.dst): bucket for bucket in buckets(self.graph, self._conversions) for member in bucket
         }
         self._produced = produced_layouts(self.graph, self.assignment)
         self._variables: dict[tuple[str, Layout], str] = {(name, layout): name for name, layout in self._produced.items()}
@@ -66,18 +69,28 @@ class _Lowering:
         return self._emit(conversion)
 
     def _emit(self, conversion: Conversion) -> str:
-        name, source = conversion.value.name, self._variables[conversion.value.name, conversion.src]
-        if (name, conversion.dst) in self._variables:
-            return self._variables[name, conversion.dst]
-        for step in redistribute(conversion.src, conversion.dst):
-            if self.mesh.shape[step.axis] == 1:
-                continue
-            self._num_copies[name] = self._num_copies.get(name, 0) + 1
-            copy = f"{name}__{self._num_copies[name]}"
-            self.steps.append(Convert(copy, source, conversion.value, step.axis, step.src, step.dst, step.after))
-            source = copy
-        self._variables[name, conversion.dst] = source
-        return source
+        name = conversion.value.name
+        if (name, conversion.dst) not in self._variables:
+            bucket = self._buckets[name, conversion.dst]
+            sources = [self._variables[member.value.name, member.src] for member in bucket]
+            for step in redistribute(conversion.src, conversion.dst):
+                if self.mesh.shape[step.axis] > 1:
+                    sources = self._step(step, bucket, sources)
+            self._variables.update({(member.value.name, member.dst): source for member, source in zip(bucket, sources)})
+        return self._variables[name, conversion.dst]
+
+    def _step(self, step: Step, bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
+        values = tuple(member.value for member in bucket)
+        copies = [self._copy_of(value.name) for value in values]
+        if len(bucket) == 1:
+            self.steps.append(Convert(copies[0], sources[0], values[0], step.axis, step.src, step.dst, step.after))
+        else:
+            self.steps.append(UseTogether(tuple(copies), tuple(sources), values, step.axis, step.after))
+        return copies
+
+    def _copy_of(self, name: str) -> str:
+        self._num_copies[name] = self._num_copies.get(name, 0) + 1
+        return f"{name}__{self._num_copies[name]}"
 
     def call(self, op: Op) -> None:
         strategy = self.assignment.strategies[op.name]
@@ -117,19 +130,11 @@ def _roles(strategy: Strategy) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((role, tuple(found)) for role, found in axes.items())
 
 
-def _reads(step: Call | Convert) -> set[str]:
-    return {step.source} if isinstance(step, Convert) else set(variables_in((step.args, step.kwargs)))
-
-
-def _writes(step: Call | Convert) -> set[str]:
-    return {step.output} if isinstance(step, Convert) else {value.name for value in step.outputs}
-
-
-def _with_releases(steps: list[Call | Convert], kept_alive: set[str]) -> Iterator[Call | Convert | Release]:
+def _with_releases(steps: list[Call | Convert | UseTogether], kept_alive: set[str]) -> Iterator[Call | Convert | UseTogether | Release]:
     """Drop each variable after its last reading, so that only what autograd saved stays in memory."""
     last: dict[str, int] = {}
     for index, step in enumerate(steps):
-        last.update(dict.fromkeys(_reads(step) | _writes(step), index))
+        last.update(dict.fromkeys(reads(step) | writes(step), index))
     ends: dict[int, list[str]] = {}
     for name, index in last.items():
         if name not in kept_alive:

@@ -44,6 +44,17 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True)
+class UseTogether:
+    """Turn several parameters from I to R on mesh axis `axis`: their gradients are all-reduced as one."""
+
+    outputs: tuple[str, ...]
+    sources: tuple[str, ...]
+    values: tuple[Value, ...]
+    axis: int
+    after: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """The variables are not read again."""
 
@@ -64,13 +75,37 @@ class Program:
 
     mesh: Mesh
     inputs: tuple[tuple[Input, Layout], ...]
-    steps: tuple[Call | Convert | Release, ...]
+    steps: tuple[Call | Convert | UseTogether | Release, ...]
     outputs: tuple[tuple[Any, Layout], ...]
     mutations: tuple[tuple[str, str], ...]
 
     @property
     def has_random_ops(self) -> bool:
         return any(isinstance(step, Call) and step.random >= 0 for step in self.steps)
+
+
+def reads(step: Call | Convert | UseTogether | Release) -> set[str]:
+    """Variables the step reads."""
+    match step:
+        case Convert(source=source):
+            return {source}
+        case UseTogether(sources=sources):
+            return set(sources)
+        case Call(args=args, kwargs=kwargs):
+            return set(variables_in((args, kwargs)))
+    return set()
+
+
+def writes(step: Call | Convert | UseTogether | Release) -> set[str]:
+    """Variables the step defines."""
+    match step:
+        case Convert(output=output):
+            return {output}
+        case UseTogether(outputs=outputs):
+            return set(outputs)
+        case Call(outputs=outputs):
+            return {value.name for value in outputs}
+    return set()
 
 
 def variables_in(item: Any) -> Iterator[str]:

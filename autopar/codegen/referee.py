@@ -18,14 +18,15 @@ from autopar.codegen.emit import emit
 from autopar.codegen.load import axes_of, compile_source, namespace
 from autopar.codegen.program import Program
 from autopar.sbp.collectives import Axis
-from autopar.sbp.placement import Layout, Placement, local_shape
+from autopar.sbp.placement import I, Layout, Placement, R, local_shape
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
 # Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
 # varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
 _LINEAR = {
-    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "gather", "index", "index_select",
-    "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice", "split_with_sizes", "to", "tril", "triu", "where",
+    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "gather",
+    "index", "index_select", "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice",
+    "split_with_sizes", "to", "tril", "triu", "where",
 }  # fmt: skip
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
 # Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
@@ -41,6 +42,7 @@ def check(program: Program, mesh: DeviceMesh) -> None:
     names = namespace() | {
         "aten": _Ops(torch.ops.aten, "aten", referee), "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
         "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
+        "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
     }  # fmt: skip
     forward = compile_source(emit(program, is_typed=True), names)
     arguments = [referee.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "argument"]
@@ -160,9 +162,10 @@ class _Ops:
             product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
         else:
             product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
-        for axis in self._referee.axes:
-            if axis.size > 1 and spmd.get_axis_local_type(bias, axis.group) is spmd.P and spmd.get_axis_local_type(product, axis.group) is spmd.V:
-                product = spmd.reinterpret(product, axis.group, src=spmd.V, dst=spmd.P)
+        for group in (axis.group for axis in self._referee.axes if axis.size > 1):
+            types = spmd.get_axis_local_type(bias, group), spmd.get_axis_local_type(product, group)
+            if types == (spmd.P, spmd.V):
+                product = spmd.reinterpret(product, group, src=spmd.V, dst=spmd.P)
         return torch.add(product, bias.reshape(-1, *[1] * (product.ndim - 2)) if name.startswith("conv") else bias)
 
 

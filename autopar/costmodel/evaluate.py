@@ -13,13 +13,13 @@ from autopar.costmodel.price import saved_by_op
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, conversions, produced_layouts, uses_of, wanted_layout
-from autopar.sbp.redistribute import Collective, collectives_of, redistribute
+from autopar.sbp.assignment import Assignment, buckets, conversions, produced_layouts, uses_of, wanted_layout
+from autopar.sbp.redistribute import Collective, collectives_together, redistribute
 
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """A collective the step issues, on value (or, from inside an op, op) `where`, for the ops `users`."""
+    """A collective the step issues, on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`."""
 
     where: str
     users: tuple[str, ...]
@@ -72,12 +72,11 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
 
 
 def _planned(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    for name, found in conversions(graph, assignment).items():
-        for conversion in found:
-            value, users = conversion.value, tuple(use.user for use in conversion.uses)
-            for step in redistribute(conversion.src, conversion.dst):
-                for collective in collectives_of(step, value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad):
-                    yield PlannedCollective(name, users, collective, collective_time(cluster, mesh, collective))
+    for bucket in buckets(graph, conversions(graph, assignment)):
+        where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
+        for step in redistribute(bucket[0].src, bucket[0].dst):
+            for collective in collectives_together(step, [conversion.value for conversion in bucket], mesh.shape):
+                yield PlannedCollective(where, users, collective, collective_time(cluster, mesh, collective))
     for op in graph.ops:
         for collective in inner_collectives(op, assignment.strategies[op.name], mesh.shape):
             yield PlannedCollective(op.name, (op.name,), collective, collective_time(cluster, mesh, collective))

@@ -5,8 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Value
-from autopar.sbp.placement import Layout
+from autopar.sbp.placement import I, Layout, R
+from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
+
+# Gradients are reduced together up to this many bytes, as DistributedDataParallel does by default (its bucket_cap_mb).
+BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,40 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
         by_layout: dict[Layout, list[Use]] = defaultdict(list)
         for use in uses:
             by_layout[wanted_layout(graph, assignment, use)].append(use)
-        base = assignment.kept.get(name, produced[name])
+        needs_base = any(dst != produced[name] for dst in by_layout)
+        base = assignment.kept.get(name, produced[name]) if needs_base else produced[name]
         first = [Conversion(values[name], produced[name], base, ())] if base != produced[name] else []
         rest = [
             Conversion(values[name], dst if dst == produced[name] else base, dst, tuple(served)) for dst, served in by_layout.items()
         ]
         found[name] = tuple(first + rest)
     return found
+
+
+def buckets(graph: Graph, found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
+    """Those of the `found` conversions that do something, in the groups in which they are made; most are alone.
+
+    Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients all-reduced in
+    backward: those of one type and one pair of layouts do it together, in order of first use, up to BUCKET_BYTES.
+    """
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    groups: list[list[Conversion]] = []
+    filling: dict[tuple, list[Conversion]] = {}
+    for conversion, produced in ((conversion, of_value[0].src) for of_value in found.values() for conversion in of_value):
+        if conversion.src == conversion.dst:
+            continue
+        if conversion.value.name not in parameters or conversion.src != produced or not _only_reduces_gradient(conversion):
+            groups.append([conversion])
+            continue
+        key = conversion.value.dtype, conversion.src, conversion.dst
+        bucket = filling.get(key)
+        if bucket is None or sum(member.value.num_bytes for member in bucket) + conversion.value.num_bytes > BUCKET_BYTES:
+            bucket = filling[key] = []
+            groups.append(bucket)
+        bucket.append(conversion)
+    return tuple(map(tuple, groups))
+
+
+def _only_reduces_gradient(conversion: Conversion) -> bool:
+    steps = redistribute(conversion.src, conversion.dst)
+    return conversion.value.needs_grad and bool(steps) and all((step.src, step.dst) == (I, R) for step in steps)

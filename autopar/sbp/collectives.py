@@ -42,6 +42,25 @@ def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torc
     return _Convert.apply(x, axis, src, dst)
 
 
+class _ReduceTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, *tensors):
+        ctx.axis = axis
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=ctx.axis.group)
+        parts = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads))
+
+
+def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`convert(x, axis, I, R)` of each of several tensors of one dtype; their gradients are all-reduced as one, when the last is there."""
+    return _ReduceTogether.apply(axis, *tensors)
+
+
 def dual(placement: Placement) -> Placement:
     """Placement of the gradient of a value placed so (docs/architecture.md, "SBP")."""
     return {"P": I, "R": P}.get(placement.kind, placement)

@@ -1,8 +1,10 @@
 """Change a tensor's layout: the one list of steps that is both priced and emitted."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+from autopar.ir.graph import Value
 from autopar.sbp.placement import I, Layout, Placement, local_shape
 
 # (src kind, dst kind) -> collective in forward, collective in backward (DESIGN's conversion table); "" is local.
@@ -63,7 +65,7 @@ def _urgency(src: Placement, dst: Placement) -> int:
     return order.get((src.kind, dst.kind), 3)
 
 
-@lru_cache(maxsize=None)
+@cache
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on one axis."""
     steps: list[Step] = []
@@ -86,7 +88,9 @@ def _next_move(layout: Layout, dst: Layout) -> tuple[int, Placement]:
     return max(a for a, p in enumerate(layout) if p.is_split and p.dim in blocked), I
 
 
-def collectives_of(step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool) -> tuple[Collective, ...]:
+def collectives_of(
+    step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
+) -> tuple[Collective, ...]:
     """The collectives of one step on a tensor of global `shape`, forward then backward; none on an axis of size 1."""
     if mesh_shape[step.axis] == 1:
         return ()
@@ -97,6 +101,12 @@ def collectives_of(step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape
     if backward and needs_grad:
         found.append(Collective(backward, step.axis, num_bytes, "backward"))
     return tuple(found)
+
+
+def collectives_together(step: Step, values: Sequence[Value], mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+    """The collectives of one step made on several values at once: each kind once, with the bytes of all."""
+    each = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad) for value in values)
+    return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 
 def _local_bytes(shape: tuple[int, ...], layout: Layout, itemsize: int, mesh_shape: tuple[int, ...]) -> int:
