@@ -27,6 +27,5 @@ def build() -> tuple[nn.Module, tuple, dict]:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
-    model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
     return model, (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}

@@ -30,7 +30,11 @@ class _Emitter:
         body = [*self._prologue(), *self._inputs()]
         for step in self.program.steps:
             body += self._step(step)
-        body += [f"self.write_back({fqn!r}, {variable(name)})" for fqn, name in self.program.mutations]
+        stored = {item.fqn: layout for item, layout in self.program.inputs}
+        for fqn, name in self.program.mutations:
+            body += [*self._declare(name, stored[fqn]), f"self.write_back({fqn!r}, {variable(name)})"]
+        for item, layout in self.program.outputs:
+            body += self._declare(item.name, layout) if isinstance(item, Variable) else []
         body.append(f"return ({', '.join(self._output(item) for item, _ in self.program.outputs)},)")
         return [f"def forward({', '.join(['self', *arguments])}):", *("    " + line for line in body)]
 
@@ -98,7 +102,8 @@ class _Emitter:
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
         declared = [text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)]
-        return [f"# {described}  {step.origin}".rstrip(), line, *declared]
+        needed = [text for name, layout in step.reads for text in self._declare(name, layout)]
+        return [f"# {described}  {step.origin}".rstrip(), *needed, line, *declared]
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []

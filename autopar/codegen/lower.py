@@ -95,6 +95,7 @@ class _Lowering:
     def call(self, op: Op) -> None:
         strategy = self.assignment.strategies[op.name]
         names = [self.read(value, Use(op.name, slot)) for slot, value in enumerate(op.inputs)]
+        operands = tuple((name, strategy.input_layout(slot)) for slot, name in enumerate(names))
         args, kwargs = localize(op, strategy, self.mesh.shape)
         layouts = tuple(strategy.output_layout(i) for i in range(len(op.outputs)))
         random, split_axes = -1, ()
@@ -104,7 +105,7 @@ class _Lowering:
         kwargs = tuple((key, _fill(item, names)) for key, item in kwargs)
         origin = " ".join(filter(None, (op.module, op.line)))
         self.steps.append(
-            Call(op.outputs, op.target, _fill(args, names), kwargs, layouts, _roles(strategy), random, split_axes,
+            Call(op.outputs, op.target, _fill(args, names), kwargs, operands, layouts, _roles(strategy), random, split_axes,
                  op.is_no_grad, op.is_tuple, origin)
         )  # fmt: skip
 

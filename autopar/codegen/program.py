@@ -1,6 +1,5 @@
 """One rank's program: local ops and explicit collectives, the same text on every rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,14 @@ class Call:
     """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take it.
 
     `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random numbers, differ.
-    `layouts` are those of the outputs.
+    `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs.
     """
 
     outputs: tuple[Value, ...]
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    reads: tuple[tuple[str, Layout], ...]
     layouts: tuple[Layout, ...]
     roles: tuple[tuple[str, tuple[int, ...]], ...]
     random: int
@@ -91,8 +91,8 @@ def reads(step: Call | Convert | UseTogether | Release) -> set[str]:
             return {source}
         case UseTogether(sources=sources):
             return set(sources)
-        case Call(args=args, kwargs=kwargs):
-            return set(variables_in((args, kwargs)))
+        case Call(reads=operands):
+            return {name for name, _ in operands}
     return set()
 
 
@@ -106,12 +106,3 @@ def writes(step: Call | Convert | UseTogether | Release) -> set[str]:
         case Call(outputs=outputs):
             return {value.name for value in outputs}
     return set()
-
-
-def variables_in(item: Any) -> Iterator[str]:
-    """Names of the variables a call's (nested) arguments read."""
-    if isinstance(item, Variable):
-        yield item.name
-    elif isinstance(item, tuple):
-        for part in item:
-            yield from variables_in(part)

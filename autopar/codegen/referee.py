@@ -34,22 +34,31 @@ _BIAS = {"linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
 
 
 def check(program: Program, mesh: DeviceMesh) -> None:
-    """Run the program once on random data under the checker's strict mode; SpmdTypeError on the first disagreement.
+    """Run the program once on zeros under the checker's strict mode; SpmdTypeError on the first disagreement.
 
     Needs a process group, which may be the fake one: no numbers are compared.
     """
+    check_source(emit(program, is_typed=True), program, mesh)
+
+
+def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
+    """`check` of typed source that was made from `program`."""
     referee = _Referee(program, mesh)
-    names = namespace() | {
+    forward = compile_source(source, namespace() | _names(referee))
+    inputs = [(referee.tensor(item.value, layout), layout) for item, layout in program.inputs if item.kind == "argument"]
+    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(strict_mode="strict"):
+        for argument, layout in inputs:
+            referee.declare(argument, *layout)
+        forward(referee, *(argument for argument, _ in inputs))
+
+
+def _names(referee: "_Referee") -> dict[str, Any]:
+    """What generated code calls, as the checker can follow it."""
+    return {
         "aten": _Ops(torch.ops.aten, "aten", referee), "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
         "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
         "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
     }  # fmt: skip
-    forward = compile_source(emit(program, is_typed=True), names)
-    arguments = [referee.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "argument"]
-    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(strict_mode="strict"):
-        for argument, (_, layout) in zip(arguments, (pair for pair in program.inputs if pair[0].kind == "argument")):
-            referee.declare(argument, *layout)
-        forward(referee, *arguments)
 
 
 class _Referee:
