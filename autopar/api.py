@@ -1,16 +1,19 @@
-"""The three calls: `plan`, `compile`, and what they share. Each line of `make_plan` and of `codegen` is one stage of docs/architecture.md."""
+"""The two calls, `plan` and `compile`: arguments are checked here, the stages of docs/architecture.md do the rest."""
 
 import os
+import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from autopar.codegen.agree import from_first
+from autopar.codegen.agree import check_same, on_every_rank, on_first_rank
 from autopar.codegen.module import ShardedModule, shard_module
 from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
@@ -18,6 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, as_mesh
+from autopar.plan import store
 from autopar.plan.assemble import make_plan
 from autopar.plan.plan import Plan
 
@@ -29,7 +33,7 @@ def plan(
     model: nn.Module,
     mesh: AnyMesh,
     *,
-    cluster: AnyCluster,
+    cluster: AnyCluster | None = None,
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
     pins: Mapping[str, str] | None = None,
@@ -37,13 +41,17 @@ def plan(
 ) -> Plan:
     """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a meta-device model.
 
+    `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices it has.
     `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. Raises an AutoparError saying what to change.
     """
-    graph = trace(skeleton(model), args, dict(kwargs or {}))
-    return make_plan(graph, as_mesh(mesh), load_cluster(cluster), pins=dict(pins or {}), memory_limit_bytes=_limit(memory_limit_bytes))
+    args, kwargs = _checked_call(model, args, kwargs)
+    planar = _mesh(mesh)
+    found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
+    wishes = _wishes(pins, memory_limit_bytes)
+    return _planned(trace(skeleton(model), args, kwargs), planar, found, wishes)
 
 
-def compile(  # noqa: A001 - torch.compile has the name too
+def compile(
     model: nn.Module,
     mesh: AnyMesh,
     *,
@@ -57,55 +65,131 @@ def compile(  # noqa: A001 - torch.compile has the name too
     """The same module, sharded over `mesh`; every rank calls this with the same model. `model` itself is left as it is.
 
     Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's name,
-    a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file.
+    a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file; it brings its
+    own cluster, and takes no `pins` or `memory_limit_bytes`.
     """
+    example = _checked_call(model, args, kwargs)
+    _check_not_parallel(model)
     mesh = _device_mesh(mesh)
-    module = shard_module(model, mesh, _Planner(mesh, cluster, dict(pins or {}), _limit(memory_limit_bytes), plan))
+    wishes = _wishes(pins, memory_limit_bytes)
+    if plan is not None and (wishes or cluster is not None):
+        raise AutoparError("plan= is given together with cluster=, pins= or memory_limit_bytes=, which belong to planning; give one or the other")
+    if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
+        raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+    found = _cluster(cluster, mesh.device_type) if plan is None else None
+    module = shard_module(model, mesh, _Planner(mesh, found, wishes, plan))
     if args is not None or kwargs is not None:
-        module._autopar.prepare_now(module, args or (), dict(kwargs or {}))
+        module._autopar.prepare(module, *example)
     return module
 
 
+@dataclass
 class _Planner:
-    """Plans on the mesh's first rank and gives every rank the same plan, or the same error."""
+    """Plans on the mesh's first rank and gives every rank the same plan, or the same error. One of `cluster` and `given` is None."""
 
-    def __init__(self, mesh: DeviceMesh, cluster: AnyCluster | None, pins: dict[str, str], limit: float, given: Any) -> None:
-        self.mesh, self.cluster, self.pins, self.limit, self.given = mesh, cluster, pins, limit, given
+    mesh: DeviceMesh
+    cluster: Cluster | None
+    wishes: dict[str, Any]  # keyword arguments of make_plan
+    given: Plan | str | os.PathLike | None
 
     def __call__(self, graph: Graph, fixed: dict[str, str]) -> Plan:
-        text = None
-        if all(index == 0 for index in self.mesh.get_coordinate()):
-            try:
-                text = self._make(graph, fixed).dumps()
-            except AutoparError as error:
-                text = error
-        text = from_first(self.mesh, text)
-        if isinstance(text, AutoparError):
-            raise text
-        return Plan.loads(text, graph, as_mesh(self.mesh))
+        text = None if self.given is None else on_every_rank(self.mesh, "reading the plan", self._read)
+        asked = (text, self.wishes, self.cluster and self.cluster.to_json())
+        check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
+        if text is None or fixed:
+            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, text).dumps())
+        return on_every_rank(self.mesh, "reading the plan", lambda: Plan.loads(text, graph, as_mesh(self.mesh)))
 
-    def _make(self, graph: Graph, fixed: dict[str, str]) -> Plan:
-        mesh = as_mesh(self.mesh)
-        if self.given is not None and not fixed:
-            text = self.given.dumps() if isinstance(self.given, Plan) else Path(self.given).read_text()
-            return Plan.loads(text, graph, mesh)
-        cluster = load_cluster(self.cluster if self.cluster is not None else _preset_of(self.mesh.device_type))
-        return make_plan(graph, mesh, cluster, pins=fixed or self.pins, memory_limit_bytes=self.limit)
+    def _read(self) -> str:
+        return self.given.dumps() if isinstance(self.given, Plan) else store.read(self.given)
+
+    def _make(self, graph: Graph, fixed: dict[str, str], given: str | None) -> Plan:
+        cluster = self.cluster or store.loads(given).cluster
+        wishes = self.wishes | ({"pins": fixed} if fixed else {})
+        return _planned(graph, as_mesh(self.mesh), cluster, wishes)
+
+
+def _planned(graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:
+    for item in graph.of_kind("argument"):
+        size = item.value.shape[0] if item.value.shape else 1
+        if size > 1 and all(size % count for count in mesh.shape if count > 1):
+            warnings.warn(
+                f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it stays whole on "
+                "every rank; pad the batch or drop its last part to split it",
+                stacklevel=4,
+            )
+    return make_plan(graph, mesh, cluster, **wishes)
+
+
+def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None) -> dict[str, Any]:
+    """What the user asks of the planner, checked; nothing for what is not asked."""
+    wishes: dict[str, Any] = {}
+    if pins:
+        if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
+            raise AutoparError(f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}")
+        wishes["pins"] = dict(pins)
+    if memory_limit_bytes is not None:
+        if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
+            raise AutoparError(f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}")
+        wishes["memory_limit_bytes"] = float(memory_limit_bytes)
+    return wishes
+
+
+def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+    if not isinstance(model, nn.Module):
+        raise AutoparError(f"model expects a torch.nn.Module, found {_named_type(model)}")
+    if not isinstance(args, tuple | list | type(None)):
+        raise AutoparError(f"args= expects a tuple of the model's positional arguments, found {_named_type(args)}; write args=(x,)")
+    if not isinstance(kwargs, Mapping | type(None)):
+        raise AutoparError(f"kwargs= expects a mapping of the model's keyword arguments, found {_named_type(kwargs)}")
+    return tuple(args or ()), dict(kwargs or {})
+
+
+def _named_type(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _check_not_parallel(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it (model.module), autopar adds data parallelism")
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DTensor):
+            raise AutoparError(
+                f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard, parallelize_module); expected "
+                "the model as written for one device"
+            )
+
+
+def _mesh(mesh: AnyMesh) -> Mesh:
+    try:
+        return as_mesh(mesh)
+    except TypeError as error:
+        raise MeshError(f"mesh expects a DeviceMesh, a shape such as (2, 4), '2x4' or 'dp=2,tp=4', found {mesh!r}") from error
 
 
 def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
-        return mesh if mesh.mesh_dim_names else _named(mesh)
-    mesh = as_mesh(mesh)
+        if mesh.get_coordinate() is None:
+            raise MeshError(f"rank {dist.get_rank()} is not in mesh {mesh}; only its ranks call autopar.compile")
+        return mesh if mesh.mesh_dim_names else DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=as_mesh(mesh).axis_names)
+    mesh = _mesh(mesh)
     if not dist.is_initialized():
         raise MeshError("autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets it up)")
-    if mesh.num_devices > dist.get_world_size():
-        raise MeshError(f"mesh {mesh} needs {mesh.num_devices} ranks, the world has {dist.get_world_size()}; start more or use a smaller mesh")
+    if mesh.num_devices != dist.get_world_size():
+        raise MeshError(
+            f"mesh {mesh} needs {mesh.num_devices} ranks, the world has {dist.get_world_size()}; use a mesh of that size, start as many "
+            "ranks, or give a DeviceMesh of some of them"
+        )
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
 
 
-def _named(mesh: DeviceMesh) -> DeviceMesh:
-    return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=as_mesh(mesh).axis_names)
+def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
+    if cluster is None and device_type is None:
+        raise AutoparError("which devices is this mesh of? give cluster= (a preset's name, a JSON file or a Cluster), or a DeviceMesh")
+    try:
+        return load_cluster(_preset_of(device_type) if cluster is None else cluster)
+    except (ValueError, TypeError, OSError) as error:
+        raise AutoparError(f"cluster= cannot be used: {error}") from error
 
 
 def _preset_of(device_type: str) -> str:
@@ -116,7 +200,3 @@ def _preset_of(device_type: str) -> str:
         if key in name:
             return preset
     raise AutoparError(f"no cluster preset for {name!r}; pass cluster= (a preset's name, a JSON file or a Cluster)")
-
-
-def _limit(memory_limit_bytes: float | None) -> float:
-    return float("inf") if memory_limit_bytes is None else float(memory_limit_bytes)

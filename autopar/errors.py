@@ -31,3 +31,7 @@ class PlanError(AutoparError):
 
 class RankMismatch(AutoparError):
     """The ranks were given different models, inputs or plans."""
+
+
+class PeerFailed(AutoparError):
+    """Another rank failed or died while this one waited for it."""

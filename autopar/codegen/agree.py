@@ -1,79 +1,175 @@
-"""What the ranks of a mesh must agree on before the first collective of the model."""
+"""What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches all."""
 
-from collections.abc import Callable
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from autopar.codegen.random import draw_seed
-from autopar.errors import AutoparError, RankMismatch
+from autopar.codegen.random import peek_seed
+from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 
+AGREEMENT = "autopar agreement"  # description of the process group, by which counters of the model's collectives know it
+NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
+
+Result = TypeVar("Result")
+
+
+def agreement_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A gloo group of the whole mesh: agreeing must not wait for an accelerator's stream."""
+    if not hasattr(mesh, "_autopar_agreement"):  # it lives and dies with the mesh's own groups
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=AGREEMENT)
+        mesh._autopar_agreement = group
+    return mesh._autopar_agreement
+
+
+@contextmanager
+def peers_alive() -> Iterator[None]:
+    """Say that a peer failed where the backend only says that a connection broke."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_from_backend(error):
+            raise
+        raise PeerFailed(
+            f"rank {dist.get_rank()} waited for another rank, which failed or died; the error of that rank is the cause, look at its output "
+            f"first (here the backend said: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def _is_from_backend(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors, which its sources' names give away
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
 
 def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
-    """`item` of every rank of the mesh, in rank order; any picklable object."""
-    found = [item]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        rows: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, found, group=group)
-        found = [entry for row in rows for entry in row]
+    """`item` of every rank of the mesh, by rank; any picklable object."""
+    group = agreement_group(mesh)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with peers_alive():
+        dist.all_gather_object(found, item, group=group)
     return found
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank whose word counts."""
+    return dist.get_rank(agreement_group(mesh)) == 0
 
 
 def from_first(mesh: DeviceMesh, item: Any) -> Any:
     """The first rank's `item`, on every rank."""
     box = [item]
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast_object_list(box, group=group, group_src=0)
+    with peers_alive():
+        dist.broadcast_object_list(box, group=agreement_group(mesh), group_src=0)
     return box[0]
 
 
-def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
-    """This rank's graph, if every rank has got the same one; otherwise every rank raises, naming the first that differs."""
+def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
+    """What `work` gives on the first rank, on every rank; if it fails there, the same error on every rank. `what` says what is done."""
+    result, error = _attempt(what, work) if is_first(mesh) else (None, None)
+    result, told = from_first(mesh, (result, error))
+    if told is not None:
+        raise error or told
+    return result
+
+
+def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
+    """`work()` of this rank once every rank has done it; if one fails, every rank raises the error of the first that did."""
+    result, error = _attempt(what, work)
+    errors = gather(mesh, error)
+    failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
+    if failed is None:
+        return result
+    if error is not None and str(error) == str(errors[failed]):
+        raise error  # with what caused it here
+    raise type(errors[failed])(f"rank {failed} of the mesh: {errors[failed]}")
+
+
+def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, AutoparError | None]:
     try:
-        graph, mine = make(), None
+        return work(), None
     except AutoparError as error:
-        graph, mine = None, error
-    reports = gather(mesh, mine or fingerprint(graph))
-    failed = next((rank for rank, report in enumerate(reports) if isinstance(report, AutoparError)), None)
-    if failed is not None:
-        raise mine or RankMismatch(f"rank {failed} could not trace its model: {reports[failed]}")
-    different = next((rank for rank, report in enumerate(reports) if report != reports[0]), None)
+        return None, error
+    except Exception as error:
+        wrapped = AutoparError(f"{what} failed: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return None, wrapped
+
+
+def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:
+    """RankMismatch on every rank, naming the first that differs from rank 0, unless `item` is equal on all."""
+    found = gather(mesh, item)
+    different = next((rank for rank, other in enumerate(found) if other != found[0]), None)
     if different is not None:
-        raise RankMismatch(
-            f"rank {different} and rank 0 were given different models or arguments (graphs {reports[different][:12]} and "
-            f"{reports[0][:12]}); build the same model and pass arguments of the same shapes on every rank"
-        )
+        raise RankMismatch(f"rank {different} and rank 0 of the mesh were given different {what}; {remedy}")
+
+
+def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
+    """This rank's graph, if every rank has got the same one; otherwise every rank raises."""
+    graph = on_every_rank(mesh, "tracing", make)
+    check_same(mesh, fingerprint(graph), "models", "build the same model in the same mode on every rank")
     return graph
+
+
+def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...], digest: int, seed: int) -> None:
+    """RankMismatch on every rank unless all are called alike: one reduction of four numbers. `digest` is that of `key`."""
+    numbers = torch.tensor([digest, -digest, seed, -seed])
+    with peers_alive():
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=agreement_group(mesh))
+    most, least, most_seed, least_seed = numbers.tolist()
+    if most != -least:
+        what = f"arguments or modes (this rank: {key[0]})"
+        check_same(mesh, key, what, "pass arguments of the same shapes, in the same mode, on every rank")
+    if most_seed != -least_seed:
+        raise RankMismatch(_seed_text(mesh, seed))
+
+
+def digest_of(item: Any) -> int:
+    """62 bits that are equal for items of equal `repr`, on every rank."""
+    return int.from_bytes(hashlib.sha256(repr(item).encode()).digest()[:8]) >> 2
 
 
 def check_seed(mesh: DeviceMesh) -> None:
     """Random ops need the same random state on every rank."""
-    state = torch.get_rng_state()
-    seeds = gather(mesh, draw_seed())
-    torch.set_rng_state(state)
-    if len(set(seeds)) > 1:
-        rank = next(rank for rank, seed in enumerate(seeds) if seed != seeds[0])
-        raise RankMismatch(
-            f"the model has random ops (dropout) and rank {rank}'s random state differs from rank 0's; call torch.manual_seed with "
-            "the same seed on every rank: different parts of a batch get different numbers all the same"
-        )
+    seed = peek_seed()
+    if len(set(gather(mesh, seed))) > 1:
+        raise RankMismatch(_seed_text(mesh, seed))
+
+
+def _seed_text(mesh: DeviceMesh, seed: int) -> str:
+    seeds = gather(mesh, seed)
+    rank = next(rank for rank, other in enumerate(seeds) if other != seeds[0])
+    return (
+        f"the model has random ops (dropout) and rank {rank}'s random state differs from rank 0's; call torch.manual_seed with "
+        "the same seed on every rank: different parts of a batch get different numbers all the same"
+    )
 
 
 def check_weights(mesh: DeviceMesh, model: nn.Module) -> None:
-    """Parameters must be equal on every rank: compare a sum of each."""
-    sums = {name: float(p.detach().double().sum()) for name, p in model.named_parameters() if not p.is_meta and not isinstance(p, DTensor)}
-    reports = gather(mesh, sums)
+    """RankMismatch unless parameters and buffers are equal on every rank, as far as their sum and a sample of their entries tell."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    reports = gather(mesh, {name: _digest(x) for name, x in tensors})
     for rank, report in enumerate(reports):
-        different = next((name for name, total in report.items() if total == total and total != reports[0].get(name)), None)
+        different = next((name for name in report if report[name] != reports[0].get(name)), None)
         if different is not None:
             raise RankMismatch(
-                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before autopar.compile"
+                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before "
+                "autopar.compile"
             )
+
+
+def _digest(x: torch.Tensor) -> str | int:
+    if x.is_meta:
+        return "no data"
+    x = x.detach()
+    places = torch.linspace(0, max(x.numel() - 1, 0), min(x.numel(), NUM_SAMPLES), dtype=torch.float64).long()
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float64))
+    return digest_of((total.item(), x.flatten()[places.to(x.device)].tolist()))

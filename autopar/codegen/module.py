@@ -1,7 +1,9 @@
 """The sharded module: the user's own module class, its tensors DTensors, its forward the generated program."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -11,13 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
-from autopar.codegen.agree import agreed_graph, check_seed, check_weights
+from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, digest_of, on_every_rank, peers_alive
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.state import install, owners, shard_model, stateful, without_data
+from autopar.codegen.random import peek_seed
+from autopar.codegen.state import install, owners, shard_model, stateful, with_parts, without_data
 from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
 from autopar.ir.graph import Graph, Input
+from autopar.ir.inputs import flat_arguments
+from autopar.ir.pytrees import register_types
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.plan.plan import Plan
@@ -25,6 +30,9 @@ from autopar.sbp.collectives import move
 from autopar.sbp.placement import I, format_layout
 
 Planner = Callable[[Graph, dict[str, str]], Plan]  # (graph, pins of what is already laid out) -> plan, equal on every rank
+Key = tuple[Any, ...]  # what a call looks like; hashable
+# Leaves that are written into a program as they are.
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 
 
 class ShardedModule(nn.Module):
@@ -39,9 +47,17 @@ class ShardedModule(nn.Module):
         self._autopar.current()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts."""
         self._autopar.current()
-        return super().load_state_dict(*args, **kwargs)
+        return super().load_state_dict(with_parts(self, state_dict), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update({name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"})
+        copied._autopar = self._autopar.of(copied)
+        return copied
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +83,8 @@ class Runtime:
     plan: Planner
     source: nn.Module  # the user's model until its tensors have been taken over
     original: type[nn.Module]
-    loaded: dict[Any, Loaded] = field(default_factory=dict)
+    loaded: dict[Key, Loaded] = field(default_factory=dict)
+    digests: dict[Key, int] = field(default_factory=dict)
     last: Loaded | None = None
 
     def current(self) -> Loaded:
@@ -76,41 +93,60 @@ class Runtime:
             raise AutoparError("not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile")
         return self.last
 
+    def of(self, module: nn.Module) -> "Runtime":
+        """The same for a copy of the module."""
+        loaded = {key: replace(found, owners=owners(module)) for key, found in self.loaded.items()}
+        last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
+        return replace(self, source=module if loaded else self.source, loaded=loaded, digests=dict(self.digests), last=last)
+
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        self.prepare_now(module, args, kwargs)
-        return run(self.last, pytree.tree_leaves((args, kwargs)))
+        """The forward of `module`."""
+        self.prepare(module, args, kwargs)
+        return run(self.last, args, kwargs)
 
-    def prepare_now(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Make `current()` the program for these arguments and the module's mode."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (spec, tuple(map(_describe, leaves)), tuple(m.training for m in module.modules()))
-        if key not in self.loaded:
-            self.loaded[key] = self.prepare(module, args, kwargs)
-        self.last = self.loaded[key]
+    @torch.compiler.disable
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+        call, key = describe_call(module, args, kwargs)
+        if call not in self.digests:
+            self.digests[call] = digest_of(call)
+        found = self.loaded.get(key)
+        agree_on_call(self.mesh, call, self.digests[call], peek_seed() if found and found.program.has_random_ops else 0)
+        if found is None:
+            found = self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
+        self.last = found
 
-    def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
-        """Trace, plan and load for these arguments; the first time, also take over the model's tensors."""
+    def _load(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
+        """Trace, plan and load; the first time, also take over the model's tensors."""
         graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs))
-        is_first = not self.loaded
-        plan = self.plan(graph, {} if is_first else _pins(next(iter(self.loaded.values()))))
-        if is_first:
-            check_weights(self.mesh, self.source)
-            install(module, graph, shard_model(self.source, graph, plan.assignment.layouts, self.mesh))
-            self.source = module
-        device = torch.device(self.mesh.device_type)
-        program = lower(graph, plan.mesh, plan.assignment)
+        plan = self.plan(graph, self._pins(graph))
+        program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
         if program.has_random_ops:
             check_seed(self.mesh)
+        if not self.loaded:
+            check_weights(self.mesh, self.source)
+            layouts = plan.assignment.layouts
+            parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, self.mesh))
+            install(module, graph, parts)
+            self.source = module
+        constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(
-            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes_of(self.mesh),
-            constants=run_constants(graph, device), owners=owners(module),
+            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes_of(self.mesh), constants=constants, owners=owners(module)
         )  # fmt: skip
 
     def _trace(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
         bare = skeleton(module)
         del bare._autopar
         bare.__class__ = self.original
-        return trace(bare, *pytree.tree_map_only(torch.Tensor, _as_meta, (args, kwargs)))
+        return trace(bare, *pytree.tree_map(_as_example, (args, kwargs)))
+
+    def _pins(self, graph: Graph) -> dict[str, str]:
+        """Layouts in which the parameters and buffers are already stored."""
+        if not self.loaded:
+            return {}
+        first = next(iter(self.loaded.values()))
+        layouts = {item.fqn: first.plan.assignment.layouts[item.value.name] for item in stateful(first.graph)}
+        return {item.fqn: format_layout(layouts[item.fqn]) for item in stateful(graph)}
 
 
 def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedModule:
@@ -123,12 +159,15 @@ def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedMo
     return module
 
 
-def run(loaded: Loaded, leaves: list[Any]) -> Any:
-    """Call the program on the flat arguments and put its outputs together again."""
+def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:
+    """Call the program on the arguments and put its outputs together again."""
+    leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
     inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
     by_name = {name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs}
-    flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
-    return pytree.tree_unflatten([_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)], loaded.graph.output_spec)
+    with peers_alive():
+        flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
+    outputs = [_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)]
+    return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
 
 
 def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> torch.Tensor:
@@ -146,16 +185,33 @@ def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
     return x
 
 
+def describe_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Key, Key]:
+    """What the ranks must agree on, and of that what a program is made for; keywords in any order."""
+    kwargs = dict(sorted(kwargs.items()))
+    register_types((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (tuple(map(_describe, leaves)), str(spec), tuple(m.training for m in module.modules()))
+    placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
+    return (*key, placements), key
+
+
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return type(leaf), leaf
+    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else "not supported"
+
+
+def _as_example(leaf: Any) -> Any:
+    """What to trace with; AutoparError for an argument that neither is a tensor nor can be written into a program."""
+    if isinstance(leaf, torch.Tensor):
+        return _as_meta(leaf)
+    if isinstance(leaf, CONSTANTS):
+        return leaf
+    raise AutoparError(
+        f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors, numbers, strings, None and "
+        "tuples, lists, dicts and dataclasses of these; turn it into one of them before the call"
+    )
 
 
 def _as_meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-
-
-def _pins(loaded: Loaded) -> dict[str, str]:
-    layouts = loaded.plan.assignment.layouts
-    return {item.fqn: format_layout(layouts[item.value.name]) for item in stateful(loaded.graph)}

@@ -13,7 +13,13 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-class seeded:  # noqa: N801 - used as a context manager, like torch.no_grad
+def peek_seed() -> int:
+    """What `draw_seed` will give next."""
+    with torch.random.fork_rng(devices=()):
+        return draw_seed()
+
+
+class seeded:
     """Run one random op with a generator seeded by (seed, number of the op, this rank's part), then restore the generators."""
 
     def __init__(self, seed: int, number: int, *axes: Axis) -> None:

@@ -1,14 +1,18 @@
 """Parameters and buffers as DTensors: cut out of a real model, or materialised module by module from a meta one."""
 
+import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autopar.codegen.agree import from_first
 from autopar.codegen.load import axes_of, torch_placements
-from autopar.errors import AutoparError
+from autopar.codegen.materialise import initialise
 from autopar.ir.graph import Graph, Input
 from autopar.sbp.collectives import move
 from autopar.sbp.placement import I, Layout
@@ -76,53 +80,59 @@ def stateful(graph: Graph) -> Iterator[Input]:
 
 
 def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> dict[str, DTensor]:
-    """Parts of a model whose tensors are real, or are on the meta device and initialised here module by module, so that
-    never more than one module's own tensors are whole on a rank. Numbers are those of the same initialisation on one device."""
+    """This rank's parts of the parameters and buffers of `model`, by FQN of the graph's inputs.
+
+    Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random state.
+    """
     items = {fqn: item for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    named = [(items[fqn], x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
+    by_tensor = {id(x): item for item, x in named}
     done: dict[str, DTensor] = {}
-    for prefix, owner in model.named_modules():
-        tensors = {name: tensor for name, tensor in [*owner._parameters.items(), *owner._buffers.items()] if tensor is not None}
-        if any(tensor.is_meta for tensor in tensors.values()):
-            tensors = _initialised(model, owner, prefix, mesh.device_type)
-        for name, tensor in tensors.items():
-            item = items[f"{prefix}.{name}" if prefix else name]
-            if item.fqn not in done:
-                done[item.fqn] = _stored(tensor, item, layouts[item.value.name], mesh)
+
+    def store(old: torch.Tensor, content: torch.Tensor) -> None:
+        item = by_tensor[id(old)]
+        part = shard(content, layouts[item.value.name], mesh)
+        done[item.fqn] = nn.Parameter(part, requires_grad=old.requires_grad) if item.kind == "parameter" else part
+
+    def fetch(old: torch.Tensor) -> torch.Tensor | None:
+        item = by_tensor[id(old)]
+        return whole(done[item.fqn], layouts[item.value.name], mesh) if item.fqn in done else None
+
+    for _, x in named:
+        if not x.is_meta:
+            store(x, x)
+    if any(x.is_meta for _, x in named):
+        with _random_state_of_first(mesh):
+            initialise(model, mesh.device_type, fetch, store)
     return done
 
 
-def _stored(tensor: torch.Tensor, item: Input, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    part = shard(tensor, layout, mesh)
-    return nn.Parameter(part, requires_grad=tensor.requires_grad) if item.kind == "parameter" else part
+def whole(x: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """All of a tensor stored in `layout`, on every rank."""
+    part = x.detach().to_local()
+    for axis, placement in reversed([*zip(axes_of(mesh), layout)]):
+        part = move(part, axis, placement, I)
+    return part.clone()
 
 
-def _initialised(model: nn.Module, owner: nn.Module, prefix: str, device: str) -> dict[str, torch.Tensor]:
-    """The module's own tensors after its own initialisation; the module itself is left as it was."""
-    saved = owner._parameters, owner._buffers
-    owner._parameters = {name: _allocated(tensor, device) for name, tensor in owner._parameters.items()}
-    owner._buffers = {name: _allocated(tensor, device) for name, tensor in owner._buffers.items()}
-    try:
-        _initialise(model, owner, prefix)
-        return {name: tensor for name, tensor in [*owner._parameters.items(), *owner._buffers.items()] if tensor is not None}
-    finally:
-        owner._parameters, owner._buffers = saved
+@contextmanager
+def _random_state_of_first(mesh: DeviceMesh) -> Iterator[None]:
+    """Draw as the first rank would; afterwards each rank has its own random state back."""
+    devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    state, *device_states = from_first(mesh, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state)
+        for device, device_state in zip(devices, device_states):
+            torch.cuda.set_rng_state(device_state, device)
+        yield
 
 
-def _allocated(tensor: torch.Tensor | None, device: str) -> torch.Tensor | None:
-    if tensor is None or not tensor.is_meta:
-        return tensor
-    empty = torch.empty_like(tensor, device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _initialise(model: nn.Module, owner: nn.Module, prefix: str) -> None:
-    if hasattr(owner, "reset_parameters"):
-        owner.reset_parameters()
-    if hasattr(model, "_init_weights"):  # Hugging Face models initialise each module from the top
-        with torch.no_grad():
-            model._init_weights(owner)
-    elif not hasattr(owner, "reset_parameters"):
-        raise AutoparError(
-            f"{type(owner).__name__} {prefix or '(the model)'} has parameters on the meta device and no reset_parameters() to initialise "
-            "them; give it one, or build the model on a real device"
-        )
+def with_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state` with every whole tensor that stands for a DTensor of `module` cut to this rank's part of it."""
+    stored = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    cut = copy.copy(state)  # keeps the versions that state_dict() attaches
+    for name, x in state.items():
+        if isinstance(x, torch.Tensor) and name in stored and not isinstance(x, DTensor) and x.shape == stored[name].shape:
+            like = stored[name]
+            cut[name] = distribute_tensor(x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return cut
