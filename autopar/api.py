@@ -73,7 +73,7 @@ def compile(
     mesh = _device_mesh(mesh)
     wishes = _wishes(pins, memory_limit_bytes)
     if plan is not None and (wishes or cluster is not None):
-        raise AutoparError("plan= is given together with cluster=, pins= or memory_limit_bytes=, which belong to planning; give one or the other")
+        raise AutoparError("plan= is given together with cluster=, pins= or memory_limit_bytes=, which are for planning; choose one")
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     found = _cluster(cluster, mesh.device_type) if plan is None else None
@@ -151,7 +151,7 @@ def _named_type(x: Any) -> str:
 
 def _check_not_parallel(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
-        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it (model.module), autopar adds data parallelism")
+        raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it: model.module")
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise AutoparError(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # there is no public way from a group's name to the group
 
 from autopar.codegen.random import peek_seed
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
@@ -23,11 +24,11 @@ Result = TypeVar("Result")
 
 def agreement_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A gloo group of the whole mesh: agreeing must not wait for an accelerator's stream."""
-    if not hasattr(mesh, "_autopar_agreement"):  # it lives and dies with the mesh's own groups
+    if not hasattr(mesh, "_autopar_agreement"):  # one a mesh; by name, as the mesh keeps its own groups, so that it can be copied
         ranks = sorted(mesh.mesh.flatten().tolist())
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=AGREEMENT)
-        mesh._autopar_agreement = group
-    return mesh._autopar_agreement
+        mesh._autopar_agreement = group.group_name
+    return _resolve_process_group(mesh._autopar_agreement)
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def peers_alive() -> Iterator[None]:
         if not _is_from_backend(error):
             raise
         raise PeerFailed(
-            f"rank {dist.get_rank()} waited for another rank, which failed or died; the error of that rank is the cause, look at its output "
-            f"first (here the backend said: {str(error).splitlines()[0]})"
+            f"rank {dist.get_rank()} waited for another rank, which failed or died; its error is the cause, look at its output first "
+            f"(here the backend said: {str(error).splitlines()[0]})"
         ) from error
 
 

@@ -37,13 +37,13 @@ def initialise(model: nn.Module, device: str, fetch: Fetch, store: Store) -> Non
     if missing:
         fqn = next(iter(missing.values()))[0]
         raise AutoparError(
-            f"{fqn} is on the meta device and nothing initialises it; expected that {type(_owner(model, fqn)).__name__}, which owns it, has "
+            f"{fqn} is on the meta device and nothing initialises it; expected that its module, a {_owner_type(model, fqn)}, has "
             "a reset_parameters(); give it one, or build the model on a real device"
         )
 
 
-def _owner(model: nn.Module, fqn: str) -> nn.Module:
-    return model.get_submodule(fqn.rpartition(".")[0])
+def _owner_type(model: nn.Module, fqn: str) -> str:
+    return type(model.get_submodule(fqn.rpartition(".")[0])).__name__
 
 
 def _children_first(module: nn.Module, top: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -55,6 +55,7 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
         """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self._autopar.mesh)] = self._autopar.mesh
         copied.__dict__.update({name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"})
         copied._autopar = self._autopar.of(copied)
         return copied
