@@ -97,19 +97,19 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part, along `dim`, of the sum of the ranks' `x`."""
+    """This rank's part, along `dim`, of the sum of the ranks' `x`; contiguous."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     _reduce_scatter(out, x, group=axis.group)
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' `x` joined along `dim` in rank order."""
+    """The ranks' `x` joined along `dim` in rank order; contiguous, for some ops read only such tensors."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     _all_gather(out, x, group=axis.group)
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, src_dim: int, dst_dim: int) -> torch.Tensor:
