@@ -201,11 +201,15 @@ def _wrong_numbers(example: Example, found: Mapping[Coordinate, Tensors]) -> lis
         try:
             joined = join(parts, layout_of(example, name))
             assert joined.shape == truth.shape and joined.dtype == truth.dtype
-            scale = max(1.0, float(truth.abs().max())) if truth.is_floating_point() or truth.is_complex() else 1.0
-            torch.testing.assert_close(joined, truth, rtol=0.0, atol=TOLERANCE * scale, equal_nan=True)
+            torch.testing.assert_close(joined, truth, rtol=0.0, atol=TOLERANCE * _scale(truth), equal_nan=True)
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     return wrong
+
+
+def _scale(truth: torch.Tensor) -> float:
+    has_size = truth.numel() > 0 and (truth.is_floating_point() or truth.is_complex())
+    return max(1.0, float(truth.abs().max())) if has_size else 1.0
 
 
 def is_stable(example: Example) -> bool:

@@ -66,7 +66,8 @@ class Builder:
             result = resolve(target)(*_fill(slotted, nodes), **{key: _fill(item, nodes) for key, item in named})
         is_tuple = isinstance(result, (tuple, list))
         tensors = tuple(result) if is_tuple else (result,)
-        if any(_is_wild(x) for x in tensors):
+        is_view_with_grad = is_no_grad and any(x.requires_grad for x in tensors)  # torch says so, but no gradient gets through
+        if is_view_with_grad or any(_is_wild(x) for x in tensors):
             raise Refused(target)
         name = f"op{len(self.ops)}"
         found = tuple(Node(Value(f"{name}_{i}", tuple(x.shape), x.dtype, x.requires_grad), x) for i, x in enumerate(tensors))
