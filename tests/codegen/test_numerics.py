@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.codegen.training import train_under
+from tests.codegen.training import plans_for, train_under
 from tests.workers import Ranks
 from tests.zoo import ZOO
 
@@ -27,11 +27,12 @@ def _check(reports: list[list[dict]], name: str) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    _check(ranks4.run(train_under, name, shape, KINDS, timeout_s=240), name)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, KINDS), timeout_s=240), name)
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    _check(ranks8.run(train_under, name, shape, ("searched", "zero3", "random:0"), timeout_s=400), name)
+    kinds = ("searched", "zero3", "random:0")
+    _check(ranks8.run(train_under, name, plans_for(name, shape, kinds), timeout_s=400), name)

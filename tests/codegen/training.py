@@ -37,23 +37,33 @@ EPS = 1e-3
 LEAST = {"first": 1e-6, "last": LEARNING_RATE}
 
 
-def train_under(name: str, shape: tuple[int, ...], kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, steps: int = 3) -> list[dict[str, Any]]:
-    """On every rank: train the model called `name` under each kind of plan and report how far it is from one device."""
-    mesh, torch_mesh = Mesh(shape, AXES[: len(shape)]), device_mesh(shape, AXES[: len(shape)])
-    graph = traced(build(name, dtype=dtype))
-    truth = train(build(name, dtype=dtype), steps)
+def train_under(name: str, plans: Mapping[str, Plan], steps: int = 3) -> list[dict[str, Any]]:
+    """On every rank: train the model called `name` under each plan and report how far it is from one device."""
+    truth = train(build(name), steps)
     reports = []
-    for kind in kinds:
-        plan = plan_called(kind, graph, mesh)
-        case = build(name, dtype=dtype)
-        case = case._replace(model=shard_module(case.model, torch_mesh, lambda *_: plan))  # noqa: B023 - used before the next turn
+    for kind, plan in plans.items():
+        mesh = device_mesh(plan.mesh.shape, plan.mesh.axis_names)
+        case = under(plan, build(name), mesh)
         found = train(case, steps)
         reports.append(
-            {"kind": kind, "split": split_parameters(plan), "predicted": Counter(planned(plan)), "issued": issued(case, torch_mesh)}
+            {"kind": kind, "split": split_parameters(plan), "predicted": Counter(planned(plan)), "issued": issued(case, mesh)}
             | {when: worst(found[when], truth[when], least) for when, least in LEAST.items()}
         )
-        check(case.model._autopar.current().program, torch_mesh)
+        check(case.model._autopar.current().program, mesh)
     return reports
+
+
+def plans_for(name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> dict[str, Plan]:
+    """A plan of each kind for the model called `name`."""
+    graph = traced(build(name))
+    return {kind: plan_called(kind, graph, Mesh(shape, AXES[: len(shape)])) for kind in kinds}
+
+
+def under(plan: Plan, case: Case, mesh: DeviceMesh) -> Case:
+    """The case with its model sharded by `plan`, which was made for this very model: it is not traced again."""
+    module = shard_module(case.model, mesh, lambda *_: plan)
+    module._autopar._trace = lambda *_: plan.graph
+    return case._replace(model=module)
 
 
 def traced(case: Case) -> Graph:
@@ -148,8 +158,7 @@ def issued(case: Case, mesh: DeviceMesh) -> Counter:
 
 
 def sharded(name: str, shape: tuple[int, ...], kind: str, **options: Any) -> tuple[Case, ShardedModule]:
-    """The model called `name` under a kind of plan, for tests of one property."""
-    mesh, torch_mesh = Mesh(shape, AXES[: len(shape)]), device_mesh(shape, AXES[: len(shape)])
-    case = build(name, **options)
+    """The model called `name` and the same under a kind of plan, for tests of one property."""
+    mesh, case = Mesh(shape, AXES[: len(shape)]), build(name, **options)
     plan = plan_called(kind, traced(case), mesh)
-    return case, shard_module(case.model, torch_mesh, lambda *_: plan)
+    return case, under(plan, case, device_mesh(shape, mesh.axis_names)).model
