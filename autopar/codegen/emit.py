@@ -35,7 +35,8 @@ class _Emitter:
             body += [*self._declare(name, stored[fqn]), f"self.write_back({fqn!r}, {variable(name)})"]
         for item, layout in self.program.outputs:
             body += self._declare(item.name, layout) if isinstance(item, Variable) else []
-        body.append(f"return ({', '.join(self._output(item) for item, _ in self.program.outputs)},)")
+        outputs = [self._output(item) for item, _ in self.program.outputs]
+        body.append(f"return ({', '.join(outputs)},)" if outputs else "return ()")
         return [f"def forward({', '.join(['self', *arguments])}):", *("    " + line for line in body)]
 
     def _prologue(self) -> list[str]:
