@@ -1,0 +1,40 @@
+"""What the README shows runs."""
+
+import contextlib
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.workers import Ranks, device_mesh
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def run_blocks(blocks: list[str], folder: str) -> bool:
+    """On a rank whose process group is up already: the training loop, then planning ahead for the same model."""
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(blocks[0].replace('dist.init_process_group("gloo")', "pass"), names)
+    assert isinstance(names["mesh"], DeviceMesh)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    ahead = {"autopar": names["autopar"], "model": model, "x": names["x"], "mesh": device_mesh((2, 2), ("dp", "tp"))}
+    with contextlib.chdir(folder):
+        exec(blocks[1], ahead)
+    return bool(torch.isfinite(ahead["model"](names["x"]).sum()))
+
+
+@pytest.mark.multirank
+def test_examples_run(ranks4: Ranks) -> None:
+    blocks = python_blocks()
+    assert len(blocks) == 2
+    with tempfile.TemporaryDirectory() as folder:
+        assert ranks4.run(run_blocks, blocks, folder) == [True] * 4
