@@ -105,7 +105,7 @@ class _Planner:
 
     def _make(self, graph: Graph, fixed: dict[str, str], given: str | None) -> Plan:
         cluster = self.cluster or store.loads(given).cluster
-        wishes = self.wishes | ({"pins": fixed} if fixed else {})
+        wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
         return _planned(graph, as_mesh(self.mesh), cluster, wishes)
 
 

@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 
 AGREEMENT = "autopar agreement"  # description of the process group, by which counters of the model's collectives know it
+KEY_PARTS = ("arguments", "structures of arguments", "models, or modes (train or eval)", "placements of DTensor arguments")
 NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
 
 Result = TypeVar("Result")
@@ -121,14 +122,14 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
 
 
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...], digest: int, seed: int) -> None:
-    """RankMismatch on every rank unless all are called alike: one reduction of four numbers. `digest` is that of `key`."""
+    """RankMismatch on every rank unless all are called alike: one reduction of four numbers. `digest` is that of `key`, whose parts are `KEY_PARTS`."""
     numbers = torch.tensor([digest, -digest, seed, -seed])
     with peers_alive():
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=agreement_group(mesh))
     most, least, most_seed, least_seed = numbers.tolist()
     if most != -least:
-        what = f"arguments or modes (this rank: {key[0]})"
-        check_same(mesh, key, what, "pass arguments of the same shapes, in the same mode, on every rank")
+        for what, part in zip(KEY_PARTS, key):
+            check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")
     if most_seed != -least_seed:
         raise RankMismatch(_seed_text(mesh, seed))
 

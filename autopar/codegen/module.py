@@ -1,7 +1,8 @@
 """The sharded module: the user's own module class, its tensors DTensors, its forward the generated program."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -114,7 +115,8 @@ class Runtime:
         found = self.loaded.get(key)
         agree_on_call(self.mesh, call, self.digests[call], peek_seed() if found and found.program.has_random_ops else 0)
         if found is None:
-            found = self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
+            with _own_autograd():
+                found = self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
         self.last = found
 
     def _load(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
@@ -173,11 +175,25 @@ def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:
 
 def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> torch.Tensor:
     if isinstance(leaf, DTensor):
+        _check_mesh(leaf.device_mesh, item, loaded.mesh)
         return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
     leaf = leaf.to(loaded.mesh.device_type)
     for axis, placement in zip(loaded.axes, layout):
         leaf = move(leaf, axis, I, placement)
     return leaf
+
+
+@contextmanager
+def _own_autograd() -> Iterator[None]:
+    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation checkpointing)."""
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), unchanged:
+        yield
+
+
+def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
+    if found != expected:
+        raise AutoparError(f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's mesh")
 
 
 def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
@@ -187,7 +203,7 @@ def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
 
 
 def describe_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Key, Key]:
-    """What the ranks must agree on, and of that what a program is made for; keywords in any order."""
+    """What the ranks must agree on (agree.KEY_PARTS), and of that what a program is made for; keywords in any order."""
     kwargs = dict(sorted(kwargs.items()))
     register_types((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))

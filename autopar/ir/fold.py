@@ -49,13 +49,16 @@ class _Region:
         return self.block * (self.count - 1)
 
 
-def fold(graph: Graph) -> Folded:
-    """Find the repeated blocks: the one that folds most first, then in the rest of the graph on both sides of it."""
+def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
+    """Find the repeated blocks: the one that folds most first, then in the rest of the graph on both sides of it.
+
+    `labels`: input value -> text; what reads differently labelled inputs is not the same.
+    """
     names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
     representative = {name: name for name in names}
     repeats: dict[int, Repeat] = {}
     wiring = wire(graph)
-    signatures = _signatures(graph)
+    signatures = _signatures(graph, labels or {})
     pending = [(0, len(graph.ops))]
     while pending:
         start, stop = pending.pop()
@@ -79,14 +82,14 @@ def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
     return classes
 
 
-def _signatures(graph: Graph) -> np.ndarray:
+def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
     """One number per op, equal for ops that are alike apart from where their inputs come from."""
     known: dict[Any, int] = {}
-    return np.array([known.setdefault(_signature(op), len(known)) for op in graph.ops], dtype=np.int64)
+    return np.array([known.setdefault(_signature(op, labels), len(known)) for op in graph.ops], dtype=np.int64)
 
 
-def _signature(op: Op) -> Any:
-    values = tuple((value.shape, value.dtype, value.needs_grad) for value in (*op.inputs, *op.outputs))
+def _signature(op: Op, labels: Mapping[str, str]) -> Any:
+    values = tuple((value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs))
     # repr tells 1, 1.0 and True apart, which hashing does not.
     return op.target, repr(op.args), repr(op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
 

@@ -31,6 +31,7 @@ def make_plan(
     cluster: Cluster,
     *,
     pins: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None = None,
     memory_limit_bytes: float = math.inf,
     optimizer: str = "adamw",
     time_limit_s: float = 30.0,
@@ -38,12 +39,13 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
+    `pins`: FQN -> layout; one holds for all repeats. `stored`: the same for what has its layout already, each for itself.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     clock = _Clock(progress or (lambda _: None))
-    folded = clock.run("fold", lambda: fold(graph))
+    folded = clock.run("fold", lambda: fold(graph, _labels(graph, stored or {})))
     everything = clock.run("annotate", lambda: annotate(graph, mesh, folded))
-    candidates = restrict(everything, graph, pins or {}, mesh, folded)
+    candidates = restrict(everything, graph, dict(pins or {}) | dict(stored or {}), mesh, folded)
     priced = clock.run(
         "price", lambda: price(graph, folded, candidates, mesh, cluster, optimizer=optimizer, memory_limit_bytes=memory_limit_bytes)
     )
@@ -61,6 +63,10 @@ def make_plan(
         optimizer=optimizer, memory_limit_bytes=memory_limit_bytes, lower_bound_s=choice.lower_bound_s,
         hand={name: HandCosts(costs.step_s, costs.total_memory_bytes) for name, costs in by_hand.items()}, timings=clock.timings,
     )  # fmt: skip
+
+
+def _labels(graph: Graph, stored: Mapping[str, str]) -> dict[str, str]:
+    return {item.value.name: stored[item.fqn] for item in graph.inputs if item.fqn in stored}
 
 
 def _starts(priced: Priced, graph: Graph, folded: Folded, hand: Mapping[str, Assignment]) -> dict[str, tuple[int, ...]]:
