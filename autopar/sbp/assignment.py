@@ -1,10 +1,10 @@
 """An assignment says where everything is; the conversions between its layouts follow from it, for pricing and for lowering alike."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph, Op, Value
 from autopar.sbp.placement import I, Layout, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
@@ -35,7 +35,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`value` in layout `src` is turned into `dst` once, for `uses` (empty: only further conversions start from it)."""
+    """`value` in layout `src` is turned into `dst` once, for `uses` (empty: only further conversions start from it).
+
+    `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none themselves.
+    """
 
     value: Value
     src: Layout
@@ -82,7 +85,7 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
     A use that wants the layout in which the value came into being reads it as it is. A conversion with `src == dst` does
     nothing and is listed so that each use occurs once.
     """
-    produced = produced_layouts(graph, assignment)
+    produced, ops = produced_layouts(graph, assignment), {op.name: op for op in graph.ops}
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
     found: dict[str, tuple[Conversion, ...]] = {}
     for name, uses in uses_of(graph).items():
@@ -91,12 +94,27 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
             by_layout[wanted_layout(graph, assignment, use)].append(use)
         needs_base = any(dst != produced[name] for dst in by_layout)
         base = assignment.kept.get(name, produced[name]) if needs_base else produced[name]
-        first = [Conversion(values[name], produced[name], base, ())] if base != produced[name] else []
         rest = [
-            Conversion(values[name], dst if dst == produced[name] else base, dst, tuple(served)) for dst, served in by_layout.items()
+            Conversion(_as_read(values[name], served, ops), dst if dst == produced[name] else base, dst, tuple(served))
+            for dst, served in by_layout.items()
         ]
+        from_base = [use for conversion in rest if conversion.src == base for use in conversion.uses]
+        first = [Conversion(_as_read(values[name], from_base, ops), produced[name], base, ())] if base != produced[name] else []
         found[name] = tuple(first + rest)
     return found
+
+
+def _as_read(value: Value, uses: Iterable[Use], ops: Mapping[str, Op]) -> Value:
+    """`value`, with a gradient if it gets one from any of `uses`."""
+    return replace(value, needs_grad=value.needs_grad and any(gives_gradient(use, ops) for use in uses))
+
+
+def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
+    """Whether a gradient can come back from a reading of a value that needs one; `ops` by name."""
+    if use.user in ops:
+        op = ops[use.user]
+        return not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    return use.user == "output"
 
 
 def buckets(graph: Graph, found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:

@@ -67,10 +67,11 @@ def dual(placement: Placement) -> Placement:
 
 
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`convert` without gradient. What is whole (I or R) is the same on every rank, so the two do not differ here."""
+    """`convert` through which no gradient comes back. What is whole (I or R) is the same on every rank, so the two do not differ here."""
     src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x
+    x = x.detach()
     match src_kind, dst_kind:
         case "P", "I":
             return all_reduce(x, axis)
