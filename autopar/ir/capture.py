@@ -1,5 +1,6 @@
 """Running torch.export on a model without changing the model, and saying what went wrong in the model's own words."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         except GuardOnDataDependentSymNode as error:
             raise TraceError(_data_dependent(error)) from error
         except Exception as error:
+            _check_signature(model, args, kwargs)
             line, text = line_of_error(error)
             where = f"{line}: `{text}`" if line else type(model).__name__
             raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
@@ -38,6 +40,15 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with as_if_on_cpu(model) as imagine:
         args, kwargs = pytree.tree_map_only(torch.Tensor, imagine, (args, kwargs))
         return torch.export.export(model, args, kwargs, strict=False)
+
+
+def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TraceError if that is why a call failed. Not asked before: decorators may take more than the signature they show."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(f"{type(model).__name__} cannot be called so: {error}; its forward takes {signature}") from error
 
 
 def _separate(leaf: Any) -> Any:

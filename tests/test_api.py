@@ -1,0 +1,92 @@
+"""The two calls as a user makes them."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.costmodel.cluster import load_cluster
+from tests.workers import Ranks, device_mesh
+from tests.zoo import MLP, build
+
+X = torch.zeros(8, 32)
+
+
+def test_plan_needs_no_process_group_and_no_data():
+    assert not dist.is_initialized()
+    with torch.device("meta"):
+        model, x = MLP(), torch.zeros(8, 32)
+    plan = autopar.plan(model, "dp=2,tp=2", cluster="free-links", args=(x,))
+    assert plan.mesh.axis_names == ("dp", "tp") and all(p.is_meta for p in model.parameters())
+    assert "dp=2,tp=2" in plan.explain()
+
+
+def test_all_ways_to_write_a_mesh_and_a_cluster_agree(tmp_path):
+    (tmp_path / "cluster.json").write_text(load_cluster("cpu").to_json())
+    text = autopar.plan(MLP(), "2x2", cluster="cpu", args=(X,)).dumps()
+    for mesh in ((2, 2), [2, 2], "a0=2,a1=2"):
+        for cluster in ("cpu", load_cluster("cpu"), tmp_path / "cluster.json"):
+            assert autopar.plan(MLP(), mesh, cluster=cluster, args=[X]).dumps() == text
+
+
+def test_the_two_calls_take_the_same_wishes():
+    shared = ("cluster", "args", "kwargs", "pins", "memory_limit_bytes")
+    of_plan, of_compile = (inspect.signature(call).parameters for call in (autopar.plan, autopar.compile))
+    assert set(shared) <= set(of_plan) & set(of_compile)
+    assert all(of_compile[name].default is None for name in shared)
+    assert all(of_plan[name].default in (None, ()) for name in shared)
+
+
+def both_calls() -> None:
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    case = build("gpt2")
+    for options in ({}, {"cluster": "h100"}, {"memory_limit_bytes": 1e9}, {"pins": {"transformer.wpe.weight": "S(0)B"}}):
+        planned = autopar.plan(case.model, mesh, kwargs=case.kwargs, **options)
+        compiled = autopar.compile(case.model, mesh, kwargs=case.kwargs, **options).plan
+        assert planned.dumps() == compiled.dumps(), options
+        assert planned.cluster.name == options.get("cluster", "cpu")
+        given = autopar.compile(case.model, mesh, kwargs=case.kwargs, plan=planned).plan
+        assert given.dumps() == planned.dumps()
+
+
+@pytest.mark.multirank
+def test_plan_and_compile_come_to_the_same(ranks4: Ranks) -> None:
+    ranks4.run(both_calls)
+
+
+def meshes_of_all_kinds() -> list[tuple[str, ...]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(0)
+    meshes = ["2x2", "dp=2,tp=2", (4,), init_device_mesh("cpu", (2, 2)), device_mesh((2, 2), ("dp", "tp"))]
+    models = [autopar.compile(MLP(), mesh, args=(X,)) for mesh in meshes]
+    assert all(math.isfinite(float(model(X).sum())) for model in models)
+    return [model.plan.mesh.axis_names for model in models]
+
+
+@pytest.mark.multirank
+def test_compile_takes_meshes_of_all_kinds(ranks4: Ranks) -> None:
+    expected = [("a0", "a1"), ("dp", "tp"), ("a0",), ("a0", "a1"), ("dp", "tp")]
+    assert ranks4.run(meshes_of_all_kinds) == [expected] * 4
+
+
+def submesh() -> str:
+    """A model on half of the ranks; the others are told that they have no part in it."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    torch.manual_seed(0)
+    mesh = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp",))
+    try:
+        model = autopar.compile(MLP(), mesh, args=(X,), pins={"head.weight": "S(0)"})
+        return f"{tuple(model.head.weight.to_local().shape)}"
+    except autopar.AutoparError as error:
+        return str(error)
+
+
+@pytest.mark.multirank
+def test_model_on_some_of_the_ranks(ranks4: Ranks) -> None:
+    texts = ranks4.run(submesh)
+    assert texts[1] == texts[3] == "(8, 32)" and "rank 0 is not in mesh" in texts[0] and "rank 2 is not in mesh" in texts[2]
