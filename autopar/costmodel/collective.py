@@ -101,12 +101,17 @@ def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis:
     return half
 
 
-def collective_times(cluster: Cluster, mesh_shape: tuple[int, ...], axis: int, kind: str, num_bytes: np.ndarray) -> np.ndarray:
-    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on an axis of one device."""
+def collective_times(
+    cluster: Cluster, mesh_shape: tuple[int, ...], axis: int, kind: str, num_bytes: np.ndarray, *, latency_share: float = 1.0
+) -> np.ndarray:
+    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on an axis of one device.
+
+    latency_share: what part of the latency a member of a larger collective stands for.
+    """
     if mesh_shape[axis] == 1:
         return np.zeros(np.shape(num_bytes))
     choices = algorithms(cluster.levels, mesh_shape, axis, kind)
-    best = np.min([p.alpha_s + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices], axis=0)
+    best = np.min([p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices], axis=0)
     return best * cluster.kind_factors.get(kind, 1.0)
 
 

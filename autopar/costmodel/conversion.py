@@ -12,6 +12,7 @@ from autopar.costmodel.collective import collective_times
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.ir.graph import Value
+from autopar.sbp.assignment import BUCKET_BYTES
 from autopar.sbp.placement import I, Layout, P, R, S
 from autopar.sbp.redistribute import CONVERSIONS, Step, redistribute
 
@@ -99,7 +100,9 @@ def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
     return np.array([[_CODES.get(p.kind, p.dim) for p in layout] for layout in layouts], dtype=np.int64).reshape(-1, ndim)
 
 
-def conversion_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
+def conversion_times(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster, *, latency_share: float = 1.0
+) -> np.ndarray:
     """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
     found = recipe(sources, targets, mesh_shape)
     times = np.zeros(len(found.kinds) + 1)  # the last stays 0, for the padding
@@ -107,8 +110,27 @@ def conversion_times(value: Value, sources: Layouts, targets: Layouts, mesh_shap
         kind = found.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_bytes = np.float64(value.num_bytes // kind.divisor)
-            times[position] = collective_times(cluster, mesh_shape, kind.axis, kind.kind, num_bytes)
+            times[position] = collective_times(cluster, mesh_shape, kind.axis, kind.kind, num_bytes, latency_share=latency_share)
     return times[found.rows].sum(axis=-1)[found.pattern]
+
+
+def parameter_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
+    """`conversion_times` of a parameter, whose gradient may be reduced together with others (`assignment.buckets`).
+
+    A bucket of several holds at most BUCKET_BYTES, so its members, each at its share of that in latency, never sum to more than it takes.
+    """
+    alone = conversion_times(value, sources, targets, mesh_shape, cluster)
+    share = min(1.0, value.num_bytes / BUCKET_BYTES)
+    together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=share)
+    return np.where(_only_reduces_gradient(sources, targets), together, alone)
+
+
+@lru_cache(maxsize=256)
+def _only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
+    """bool[sources, targets]: whether every axis stays or goes from I to R."""
+    ndim = max(map(len, sources + targets), default=0)
+    src, dst = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]
+    return ((src == dst) | ((src == _CODES["I"]) & (dst == _CODES["R"]))).all(axis=-1)
 
 
 def layout_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:

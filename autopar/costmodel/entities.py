@@ -1,14 +1,14 @@
 """What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.memory import held_values
 from autopar.costmodel.probe import footprint
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.assignment import Use, uses_of
+from autopar.sbp.assignment import Use, gives_gradient, uses_of
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates, Strategy
 
@@ -40,25 +40,35 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What comes of a reading: whether what is read is kept for backward, and whether a gradient comes back."""
+
+    is_saved: bool
+    gives_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
-    """A value of class `value` goes from `src` to `dst` and is converted on the way. is_saved: what arrives is kept for backward;
-    is_held: what leaves is in memory until backward anyhow.
-    """
+    """A value of class `value` goes from `src` to `dst` and is converted on the way. is_held: what leaves is in memory until backward
+    anyhow."""
 
     value: str
     src: End
     dst: End
-    is_saved: bool
+    reading: Reading
     is_held: bool
 
 
 @dataclass(frozen=True)
 class Flows:
-    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many distinct values take each flow; `values`: the class of a
-    value -> its representative."""
+    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many distinct values take each flow; `relaxed`: flow -> for how
+    many values its seconds, and for how many its bytes, count in `Priced.relaxed`; `parameters`: the classes of parameters; `values`: the
+    class of a value -> its representative."""
 
     entities: tuple[Entity, ...]
     counts: Mapping[Flow, int]
+    relaxed: Mapping[Flow, tuple[float, float]]
+    parameters: frozenset[str]
     values: Mapping[str, Value]
 
 
@@ -80,17 +90,46 @@ def find_flows(graph: Graph, folded: Folded, candidates: Candidates) -> Flows:
     sources = _sources(graph, nodes)
     ops, held = {op.name: op for op in graph.ops}, held_values(graph)
     counts: Counter[Flow] = Counter()
+    relaxed: dict[Flow, tuple[float, float]] = {}
     for name, uses in uses_of(graph).items():
         src = sources[classes[name]]
-        readers = {_end(graph, folded, classes, nodes, use): _saves(ops, use) for use in uses}
-        if len(uses) > 1:
-            kept = End(nodes["kept", classes[name]])
-            counts[Flow(classes[name], src, kept, any(readers.values()), name in held)] += 1
-            counts.update(Flow(classes[name], kept, end, saved, True) for end, saved in readers.items())
-        else:
-            counts.update(Flow(classes[name], src, end, saved, name in held) for end, saved in readers.items())
+        readers = {_end(graph, folded, classes, nodes, use): Reading(_saves(ops, use), gives_gradient(use, ops)) for use in uses}
+        kept = End(nodes["kept", classes[name]]) if len(uses) > 1 else None
+        counts.update(_flows(classes[name], src, kept, readers, is_held=name in held))
+        for flow, share in _relaxed_flows(classes[name], src, kept, readers, is_held=name in held):
+            seconds, num_bytes = relaxed.get(flow, (0.0, 0.0))
+            relaxed[flow] = seconds + share[0], num_bytes + share[1]
     values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
-    return Flows(_with_kept_options(entities, counts), counts, values)
+    parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
+    return Flows(_with_kept_options(entities, counts), counts, relaxed, parameters, values)
+
+
+def _flows(value: str, src: End, kept: End | None, readers: Mapping[End, Reading], *, is_held: bool) -> Iterator[Flow]:
+    """The flows of one value, by its kept layout if it has one."""
+    if kept is not None:
+        yield _first(value, src, kept, readers, is_held)
+        src, is_held = kept, True
+    yield from (Flow(value, src, end, reading, is_held) for end, reading in readers.items())
+
+
+def _first(value: str, src: End, kept: End, readers: Mapping[End, Reading], is_held: bool) -> Flow:
+    """To the kept layout, for all readers."""
+    saved, gives = (any(getattr(reading, field) for reading in readers.values()) for field in ("is_saved", "gives_gradient"))
+    return Flow(value, src, kept, Reading(saved, gives), is_held)
+
+
+def _relaxed_flows(
+    value: str, src: End, kept: End | None, readers: Mapping[End, Reading], *, is_held: bool
+) -> Iterator[tuple[Flow, tuple[float, float]]]:
+    """Flows as if every reader shared its conversion and its copy with all the others, which never costs more: (flow, shares)."""
+    num_readers, num_savers = 1, 1
+    if kept is not None:
+        first = _first(value, src, kept, readers, is_held)
+        # of a value that is not held, backward has just what its readers want
+        yield replace(first, reading=replace(first.reading, is_saved=first.reading.is_saved and is_held)), (1.0, 1.0)
+        src, num_readers, num_savers = kept, len(readers), max(1, sum(reading.is_saved for reading in readers.values()))
+    for end, reading in readers.items():
+        yield Flow(value, src, end, reading, is_held), (1 / num_readers, 1 / num_savers)
 
 
 def _values(graph: Graph) -> list[Value]:

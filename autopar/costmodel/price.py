@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import Shapes, local_shapes, shapes_time
-from autopar.costmodel.conversion import Layouts, conversion_times, layout_bytes, same_tensor
+from autopar.costmodel.conversion import Layouts, conversion_times, layout_bytes, parameter_times, same_tensor
 from autopar.costmodel.entities import End, Entity, Flow, Flows, find_flows
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
@@ -20,16 +21,20 @@ from autopar.mesh import Mesh
 from autopar.sbp.signature import Candidates, Strategy
 from autopar.search.table import CostTable, Edge, Node
 
+PriceFlow = Callable[[Flow, Flows, Mesh, Cluster], tuple[np.ndarray, np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Priced:
     """`table.nodes[i]` prices the options of `entities[i]`.
 
-    The table is exact but for one case, where it is too high: readers of different classes that want the same layout, other than the
-    kept one, of a value with several uses share one conversion at run time and are priced as two.
+    The table prices each reader of a value with several uses by itself: it is too high where readers of different classes share a
+    conversion other than that to the kept layout, or read what was made and not what is kept; and too low by what latency buckets of
+    gradients have left for want of further members. `relaxed` has the same entities and is never too high: see `_by_way`.
     """
 
     table: CostTable
+    relaxed: CostTable
     entities: tuple[Entity, ...]
 
 
@@ -50,8 +55,12 @@ def price(
     check_mesh(cluster, mesh.num_devices)
     flows = find_flows(graph, folded, candidates)
     nodes = _price_nodes(graph, folded, flows.entities, mesh, cluster, optimizer)
-    nodes, edges = _price_flows(flows, nodes, mesh, cluster)
-    return Priced(CostTable(tuple(nodes), tuple(edges), memory_limit_bytes), flows.entities)
+    shares = {flow: (count, count) for flow, count in flows.counts.items()}
+    tables = (
+        CostTable(*_price_flows(flows, found, nodes, mesh, cluster, price_flow), memory_limit_bytes)
+        for found, price_flow in ((shares, _price_flow), (flows.relaxed, _least_price))
+    )
+    return Priced(*tables, flows.entities)
 
 
 def _price_nodes(graph: Graph, folded: Folded, entities: tuple[Entity, ...], mesh: Mesh, cluster: Cluster, optimizer: str) -> list[Node]:
@@ -95,11 +104,13 @@ def _price_input(item: Input, layouts: Layouts, mesh: Mesh, cluster: Cluster, op
     return np.array(cost_s), np.array(memory, dtype=np.float64)
 
 
-def _price_flows(flows: Flows, nodes: list[Node], mesh: Mesh, cluster: Cluster) -> tuple[list[Node], list[Edge]]:
+def _price_flows(
+    flows: Flows, shares: Mapping[Flow, tuple[float, float]], nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, price_flow: PriceFlow
+) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """Flows between the same two entities become one edge; those of an entity with itself join its node."""
     nodes, edges = list(nodes), {}
-    for flow, count in flows.counts.items():
-        cost_s, memory = (count * matrix for matrix in _price_flow(flow, flows, mesh, cluster))
+    for flow, share in shares.items():
+        cost_s, memory = (matrix * part for matrix, part in zip(price_flow(flow, flows, mesh, cluster), share))
         a, b = flow.src.node, flow.dst.node
         if a == b:
             nodes[a] = Node(nodes[a].name, nodes[a].cost_s + np.diag(cost_s), nodes[a].memory_bytes + np.diag(memory))
@@ -108,7 +119,7 @@ def _price_flows(flows: Flows, nodes: list[Node], mesh: Mesh, cluster: Cluster) 
             a, b, cost_s, memory = b, a, cost_s.T, memory.T
         edge = edges.get((a, b))
         edges[a, b] = Edge(a, b, edge.cost_s + cost_s, edge.memory_bytes + memory) if edge else Edge(a, b, cost_s, memory)
-    return nodes, [edges[key] for key in sorted(edges)]
+    return tuple(nodes), tuple(edges[key] for key in sorted(edges))
 
 
 def _price_flow(flow: Flow, flows: Flows, mesh: Mesh, cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:
@@ -116,14 +127,42 @@ def _price_flow(flow: Flow, flows: Flows, mesh: Mesh, cluster: Cluster) -> tuple
     value = flows.values[flow.value]
     sources, src_index = _distinct(flows.entities[flow.src.node], flow.src)
     targets, dst_index = _distinct(flows.entities[flow.dst.node], flow.dst)
-    cost_s = conversion_times(value, sources, targets, mesh.shape, cluster)
+    cost_s = _times(flow, flows, sources, targets, mesh, cluster)
     memory = np.zeros((len(sources), len(targets)))
-    if flow.is_saved:
+    if flow.reading.is_saved:
         memory += layout_bytes(value, targets, mesh.shape)
-    if flow.is_saved and flow.is_held:
+    if flow.reading.is_saved and flow.is_held:
         memory[same_tensor(sources, targets)] = 0.0
     spread = np.ix_(src_index, dst_index)
     return cost_s[spread], memory[spread]
+
+
+def _times(flow: Flow, flows: Flows, sources: Layouts, targets: Layouts, mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    times = parameter_times if flow.value in flows.parameters else conversion_times
+    value = flows.values[flow.value]
+    return times(replace(value, needs_grad=value.needs_grad and flow.reading.gives_gradient), sources, targets, mesh.shape, cluster)
+
+
+def _least_price(flow: Flow, flows: Flows, mesh: Mesh, cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:
+    """`_price_flow`, from a kept layout at the least there is."""
+    cost_s, memory = _price_flow(flow, flows, mesh, cluster)
+    entity = flows.entities[flow.src.node]
+    if entity.kind == "kept":
+        cost_s = _by_way(_times(flow, flows, entity.options, entity.options, mesh, cluster), cost_s)
+    return cost_s, memory
+
+
+def _by_way(first_s: np.ndarray, then_s: np.ndarray) -> np.ndarray:
+    """f64[layouts, targets]: the least of `then_s` and of all detours `first_s[:, way] + then_s[way]`.
+
+    With it `relaxed` is never too high. Let a value be made in layout P, kept in K, and read by n classes of readers in W_1 .. W_n. It
+    costs c(P, K) and c(K, W) for each distinct W other than P. In `relaxed` it may be kept in P at the sum, over the readers with W_i other
+    than P, of an n-th of at most c(P, K) + c(K, W_i), which is not more.
+    """
+    least_s = then_s.copy()
+    for way in range(len(first_s)):
+        np.minimum(least_s, first_s[:, way, None] + then_s[way], out=least_s)
+    return least_s
 
 
 def _distinct(entity: Entity, end: End) -> tuple[Layouts, np.ndarray]:

@@ -52,15 +52,16 @@ def make_plan(
     hand = clock.run("hand plans", lambda: hand_plans(graph, folded, everything, mesh))
     starts = _starts(priced, graph, folded, hand)
     choice = clock.run(
-        "search", lambda: solve(priced.table, starts=tuple(starts.values()), time_limit_s=time_limit_s, progress=clock.tell_cost)
+        "search", lambda: solve(priced.table, starts=tuple(starts.values()), time_limit_s=time_limit_s / 2, progress=clock.tell_cost)
     )
+    bound_s = clock.run("bound", lambda: solve(priced.relaxed, starts=(choice.strategies,), time_limit_s=time_limit_s / 2).lower_bound_s)
     by_hand = {name: evaluate(graph, assignment, mesh, cluster, optimizer=optimizer) for name, assignment in hand.items()}
     chosen = decode(priced, graph, folded, choice.strategies)
     found_s = evaluate(graph, chosen, mesh, cluster, optimizer=optimizer).step_s
     allowed = {name: costs for name, costs in by_hand.items() if name in starts and costs.total_memory_bytes <= memory_limit_bytes}
     return plan_of(
         graph, folded, everything, _better_by_hand(hand, allowed, found_s) or chosen, mesh, cluster,
-        optimizer=optimizer, memory_limit_bytes=memory_limit_bytes, lower_bound_s=choice.lower_bound_s,
+        optimizer=optimizer, memory_limit_bytes=memory_limit_bytes, lower_bound_s=bound_s,
         hand={name: HandCosts(costs.step_s, costs.total_memory_bytes) for name, costs in by_hand.items()}, timings=clock.timings,
     )  # fmt: skip
 
