@@ -54,12 +54,12 @@ class Builder:
         return self.nodes[-1]
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Node:
-        """The first output of `outputs`."""
+        """The first output of `outputs`; targets of aten go without that prefix."""
         return self.outputs(target, *args, **kwargs)[0]
 
     def outputs(self, target: str, *args: Any, **kwargs: Any) -> tuple[Node, ...]:
         """Add one call; its `Node`s, tensors and tuples are read as arguments. Refused if its numbers are of no use."""
-        target = f"aten.{target}"
+        target = target if target.startswith("transformers.") else f"aten.{target}"
         slotted, named, nodes = take_slots(args, kwargs, lambda leaf: isinstance(leaf, Node))
         is_no_grad = self.draw.random() < 0.04
         with torch.set_grad_enabled(not is_no_grad):
