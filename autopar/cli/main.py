@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,8 @@ from autopar.cli.target import load_target
 from autopar.cli.verify import DTYPES, verify
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster import Cluster, load_cluster
+from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
 from autopar.errors import AutoparError
 from autopar.explain.report import report
 from autopar.ir.fold import fold
@@ -70,7 +70,8 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     )
     parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3, megatron or e.g. megatron:dp=8,tp=8 instead of searching")
     parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
-    parser.add_argument("--memory-limit", type=_argument(parse_bytes), default=math.inf, metavar="SIZE", help="per device, e.g. 16GiB")
+    limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
+    parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)
     parser.add_argument("--optimizer", default="adamw", help="whose state counts as memory (default adamw)")
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds of search (default 30)")
 
@@ -136,7 +137,8 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
         return Plan.load(options.plan, graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
-        return _by_hand(options.hand, graph, options.mesh, cluster, options.optimizer)
+        limit = options.memory_limit or usable_memory_bytes(cluster)
+        return _by_hand(options.hand, graph, options.mesh, cluster, options.optimizer, limit)
     return make_plan(
         graph,
         options.mesh,
@@ -149,11 +151,11 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
     )
 
 
-def _by_hand(kind: str, graph: Graph, mesh: Mesh, cluster: object, optimizer: str) -> Plan:
+def _by_hand(kind: str, graph: Graph, mesh: Mesh, cluster: Cluster, optimizer: str, limit: float) -> Plan:
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
-    return plan_of(graph, folded, candidates, assignment, mesh, cluster, optimizer=optimizer)
+    return plan_of(graph, folded, candidates, assignment, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit)
 
 
 def _pin(text: str) -> tuple[str, str]:

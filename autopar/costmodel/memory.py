@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from functools import cache
 
+from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Input, Op
 from autopar.sbp.assignment import uses_of
@@ -11,6 +12,16 @@ from autopar.sbp.placement import I, Layout, local_shape
 
 # Bytes of state per element, held in float32 as mixed-precision training does.
 OPTIMIZER_STATE_BYTES: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 4, "adagrad": 4, "adam": 8, "adamw": 8}
+
+
+# Kept free of a device's memory for what is not counted: the driver's context, buffers of the collectives, workspaces and what the
+# allocator cannot use between blocks. A round number, not measured; one gradient bucket or workspace is small beside it.
+SPARE_MEMORY = 0.1
+
+
+def usable_memory_bytes(cluster: Cluster) -> float:
+    """Bytes of one device that a plan may fill."""
+    return cluster.memory_bytes * (1 - SPARE_MEMORY)
 
 
 def optimizer_state_bytes(optimizer: str) -> int:

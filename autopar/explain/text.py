@@ -19,10 +19,12 @@ def format_seconds(seconds: float) -> str:
     """
     >>> format_seconds(0.00125)
     '1.25 ms'
+    >>> format_seconds(0.99999)
+    '1000 ms'
     """
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1.0:
-            return f"{seconds * scale:.3g} {unit}"
+            return f"{_digits(seconds * scale)} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
@@ -33,16 +35,24 @@ def format_bytes(num_bytes: float) -> str:
     """
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.3g} {unit}"
+            return f"{_digits(num_bytes / 1024**power)} {unit}"
     return f"{num_bytes:.0f} B"
 
 
+def _digits(number: float) -> str:
+    """Three digits, or as many as stand before the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
 def _head(report: Report) -> str:
+    bound = (
+        f"no plan takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})" if report.lower_bound_s else "not searched"
+    )
     return "\n".join(
         [
             f"Plan for mesh {report.mesh} on cluster {report.cluster} ({report.cluster_source}), optimizer {report.optimizer}.",
             "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
-            f"Step {format_seconds(report.step_s)}; no plan takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%}).",
+            f"Step {format_seconds(report.step_s)}; {bound}.",
         ]
     )
 
@@ -51,7 +61,7 @@ def _ops(report: Report) -> str:
     shown = [row for row in report.ops if not row.is_quiet_view]
     note = f"Ops ({len(report.ops) - len(shown)} views that follow their input without communication are left out):"
     axes = [f"on {part}" for part in report.mesh.split(",")]
-    return note + "\n" + _table([_op_line(row) for row in shown], ["op", "x", *axes, "forward", "backward", "from"])
+    return note + "\n" + _table([_op_line(row) for row in shown], ["op", "x", *axes, "collectives a step", "from"])
 
 
 def _table(lines: list[list[str]], headers: list[str]) -> str:
@@ -60,26 +70,29 @@ def _table(lines: list[list[str]], headers: list[str]) -> str:
 
 def _op_line(row: OpRow) -> list[str]:
     where = " ".join(part for part in (row.module, row.line) if part)
-    name = f"%{row.name}: {row.target.removeprefix('aten.')}"
-    return [name, str(row.count), *row.signatures, _cell(row.collectives, "forward"), _cell(row.collectives, "backward"), where]
+    return [_name(row), str(row.count), *row.signatures, _cell(row.collectives), where]
 
 
-def _cell(rows: Iterable[CollectiveRow], phase: str) -> str:
+def _name(row: OpRow) -> str:
+    """The op's name, and what it calls where the name does not say so."""
+    called = row.target.removeprefix("aten.").removesuffix(".default")
+    return f"%{row.name}" if row.name.startswith(called.split(".")[0]) else f"%{row.name}: {called}"
+
+
+def _cell(rows: Iterable[CollectiveRow]) -> str:
     return "\n".join(
-        f"{row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}"
-        for row in rows
-        if row.phase == phase
+        f"{row.phase:8} {row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}" for row in rows
     )
 
 
 def _inputs(report: Report) -> str:
     lines = [_input_line(row) for row in report.inputs]
-    headers = ["name", "x", "kind", "value", "layout", "forward", "backward"]
-    return "Parameters, buffers, constants and arguments:\n" + _table(lines, headers)
+    headers = ["name", "x", "kind", "value", "layout", "collectives a step"]
+    return "Parameters, buffers, constants and arguments (gradients reduced together are at the first of them):\n" + _table(lines, headers)
 
 
 def _input_line(row: InputRow) -> list[str]:
-    return [row.fqn, str(row.count), row.kind, row.value, row.layout, _cell(row.collectives, "forward"), _cell(row.collectives, "backward")]
+    return [row.fqn, str(row.count), row.kind, row.value, row.layout, _cell(row.collectives)]
 
 
 def _collectives(report: Report) -> str:
@@ -92,7 +105,7 @@ def _collectives(report: Report) -> str:
 def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
     lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
-    limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)})"
+    limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, total)})"
     return f"Memory a device{limit}:\n" + _table(lines, ["kind", "bytes"])
 
 
@@ -105,13 +118,19 @@ def _hand(report: Report) -> str:
     if not report.hand:
         return ""
     here = {"this plan": {"step_s": report.step_s, "memory_bytes": sum(report.memory_bytes.values())}}
-    lines = [_hand_line(name, cost, report.step_s) for name, cost in (here | report.hand).items()]
+    lines = [_hand_line(name, cost, report) for name, cost in (here | report.hand).items()]
     return "Beside plans written by hand, priced alike:\n" + _table(lines, ["plan", "step", "ratio", "memory"])
 
 
-def _hand_line(name: str, cost: Mapping[str, float], step_s: float) -> list[str]:
-    ratio = f"{cost['step_s'] / step_s:.2f}" if step_s else "-"
-    return [name, format_seconds(cost["step_s"]), ratio, format_bytes(cost["memory_bytes"])]
+def _hand_line(name: str, cost: Mapping[str, float], report: Report) -> list[str]:
+    ratio = f"{cost['step_s'] / report.step_s:.2f}" if report.step_s else "-"
+    memory = format_bytes(cost["memory_bytes"]) + _unfit(report, cost["memory_bytes"])
+    return [name, format_seconds(cost["step_s"]), ratio, memory]
+
+
+def _unfit(report: Report, num_bytes: float) -> str:
+    is_over = report.memory_limit_bytes is not None and num_bytes > report.memory_limit_bytes
+    return ", does not fit" if is_over else ""
 
 
 def _without_rule(report: Report) -> str:

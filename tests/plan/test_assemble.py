@@ -1,7 +1,10 @@
 """Planning as a whole."""
 
+from dataclasses import replace
+
 import pytest
 
+from autopar.costmodel.memory import usable_memory_bytes
 from autopar.errors import InfeasibleError, PinError
 from autopar.plan import assemble
 from autopar.plan.assemble import make_plan
@@ -54,8 +57,15 @@ def test_a_memory_limit_holds_or_is_refused():
     limit = 0.8 * free.costs.total_memory_bytes
     tight = make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=limit)
     assert tight.costs.total_memory_bytes <= limit and tight.costs.step_s >= free.costs.step_s
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError, match=r"the least that would do is \d+ bytes.*smaller batch.*--memory-limit"):
         make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=1000.0)
+
+
+def test_plans_fit_the_cluster_by_default():
+    free = make_plan(traced("vgg13"), MESH, CPU)
+    assert free.memory_limit_bytes == usable_memory_bytes(CPU) < CPU.memory_bytes
+    small = replace(CPU, memory_bytes=int(0.9 * free.costs.total_memory_bytes))
+    assert make_plan(traced("vgg13"), MESH, small).costs.total_memory_bytes <= usable_memory_bytes(small)
 
 
 def test_progress_and_timings_name_the_stages():
