@@ -71,7 +71,7 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.T
     src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x
-    x = x.detach()
+    x = x.detach().resolve_conj().resolve_neg()  # collectives send memory as it is
     match src_kind, dst_kind:
         case "P", "I":
             return all_reduce(x, axis)

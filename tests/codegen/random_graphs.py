@@ -61,7 +61,7 @@ class Builder:
         """Add one call; its `Node`s, tensors and tuples are read as arguments. Refused if its numbers are of no use."""
         target = target if target.startswith("transformers.") else f"aten.{target}"
         slotted, named, nodes = take_slots(args, kwargs, lambda leaf: isinstance(leaf, Node))
-        is_no_grad = self.draw.random() < 0.04
+        is_no_grad = self.chance(0.04)
         with torch.set_grad_enabled(not is_no_grad):
             result = resolve(target)(*_fill(slotted, nodes), **{key: _fill(item, nodes) for key, item in named})
         is_tuple = isinstance(result, (tuple, list))
@@ -76,9 +76,9 @@ class Builder:
         self.nodes.extend(found)
         return found
 
-    def tensor(self, *shape: int, needs_fresh: bool = False) -> Node:
+    def tensor(self, *shape: int) -> Node:
         """Numbers of `shape`: one made before, one reshaped, or a new input."""
-        floats = [node for node in self.nodes if node.tensor.dtype == torch.float64 and not needs_fresh]
+        floats = [node for node in self.nodes if node.tensor.dtype == torch.float64]
         if (equal := [node for node in floats if node.value.shape == shape]) and self.draw.random() < 0.7:
             return self.draw.choice(equal)
         count = torch.Size(shape).numel()
@@ -88,7 +88,8 @@ class Builder:
 
     def some(self, min_rank: int = 0, max_rank: int = 4) -> Node:
         """Numbers of any shape of that rank; late ones rather than early ones."""
-        fitting = [node for node in self.nodes if node.tensor.dtype == torch.float64 and min_rank <= len(node.value.shape) <= max_rank]
+        floats = [node for node in self.nodes if node.tensor.dtype == torch.float64 and node.tensor.numel()]
+        fitting = [node for node in floats if min_rank <= node.tensor.ndim <= max_rank]
         if fitting and self.draw.random() < 0.85:
             return fitting[max(self.draw.randrange(len(fitting)), self.draw.randrange(len(fitting)))]
         return self.tensor(*self.shape(self.draw.randint(min_rank, max_rank)))

@@ -5,13 +5,19 @@ from random import Random
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from autopar.codegen.lower import lower
 from autopar.codegen.program import Convert, UseTogether
+from autopar.mesh import Mesh
 from autopar.sbp import rules
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import I, Placement, S
 from autopar.sbp.redistribute import CONVERSIONS
 from tests.codegen.any_plan import MESHES, Example, all_gradients_arrive, differences, draw_example, is_stable
+from tests.codegen.random_graphs import Builder
 from tests.codegen.random_ops import FAMILIES
 
 NUM_EXAMPLES = 900
@@ -56,3 +62,52 @@ def _check_covered(seen: Counter[str]) -> None:
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
     assert seen["all collectives"] > NUM_EXAMPLES / 2
     assert seen["unstable"] < NUM_EXAMPLES / 50
+
+
+def test_a_gathered_tensor_can_be_viewed_as_complex_numbers() -> None:
+    b = _Certain(Random(0))
+    b.call("view_as_complex.default", b.input(torch.randn(4, 2, dtype=torch.float64).requires_grad_(), "parameter"))
+    _check(b, stored=S(1), read=I)
+
+
+def test_conjugated_numbers_are_sent_as_such() -> None:
+    b = _Certain(Random(0))
+    x = b.call("view_as_complex.default", b.input(torch.randn(4, 2, dtype=torch.float64).requires_grad_(), "parameter"))
+    b.call("conj.default", x)
+    b.call("imag.default", b.call("conj.default", x))
+    _check(b, stored=I, read=S(0))
+
+
+def test_a_reader_without_gradient_has_no_backward() -> None:
+    b = _Certain(Random(0))
+    x = b.input(torch.randn(4, 6, dtype=torch.float64).requires_grad_(), "parameter")
+    b.call("argmax.default", x, 1)
+    b.call("tanh.default", x)
+    example = _check(b, stored=S(1), read=S(0))
+    assert all_gradients_arrive(example.graph)
+
+
+def test_a_graph_without_outputs_runs() -> None:
+    assert _check(_Certain(Random(0)), stored=I, read=I).graph.outputs == ()
+
+
+class _Certain(Builder):
+    """Draws nothing: no call without gradient, only the last values leave."""
+
+    def chance(self, probability: float = 0.5) -> bool:
+        return False
+
+
+def _check(b: Builder, *, stored: Placement, read: Placement) -> Example:
+    """All inputs stored in one placement, read by all ops in another, and whole outputs; on two ranks."""
+    graph, mesh = b.graph(), Mesh((2,), ("a",))
+    strategies = {
+        name: next(s for s in found if all(p == read for p in s.signatures[0].inputs))
+        for name, found in annotate(graph, mesh).strategies.items()
+    }
+    whole = {value.name: (I,) for value in graph.outputs}
+    assignment = Assignment(strategies, {item.value.name: (stored,) for item in graph.inputs}, {}, whole)
+    cotangents = {i: torch.randn(v.shape, dtype=v.dtype) for i, v in enumerate(graph.outputs) if v.needs_grad}
+    example = Example(graph, b.values, cotangents, mesh, assignment)
+    assert differences(example) == ([], [])
+    return example
