@@ -2,17 +2,17 @@
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
 
+from autopar.codegen.count import count_collectives
 from autopar.codegen.emit import emit
-from autopar.codegen.load import compile_source, namespace
+from autopar.codegen.load import axes_of, compile_source, namespace
 from autopar.codegen.lower import lower
-from autopar.codegen.program import Program
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.ir.graph import Graph, Value
@@ -27,12 +27,14 @@ from tests.codegen.random_graphs import Builder, Refused
 from tests.codegen.random_ops import FAMILIES, WEIGHTS
 from tests.sbp.exercise import record
 from tests.sbp.simulate import Coordinate, cut, join, on_threads
+from tests.workers import device_mesh
 
 MESHES = ((2,), (4,), (2, 2), (2, 2, 2))
 TOLERANCE = 1e-9
 NOISE = 1e-12
 
 Tensors = dict[str, torch.Tensor]
+Found = tuple[Counter[Collective], Tensors]  # of one rank
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class Example:
     assignment: Assignment
 
 
-def draw_example(draw: Random, num_calls: int) -> Example:
+def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]] = MESHES) -> Example:
     torch.manual_seed(draw.randrange(2**16))
     graph, values = draw_graph(draw, num_calls)
-    shape = draw.choice(MESHES)
+    shape = draw.choice(meshes)
     mesh = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     cotangents = {index: _cotangent(draw, v) for index, v in enumerate(graph.outputs) if v.needs_grad}
     return Example(graph, values, cotangents, mesh, draw_assignment(draw, graph, mesh))
@@ -92,15 +94,14 @@ def _any_layout(draw: Random, value: Value, mesh: Mesh) -> Layout:
     return layout if is_even(value.shape, layout, mesh.shape) else (draw.choice(whole),) * mesh.ndim
 
 
-def differences(example: Example) -> tuple[list[str], list[str]]:
-    """What the plan computes otherwise than one device does, and issues otherwise than priced; AssertionErrors of `join` count."""
-    with record(example.mesh.shape) as issued:
-        found = run_sharded(example)
+def differences(example: Example, found: Mapping[Coordinate, Found] | None = None) -> tuple[list[str], list[str]]:
+    """What the plan computes otherwise than one device does, and issues otherwise than priced; `found` on threads unless given."""
+    found = found or run_on_threads(example)
     priced = Counter(planned.collective for planned in evaluate(example.graph, example.assignment, example.mesh, _CLUSTER).collectives)
     wrong = [
         f"rank {at} issued besides {_text(counted - priced)}, not {_text(priced - counted)}"
-        for at, (thread, _) in found.items()
-        if not _is_as_priced(counted := issued.get(thread, Counter()), priced, is_exact=all_gradients_arrive(example.graph))
+        for at, (counted, _) in found.items()
+        if not _is_as_priced(counted, priced, is_exact=all_gradients_arrive(example.graph))
     ]
     return _wrong_numbers(example, {at: tensors for at, (_, tensors) in found.items()}), wrong
 
@@ -128,22 +129,41 @@ def _text(collectives: Counter[Collective]) -> str:
     return ", ".join(f"{count} x {c.kind} a{c.axis} {c.num_bytes} B {c.phase}" for c, count in collectives.items()) or "none"
 
 
-def run_sharded(example: Example) -> dict[Coordinate, tuple[int, Tensors]]:
-    """By rank: its thread, and the local parts of everything `run_whole` gives."""
+def run_on_threads(example: Example) -> dict[Coordinate, Found]:
+    """What every rank issues and computes, ranks being threads."""
+    rank = rank_of(example)
+    with record(example.mesh.shape) as issued:
+        found = on_threads(lambda at, axes: (threading.get_ident(), rank(at, axes)), example.mesh.shape)
+    return {at: (issued.get(thread, Counter()), tensors) for at, (thread, tensors) in found.items()}
+
+
+def run_on_gloo(seeds: Sequence[int], num_calls: int, shape: tuple[int, ...]) -> list[tuple[Coordinate, Found]]:
+    """For each seed what this process, one of a gloo world, issues and computes."""
+    mesh = device_mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
+    results = []
+    for seed in seeds:
+        rank = rank_of(draw_example(Random(seed), num_calls, (shape,)))
+        with count_collectives(mesh) as issued:
+            tensors = rank(tuple(mesh.get_coordinate()), axes_of(mesh))
+        results.append((tuple(mesh.get_coordinate()), (Counter(issued), tensors)))
+    return results
+
+
+def rank_of(example: Example) -> Callable[[Coordinate, tuple[Axis, ...]], Tensors]:
+    """The function one rank runs: its local parts of everything `run_whole` gives."""
     graph, assignment, shape = example.graph, example.assignment, example.mesh.shape
-    program = lower(graph, example.mesh, assignment)
-    forward = compile_source(emit(program), namespace())
+    forward = compile_source(emit(lower(graph, example.mesh, assignment)), namespace())
     parts = {name: cut(x, assignment.layouts[name], shape) for name, x in example.values.items()}
     layouts = {index: assignment.outputs[graph.outputs[index].name] for index in example.cotangents}
     gradients = {index: _parts_of_gradient(x, layouts[index], shape) for index, x in example.cotangents.items()}
+    needs_grad = {item.value.name for item in graph.inputs if item.value.needs_grad}
 
-    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> tuple[int, Tensors]:
-        needs_grad = {item.value.name for item in graph.inputs if item.value.needs_grad}
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> Tensors:
         state = Rank(axes, {name: part[at].requires_grad_(name in needs_grad) for name, part in parts.items()}, {})
         outputs = forward(state, *(state.constants[name] for name in graph.arguments))
-        return threading.get_ident(), _results(graph, state.constants, outputs, state.written, {i: g[at] for i, g in gradients.items()})
+        return _results(graph, state.constants, outputs, state.written, {index: g[at] for index, g in gradients.items()})
 
-    return on_threads(rank, shape)
+    return rank
 
 
 def _parts_of_gradient(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Coordinate, torch.Tensor]:
@@ -242,7 +262,3 @@ def _is_far(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if not expected.is_floating_point():
         return not torch.equal(found, expected)
     return not torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def program_of(example: Example) -> Program:
-    return lower(example.graph, example.mesh, example.assignment)

@@ -16,9 +16,10 @@ from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, Placement, S
 from autopar.sbp.redistribute import CONVERSIONS
-from tests.codegen.any_plan import MESHES, Example, all_gradients_arrive, differences, draw_example, is_stable
+from tests.codegen.any_plan import MESHES, Example, all_gradients_arrive, differences, draw_example, is_stable, run_on_gloo
 from tests.codegen.random_graphs import Builder
 from tests.codegen.random_ops import FAMILIES
+from tests.workers import Ranks
 
 NUM_EXAMPLES = 900
 ROLES = {"batch", "channel_groups", "elements", "experts", "mean", "normalized", "queries", "reduced", "rows", "tokens", "vocab"}
@@ -41,6 +42,18 @@ def test_any_plan_computes_what_one_device_does_and_issues_what_is_priced() -> N
 
     check()
     _check_covered(seen)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_any_plan_on_processes(shape: tuple[int, ...], ranks4: Ranks) -> None:
+    seeds, num_calls = tuple(range(20)), 5
+    pytest.importorskip("transformers.integrations.moe")
+    found = ranks4.run(run_on_gloo, seeds, num_calls, shape)
+    for seed, of_ranks in zip(seeds, zip(*found)):
+        example = draw_example(Random(seed), num_calls, (shape,))
+        numbers, collectives = differences(example, dict(of_ranks))
+        assert not collectives and (not numbers or not is_stable(example)), (seed, numbers, collectives)
 
 
 def _features(example: Example) -> set[str]:
