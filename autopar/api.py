@@ -104,9 +104,12 @@ class _Planner:
         return self.given.dumps() if isinstance(self.given, Plan) else store.read(self.given)
 
     def _make(self, graph: Graph, fixed: dict[str, str], given: str | None) -> Plan:
-        cluster = self.cluster or store.loads(given).cluster
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
-        return _planned(graph, as_mesh(self.mesh), cluster, wishes)
+        if given is None:
+            return _planned(graph, as_mesh(self.mesh), self.cluster, wishes)
+        saved = store.loads(given)  # new shapes are planned for what the given plan was made for
+        asked = {"optimizer": saved.optimizer, "memory_limit_bytes": saved.memory_limit_bytes}
+        return _planned(graph, as_mesh(self.mesh), saved.cluster, wishes | asked)
 
 
 def _planned(graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:

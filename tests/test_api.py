@@ -42,13 +42,13 @@ def test_the_two_calls_take_the_same_wishes():
 
 def both_calls() -> None:
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    case = build("gpt2")
-    for options in ({}, {"cluster": "h100"}, {"memory_limit_bytes": 1e9}, {"pins": {"transformer.wpe.weight": "S(0)B"}}):
-        planned = autopar.plan(case.model, mesh, kwargs=case.kwargs, **options)
-        compiled = autopar.compile(case.model, mesh, kwargs=case.kwargs, **options).plan
+    case = build("mlp")
+    for options in ({}, {"cluster": "h100"}, {"memory_limit_bytes": 1e9}, {"pins": {"head.weight": "S(0)B"}}):
+        planned = autopar.plan(case.model, mesh, args=case.args, **options)
+        compiled = autopar.compile(case.model, mesh, args=case.args, **options).plan
         assert planned.dumps() == compiled.dumps(), options
         assert planned.cluster.name == options.get("cluster", "cpu")
-        given = autopar.compile(case.model, mesh, kwargs=case.kwargs, plan=planned).plan
+        given = autopar.compile(case.model, mesh, args=case.args, plan=planned).plan
         assert given.dumps() == planned.dumps()
 
 
@@ -81,9 +81,11 @@ def submesh() -> str:
     mesh = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp",))
     try:
         model = autopar.compile(MLP(), mesh, args=(X,), pins={"head.weight": "S(0)"})
-        return f"{tuple(model.head.weight.to_local().shape)}"
+        text = f"{tuple(model.head.weight.to_local().shape)}"
     except autopar.AutoparError as error:
-        return str(error)
+        text = str(error)
+    autopar.compile(MLP(), "4", args=(X,))  # all ranks together again
+    return text
 
 
 @pytest.mark.multirank

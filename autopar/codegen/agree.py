@@ -9,27 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # there is no public way from a group's name to the group
 
 from autopar.codegen.random import peek_seed
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 
-AGREEMENT = "autopar agreement"  # description of the process group, by which counters of the model's collectives know it
 KEY_PARTS = ("arguments", "structures of arguments", "models, or modes (train or eval)", "placements of DTensor arguments")
 NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
 
 Result = TypeVar("Result")
-
-
-def agreement_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A gloo group of the whole mesh: agreeing must not wait for an accelerator's stream."""
-    if not hasattr(mesh, "_autopar_agreement"):  # one a mesh; by name, as the mesh keeps its own groups, so that it can be copied
-        ranks = sorted(mesh.mesh.flatten().tolist())
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=AGREEMENT)
-        mesh._autopar_agreement = group.group_name
-    return _resolve_process_group(mesh._autopar_agreement)
 
 
 @contextmanager
@@ -53,25 +42,44 @@ def _is_from_backend(error: RuntimeError) -> bool:
 
 
 def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
-    """`item` of every rank of the mesh, by rank; any picklable object."""
-    group = agreement_group(mesh)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with peers_alive():
-        dist.all_gather_object(found, item, group=group)
+    """`item` of every rank of the mesh, row-major; any picklable object."""
+    found = [item]
+    for axis in reversed(range(mesh.ndim)):
+        rows: list[Any] = [None] * mesh.size(axis)
+        with peers_alive():
+            dist.all_gather_object(rows, found, group=mesh.get_group(axis))
+        found = [entry for row in rows for entry in row]
     return found
 
 
 def is_first(mesh: DeviceMesh) -> bool:
     """Whether this is the rank whose word counts."""
-    return dist.get_rank(agreement_group(mesh)) == 0
+    return not any(mesh.get_coordinate())
 
 
 def from_first(mesh: DeviceMesh, item: Any) -> Any:
     """The first rank's `item`, on every rank."""
     box = [item]
-    with peers_alive():
-        dist.broadcast_object_list(box, group=agreement_group(mesh), group_src=0)
+    for axis in range(mesh.ndim):
+        with peers_alive():
+            dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
     return box[0]
+
+
+def largest(mesh: DeviceMesh, numbers: list[int]) -> list[int]:
+    """For each place the largest number on any rank of the mesh."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        # On the host where the group can, so as not to wait for an accelerator's stream; straight to the backend (there is no public way),
+        # so that who counts the model's collectives does not see it.
+        device = torch.device("cpu") if torch.device("cpu") in group._device_types else torch.device(mesh.device_type)
+        tensor = torch.tensor(numbers, device=device)
+        with peers_alive():
+            group._get_backend(device).allreduce([tensor], options).wait()
+        numbers = tensor.tolist()
+    return numbers
 
 
 def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
@@ -122,11 +130,11 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
 
 
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...], digest: int, seed: int) -> None:
-    """RankMismatch on every rank unless all are called alike: one reduction of four numbers. `digest` is that of `key`, whose parts are `KEY_PARTS`."""
-    numbers = torch.tensor([digest, -digest, seed, -seed])
-    with peers_alive():
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=agreement_group(mesh))
-    most, least, most_seed, least_seed = numbers.tolist()
+    """RankMismatch on every rank unless all are called alike: four numbers are reduced.
+
+    `digest` is that of `key`, whose parts are `KEY_PARTS`.
+    """
+    most, least, most_seed, least_seed = largest(mesh, [digest, -digest, seed, -seed])
     if most != -least:
         for what, part in zip(KEY_PARTS, key):
             check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")

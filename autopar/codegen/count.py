@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.agree import AGREEMENT
 from autopar.sbp.redistribute import Collective
 
 # Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
@@ -38,7 +37,7 @@ WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", 
 
 @contextmanager
 def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
-    """Collect every collective this rank issues inside the block, in order, as the plan would write it, but for the ranks' agreements.
+    """Collect every collective this rank issues inside the block, in order, as the plan would write it.
 
     `axis` is the index of the axis of `mesh` whose process group was used, -1 for any other group. What autograd issues has phase
     "backward", all else "forward". Barriers and waits move no tensor and are left out.
@@ -66,19 +65,15 @@ class _Counter(TorchDispatchMode):
 
     def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
         if name not in WITHOUT_DATA:
-            group = _group_name(arguments)
-            if group is None:
-                return
-            axis = self.axes.get(group, -1)
+            axis = self.axes.get(_group_name(arguments), -1)
             self.issued.append(Collective(KINDS.get(name, name), axis, _num_bytes(arguments, out), _phase()))
 
 
-def _group_name(arguments: tuple[Any, ...]) -> str | None:
-    """c10d ops carry the process group itself, functional ones its name as their last string. None for agreements."""
+def _group_name(arguments: tuple[Any, ...]) -> str:
+    """c10d ops carry the process group itself, functional ones its name as their last string."""
     groups = [arg for arg in arguments if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
     if groups:
-        group = dist.ProcessGroup.unbox(groups[0])
-        return None if group.group_desc == AGREEMENT else group.group_name
+        return dist.ProcessGroup.unbox(groups[0]).group_name
     return [arg for arg in arguments if isinstance(arg, str)][-1]
 
 

@@ -205,9 +205,11 @@ def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
 def describe_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Key, Key]:
     """What the ranks must agree on (agree.KEY_PARTS), and of that what a program is made for; keywords in any order."""
     kwargs = dict(sorted(kwargs.items()))
-    register_types((args, kwargs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = (tuple(map(_describe, leaves)), str(spec), tuple(m.training for m in module.modules()))
+    if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):
+        register_types((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (tuple(map(_describe, leaves)), spec, tuple(m.training for m in module.modules()))
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
     return (*key, placements), key
 
