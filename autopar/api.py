@@ -42,7 +42,8 @@ def plan(
     """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a meta-device model.
 
     `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices it has.
-    `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. Raises an AutoparError saying what to change.
+    `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default nine tenths of what the
+    cluster's devices have. Raises an AutoparError saying what to change.
     """
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)

@@ -10,7 +10,9 @@
 | vgg13 | autopar.vision | 133 M | 512 images, 224 x 224 |
 | resnet50 | autopar.vision | 26 M | 512 images, 224 x 224 |
 
-The batch is the global one. float32 unless said otherwise; dropout as in the published configurations.
+The batch is the global one, such that a plan fits the devices these models were trained on: llama3-8b on 64 H100 (a sequence a device),
+gpt2-xl and bert-large on 64, vit-l on 16, the others on 8 devices of any GPU preset. float32 unless said otherwise; dropout as in the
+published configurations.
 """
 
 from collections.abc import Callable, Mapping

@@ -25,7 +25,7 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Plan:
-    """`lower_bound_s`: no plan of this space within the memory limit has a shorter step (0 when nothing was proven).
+    """`lower_bound_s`: no plan of this space within the memory limit has a shorter step, as `costs` prices it (0 when nothing was proven).
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
