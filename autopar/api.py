@@ -78,7 +78,8 @@ def compile(
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     found = _cluster(cluster, mesh.device_type) if plan is None else None
-    module = shard_module(model, mesh, _Planner(mesh, found, wishes, plan))
+    given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
+    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given))
     if args is not None or kwargs is not None:
         module._autopar.prepare(module, *example)
     return module
@@ -91,26 +92,27 @@ class _Planner:
     mesh: DeviceMesh
     cluster: Cluster | None
     wishes: dict[str, Any]  # keyword arguments of make_plan
-    given: Plan | str | os.PathLike | None
+    given: str | None  # JSON text of a plan made before
 
     def __call__(self, graph: Graph, fixed: dict[str, str]) -> Plan:
-        text = None if self.given is None else on_every_rank(self.mesh, "reading the plan", self._read)
+        text = self.given
         asked = (text, self.wishes, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
-            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, text).dumps())
+            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed).dumps())
         return on_every_rank(self.mesh, "reading the plan", lambda: Plan.loads(text, graph, as_mesh(self.mesh)))
 
-    def _read(self) -> str:
-        return self.given.dumps() if isinstance(self.given, Plan) else store.read(self.given)
-
-    def _make(self, graph: Graph, fixed: dict[str, str], given: str | None) -> Plan:
+    def _make(self, graph: Graph, fixed: dict[str, str]) -> Plan:
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
-        if given is None:
+        if self.given is None:
             return _planned(graph, as_mesh(self.mesh), self.cluster, wishes)
-        saved = store.loads(given)  # new shapes are planned for what the given plan was made for
+        saved = store.loads(self.given)  # new shapes are planned for what the given plan was made for
         asked = {"optimizer": saved.optimizer, "memory_limit_bytes": saved.memory_limit_bytes}
         return _planned(graph, as_mesh(self.mesh), saved.cluster, wishes | asked)
+
+
+def _text_of(plan: Plan | str | os.PathLike) -> str:
+    return plan.dumps() if isinstance(plan, Plan) else store.read(plan)
 
 
 def _planned(graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:

@@ -1,6 +1,7 @@
 """What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches all."""
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the store
 
 from autopar.codegen.random import peek_seed
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
@@ -66,20 +68,24 @@ def from_first(mesh: DeviceMesh, item: Any) -> Any:
     return box[0]
 
 
-def largest(mesh: DeviceMesh, numbers: list[int]) -> list[int]:
-    """For each place the largest number on any rank of the mesh."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        # On the host where the group can, so as not to wait for an accelerator's stream; straight to the backend (there is no public way),
-        # so that who counts the model's collectives does not see it.
-        device = torch.device("cpu") if torch.device("cpu") in group._device_types else torch.device(mesh.device_type)
-        tensor = torch.tensor(numbers, device=device)
-        with peers_alive():
-            group._get_backend(device).allreduce([tensor], options).wait()
-        numbers = tensor.tolist()
-    return numbers
+def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
+    """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them.
+
+    Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the model,
+    and another one on its groups would meet that.
+    """
+    store = _get_default_store()
+    arrived, pause_s = store.add(place, 1), 0.001
+    deadline = time.monotonic() + wait_s
+    while arrived < mesh.size():
+        if time.monotonic() > deadline:
+            raise RankMismatch(
+                f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived} of the mesh's "
+                f"{mesh.size()} ranks were not within {wait_s:g} s; call the same model alike on every rank"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+        arrived = store.add(place, 0)
 
 
 def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
@@ -129,17 +135,10 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
     return graph
 
 
-def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...], digest: int, seed: int) -> None:
-    """RankMismatch on every rank unless all are called alike: four numbers are reduced.
-
-    `digest` is that of `key`, whose parts are `KEY_PARTS`.
-    """
-    most, least, most_seed, least_seed = largest(mesh, [digest, -digest, seed, -seed])
-    if most != -least:
-        for what, part in zip(KEY_PARTS, key):
-            check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")
-    if most_seed != -least_seed:
-        raise RankMismatch(_seed_text(mesh, seed))
+def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:
+    """RankMismatch on every rank unless all are called alike; `key` has the `KEY_PARTS`."""
+    for what, part in zip(KEY_PARTS, key):
+        check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")
 
 
 def digest_of(item: Any) -> int:
@@ -149,18 +148,13 @@ def digest_of(item: Any) -> int:
 
 def check_seed(mesh: DeviceMesh) -> None:
     """Random ops need the same random state on every rank."""
-    seed = peek_seed()
-    if len(set(gather(mesh, seed))) > 1:
-        raise RankMismatch(_seed_text(mesh, seed))
-
-
-def _seed_text(mesh: DeviceMesh, seed: int) -> str:
-    seeds = gather(mesh, seed)
-    rank = next(rank for rank, other in enumerate(seeds) if other != seeds[0])
-    return (
-        f"the model has random ops (dropout) and rank {rank}'s random state differs from rank 0's; call torch.manual_seed with "
-        "the same seed on every rank: different parts of a batch get different numbers all the same"
-    )
+    seeds = gather(mesh, peek_seed())
+    different = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
+    if different is not None:
+        raise RankMismatch(
+            f"the model has random ops (dropout) and rank {different}'s random state differs from rank 0's; call torch.manual_seed with "
+            "the same seed on every rank: different parts of a batch get different numbers all the same"
+        )
 
 
 def check_weights(mesh: DeviceMesh, model: nn.Module) -> None:

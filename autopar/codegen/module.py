@@ -1,6 +1,7 @@
 """The sharded module: the user's own module class, its tensors DTensors, its forward the generated program."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,16 +9,16 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
-from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, digest_of, on_every_rank, peers_alive
+from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, from_first, meet, on_every_rank, peers_alive
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.random import peek_seed
 from autopar.codegen.state import install, owners, shard_model, stateful, with_parts, without_data
 from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
@@ -32,6 +33,9 @@ from autopar.sbp.placement import I, format_layout
 
 Planner = Callable[[Graph, dict[str, str]], Plan]  # (graph, pins of what is already laid out) -> plan, equal on every rank
 Key = tuple[Any, ...]  # what a call looks like; hashable
+# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a checkpoint.
+LATER_WAIT_S = 300.0
+_numbers = itertools.count()  # of sharded modules of this process
 # Leaves that are written into a program as they are.
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 
@@ -85,8 +89,9 @@ class Runtime:
     plan: Planner
     source: nn.Module  # the user's model until its tensors have been taken over
     original: type[nn.Module]
+    name: str  # the same on every rank, and no other module's
+    num_copies: int = 0
     loaded: dict[Key, Loaded] = field(default_factory=dict)
-    digests: dict[Key, int] = field(default_factory=dict)
     last: Loaded | None = None
 
     def current(self) -> Loaded:
@@ -99,7 +104,9 @@ class Runtime:
         """The same for a copy of the module."""
         loaded = {key: replace(found, owners=owners(module)) for key, found in self.loaded.items()}
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
-        return replace(self, source=module if loaded else self.source, loaded=loaded, digests=dict(self.digests), last=last)
+        self.num_copies += 1
+        name = f"{self.name}.{self.num_copies}"
+        return replace(self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last)
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The forward of `module`."""
@@ -110,14 +117,17 @@ class Runtime:
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         call, key = describe_call(module, args, kwargs)
-        if call not in self.digests:
-            self.digests[call] = digest_of(call)
-        found = self.loaded.get(key)
-        agree_on_call(self.mesh, call, self.digests[call], peek_seed() if found and found.program.has_random_ops else 0)
-        if found is None:
+        if key not in self.loaded:
+            self._meet(call)
             with _own_autograd():
-                found = self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
-        self.last = found
+                self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
+        self.last = self.loaded[key]
+
+    def _meet(self, call: Key) -> None:
+        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups allow."""
+        wait_s = LATER_WAIT_S if self.loaded else dist.default_pg_timeout.total_seconds()
+        meet(self.mesh, f"autopar/{self.name}/{len(self.loaded)}", wait_s)
+        agree_on_call(self.mesh, call)
 
     def _load(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
         """Trace, plan and load; the first time, also take over the model's tensors."""
@@ -158,7 +168,7 @@ def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedMo
     without_data(module, mesh)
     original = type(model)
     module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
-    module._autopar = Runtime(mesh, plan, model, original)
+    module._autopar = Runtime(mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"))
     return module
 
 
