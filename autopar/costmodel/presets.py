@@ -84,7 +84,7 @@ _CPU = Cluster(
     5.8e9,
     4 * 2**30,
     "measured on one 2-core Xeon: gloo on the loopback, 2 and 4 processes, 4 KiB and 16 MiB buffers; products of 1024x1024 and a copy of "
-    "128 MiB on one thread",
+    "128 MiB on one thread; memory: 4 GiB a process, a choice",
     {"all_gather": 1.4, "reduce_scatter": 2.6, "all_to_all": 0.6},
 )
 
