@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.costmodel.entities import Entity, value_classes
+from autopar.costmodel.entities import Entity
 from autopar.costmodel.price import Priced
 from autopar.errors import PlanError
-from autopar.ir.fold import Folded
+from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.assignment import Assignment, uses_of
 from autopar.search.table import CostTable

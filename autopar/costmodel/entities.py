@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autopar.costmodel.memory import held_values
 from autopar.costmodel.probe import footprint
-from autopar.ir.fold import Folded
+from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Op, Value
 from autopar.sbp.assignment import Use, gives_gradient, uses_of
 from autopar.sbp.placement import Layout
@@ -70,16 +70,6 @@ class Flows:
     relaxed: Mapping[Flow, tuple[float, float]]
     parameters: frozenset[str]
     values: Mapping[str, Value]
-
-
-def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
-    """Value name -> name of the value that represents it."""
-    ops = {op.name: op for op in graph.ops}
-    classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
-    for op in graph.ops:
-        representative = ops[folded.representative[op.name]]
-        classes.update((mine.name, theirs.name) for mine, theirs in zip(op.outputs, representative.outputs))
-    return classes
 
 
 def find_flows(graph: Graph, folded: Folded, candidates: Candidates) -> Flows:

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from autopar.costmodel.entities import value_classes
-from autopar.ir.fold import Folded
+from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of, wanted_layout

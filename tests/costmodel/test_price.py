@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from autopar.costmodel.decode import decode, encode
-from autopar.costmodel.entities import value_classes
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster, LinkLevel
 from autopar.costmodel.price import Priced, price
 from autopar.errors import MeshError, PlanError
-from autopar.ir.fold import Folded
+from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph
 from autopar.mesh import parse_mesh
 from autopar.sbp.annotate import annotate
