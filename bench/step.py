@@ -43,6 +43,12 @@ def with_autopar(_: Workload, mesh: DeviceMesh, model: nn.Module, args: tuple) -
     return autopar.compile(model, mesh, args=args, cluster=CLUSTER), args
 
 
+def with_autopar_on_one_axis(_: Workload, mesh: DeviceMesh, model: nn.Module, args: tuple) -> tuple[nn.Module, tuple]:
+    """The plan found when all ranks are one mesh axis."""
+    flat = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("ranks",))
+    return autopar.compile(model, flat, args=args, cluster=CLUSTER), args
+
+
 def with_ddp(_: Workload, mesh: DeviceMesh, model: nn.Module, args: tuple) -> tuple[nn.Module, tuple]:
     """Data parallel over all ranks."""
     return DistributedDataParallel(model), _part(args, dist.get_rank(), NUM_RANKS)
@@ -70,7 +76,8 @@ def with_fsdp_and_tensor_parallel(workload: Workload, mesh: DeviceMesh, model: n
 
 
 VARIANTS: dict[str, Variant] = {
-    "autopar": with_autopar,
+    "autopar (2x2)": with_autopar,
+    "autopar (4)": with_autopar_on_one_axis,
     "DistributedDataParallel": with_ddp,
     "FSDP2 fully_shard": with_fsdp,
     "parallelize_module (tp=4)": with_tensor_parallel,

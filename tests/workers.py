@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 START_S = 120.0
+DIED = "the process died"
 GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.export", "tests.workers"]
@@ -78,7 +79,7 @@ class Ranks:
 
     def _collect(self, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
-        failure = ""
+        failure, has_died = "", False
         waiting = dict(zip(self._connections, range(self.num_ranks)))
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -89,11 +90,12 @@ class Ranks:
             for connection in ready:
                 rank = waiting.pop(connection)
                 results[rank], text = _receive(connection)
+                has_died |= text == DIED
                 if text and not failure:
                     failure = f"rank {rank}:\n{text}"
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if failure:
-            if not self._is_alive():
+            if has_died:  # its end of the pipe closes a moment before the process counts as dead
                 self.stop()
             raise RankError(failure)
         return [results[rank] for rank in range(self.num_ranks)]
@@ -103,7 +105,7 @@ def _receive(connection: Connection) -> tuple[Any, str]:
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
-        return None, "the process died"
+        return None, DIED
 
 
 def _serve(rank: int, num_ranks: int, store: str, connection: Connection) -> None:

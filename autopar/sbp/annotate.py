@@ -105,9 +105,13 @@ def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[L
 
 
 def _input_layouts(item: Input, mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
-    """Taking a slice of what every rank holds costs nothing; a constant is born whole, a leaf's gradient is due whole."""
+    """Taking a slice of what every rank holds costs nothing; a constant is born whole, a leaf's gradient is due whole.
+
+    Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most of its first dim.
+    """
     is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad)
-    return ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
+    layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
+    return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
 
 
 def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
