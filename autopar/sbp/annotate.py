@@ -117,7 +117,9 @@ def _input_layouts(item: Input, mesh_shape: tuple[int, ...]) -> tuple[Layout, ..
 def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
     for axis, size in enumerate(mesh_shape):
         for item in graph.of_kind("parameter"):
-            yield from ((item.value.name, dim, axis) for dim, extent in enumerate(item.value.shape) if extent > 1 and extent % size)
+            extents = {dim: extent for dim, extent in enumerate(item.value.shape) if extent > 1}
+            if all(extent % size for extent in extents.values()):  # else it can be stored in parts
+                yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
             yield from ((op.name, dim, axis) for dim in _undivided_dims(_nameless(op), size))
 
