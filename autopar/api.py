@@ -82,6 +82,7 @@ def compile(
     module = shard_module(model, mesh, _Planner(mesh, found, wishes, given))
     if args is not None or kwargs is not None:
         module._autopar.prepare(module, *example)
+    module._autopar.is_in_use = True
     return module
 
 

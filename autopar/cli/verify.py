@@ -33,9 +33,9 @@ from autopar.sbp.redistribute import Collective
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
 # Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with themselves, and
-# AdamW's epsilon is large enough that such a gradient does not turn into a whole step.
+# AdamW's epsilon is a share of it too, so that such a gradient does not turn into a whole step.
 FLOOR = 1e-4
-LEARNING_RATE, EPSILON = 1e-3, 1e-4
+LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
     loss = sum(whole(x).sum() for x in summed)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON).step()
+    largest = max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0)
+    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
     return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
 
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from autopar.codegen.program import Call, Convert, Program, Release, UseTogether, Variable, reads, writes
-from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of, resolve
+from autopar.ir.graph import Graph, Op, Slot, Value
+from autopar.ir.passes.rewire import is_random
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions, produced_layouts
 from autopar.sbp.localize import localize
@@ -26,14 +25,6 @@ def lower(graph: Graph, mesh: Mesh, assignment: Assignment) -> Program:
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
     kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
     return Program(mesh, inputs, tuple(_with_releases(lowering.steps, kept_alive)), outputs, mutations)
-
-
-def is_random(op: Op) -> bool:
-    """Whether the op draws random numbers with these arguments."""
-    if torch.Tag.nondeterministic_seeded not in resolve(op.target).tags:
-        return False
-    arguments = arguments_of(op)
-    return arguments.get("dropout_p", 1.0) != 0.0 and arguments.get("train", True) is not False
 
 
 @dataclass

@@ -90,6 +90,7 @@ class Runtime:
     source: nn.Module  # the user's model until its tensors have been taken over
     original: type[nn.Module]
     name: str  # the same on every rank, and no other module's
+    is_in_use: bool = False  # somebody may hold the parameters
     num_copies: int = 0
     loaded: dict[Key, Loaded] = field(default_factory=dict)
     last: Loaded | None = None
@@ -140,7 +141,7 @@ class Runtime:
             check_weights(self.mesh, self.source)
             layouts = plan.assignment.layouts
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, self.mesh))
-            install(module, graph, parts)
+            install(module, graph, parts, is_in_use=self.is_in_use)
             self.source = module
         constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(

@@ -1,6 +1,7 @@
 """Parameters and buffers as DTensors: cut out of a real model, or materialised module by module from a meta one."""
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.codegen.agree import from_first
 from autopar.codegen.load import axes_of, torch_placements
 from autopar.codegen.materialise import initialise
+from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Input
 from autopar.sbp.collectives import move
 from autopar.sbp.placement import I, Layout
@@ -53,24 +55,32 @@ def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return found
 
 
-def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor]) -> None:
-    """Put each DTensor of `tensors` (by FQN of `graph`'s inputs) in its place, tied places included."""
+def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
+    """Put each DTensor of `tensors` (by FQN of `graph`'s inputs) in its place, tied places included.
+
+    If the module `is_in_use`, its parameters stay the objects they are, for an optimizer may hold them; AutoparError if one cannot.
+    """
     places = owners(module)
     for item in stateful(graph):
         tensor = tensors[item.fqn]
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
             if name in owner._parameters:
-                replaced = owner._parameters[name] = _in_place_of(owner._parameters[name], tensor)
-                tensor = replaced
+                tensor = owner._parameters[name] = _in_place_of(owner._parameters[name], tensor, fqn) if is_in_use else tensor
             else:
                 owner._buffers[name] = tensor
 
 
-def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """`old` with the content of `new`: an optimizer made before the first call keeps holding the right objects."""
-    if old is not new:
-        torch.utils.swap_tensors(old, new)
+def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
+    """`old` with the content of `new`."""
+    if old is new:
+        return old
+    if weakref.getweakrefs(old):
+        raise AutoparError(
+            f"parameter {fqn} cannot be sharded at the first call, because its module keeps weak references to it (as recurrent ones do); "
+            "give example args= or kwargs= to autopar.compile, so that it is sharded at once"
+        )
+    torch.utils.swap_tensors(old, new)
     return old
 
 

@@ -1,6 +1,7 @@
 """Dropout on ranks: the right share is dropped, parts are dropped independently, what is whole is dropped alike on every rank."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.codegen.emit import emit
+from autopar.codegen.lower import lower
 from autopar.codegen.module import ShardedModule, shard_module
 from autopar.mesh import Mesh
 from tests.codegen.training import forward_backward, plan_called, sharded, traced, whole, worst
@@ -143,3 +146,11 @@ def test_loss_with_dropout_is_near_the_loss_without(ranks4: Ranks, name: str, ki
     assert len(set(reports)) == 1, "the loss is the same on every rank"
     loss, truth, is_finite = reports[0]
     assert is_finite and abs(loss - truth) < 0.25, (loss, truth)
+
+
+def test_dropout_inside_attention_differs_between_parts_of_the_batch() -> None:
+    graph, mesh = traced(build("gpt2", dropout=0.1)), Mesh((2,), ("dp",))
+    source = emit(lower(graph, mesh, plan_called("ddp", graph, mesh).assignment))
+    calls = [line for line in source.splitlines() if "aten.scaled_dot_product_attention.default(" in line]
+    assert len(calls) == 2
+    assert all(re.match(r" *with seeded\(seed, \d+, axis_dp\): ", call) for call in calls)

@@ -26,7 +26,9 @@ def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Gr
 
 
 def is_random(op: Op) -> bool:
-    """Whether two runs of the op may differ. Attention is not tagged as such, but drops out if told to."""
+    """Whether the op draws random numbers with these arguments. Attention is not tagged as such, but drops out if told to."""
+    arguments = arguments_of(op)
     if op.target == "aten.scaled_dot_product_attention.default":
-        return arguments_of(op)["dropout_p"] > 0
-    return torch.Tag.nondeterministic_seeded in resolve(op.target).tags
+        return arguments["dropout_p"] > 0
+    drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0  # of dropout and of recurrent layers
+    return drops and torch.Tag.nondeterministic_seeded in resolve(op.target).tags
