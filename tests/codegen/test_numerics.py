@@ -34,5 +34,5 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    kinds = ("searched", "zero3", "random:0")
+    kinds = ("searched", "ddp", "zero3", "megatron", "random:0")
     _check(ranks8.run(train_under, name, plans_for(name, shape, kinds), timeout_s=400), name)
