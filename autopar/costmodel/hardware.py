@@ -74,7 +74,7 @@ def cluster_from_json(text: str) -> Cluster:
         levels = tuple(LinkLevel(**level) for level in fields.pop("levels"))
         return Cluster(levels=levels, **fields)
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json or `autopar calibrate` writes, found {error}") from error
+        raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json writes, found {error}") from error
 
 
 def check_mesh(cluster: Cluster, num_devices: int) -> None:
