@@ -1,4 +1,7 @@
-"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the best, repeat."""
+"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the best, repeat.
+
+The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination is quick.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -8,9 +11,10 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.search.descent import descend, landscape
-from autopar.search.eliminate import Limits, elimination_order
-from autopar.search.lagrange import Dual, least_memory, maximise
-from autopar.search.marginals import min_marginals
+from autopar.search.eliminate import Elimination, Limits, elimination_order
+from autopar.search.lagrange import Dual, by_elimination, by_messages, least_memory, maximise, memory_only
+from autopar.search.marginals import Marginals, min_marginals
+from autopar.search.messages import pass_messages
 from autopar.search.reduce import Reduced, reduce, restrict, unreduced
 from autopar.search.relax import tractable
 from autopar.search.table import CostTable, Edge, cost_of, memory_of
@@ -19,10 +23,12 @@ from autopar.search.table import CostTable, Edge, cost_of, memory_of
 TOLERANCE = 1e-10
 
 _MOST_ROUNDS = 10
+# An elimination of so many additions takes less time than passing messages does.
+_QUICK_ADDITIONS = 2e7
 # Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the best,
 # and no pairs yet.
 _SLOW_ADDITIONS = 2e8
-# A round that leaves more than this part of the strategies and pairs was the last.
+# A round that leaves more than this part of the strategies and pairs was the last of its kind.
 _LEAST_SHRINK = 0.9
 
 
@@ -42,23 +48,27 @@ class Squeezed:
 def squeeze(table: CostTable, best: tuple[int, ...] | None, *, additions: float, deadline: float) -> Iterator[Squeezed]:
     """Yield a state a round until the gap is closed, little more can be dropped, or the deadline (`time.monotonic`) has passed.
 
+    Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
     `best`: a choice within the limit, if one is known. `additions` bounds the work of one elimination; a table that needs more is
     relaxed. Raises `InfeasibleError` with the least memory that would do.
     """
-    limits = Limits(additions=additions)
     now = Squeezed(unreduced(table), best, trivial_bound(table))
-    if elimination_order(table, limits) is None:
-        now = _moved(now, reduce(now.reduced))
+    limits = Limits(additions=additions)
+    messages_help = True
     for _ in range(_MOST_ROUNDS):
-        now, view = _bounded(now, limits, deadline)
+        view = _view(now.reduced.table, limits, try_messages=messages_help)
+        now, dual = _bounded(now, view, deadline)
         yield now
-        if now.best is None or is_solved(now) or monotonic() > deadline:
+        if is_solved(now) or monotonic() > deadline:
             return
         size = num_entries(now.reduced.table)
-        now = replace(_moved(now, reduce(_pruned(now, view))), is_pruned=True)
-        yield now
-        if view.dual.is_best and num_entries(now.reduced.table) > _LEAST_SHRINK * size:
-            return
+        if now.best is not None:
+            now = replace(_moved(now, reduce(_pruned(now, view, dual))), is_pruned=True)
+            yield now
+        if now.best is None or num_entries(now.reduced.table) > _LEAST_SHRINK * size:
+            if view.order is not None and (now.best is None or dual.is_best):
+                return
+            messages_help = False
 
 
 def trivial_bound(table: CostTable) -> float:
@@ -89,39 +99,51 @@ def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int,
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """How a round saw its table: what elimination could hold of it, whether that was slow, and the bound's price."""
+    """How a round sees its table: by messages, or by eliminating (what elimination can hold of) it in `order`."""
 
-    relaxed: CostTable
-    is_slow: bool
-    dual: Dual
+    table: CostTable
+    order: tuple[int, ...] | None
+    is_slow: bool = False
 
 
-def _bounded(now: Squeezed, limits: Limits, deadline: float) -> tuple[Squeezed, _View]:
+def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
+    quick = replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
+    if (order := elimination_order(table, quick)) is not None:
+        return _View(table, order)
+    if try_messages:
+        return _View(table, None)
+    relaxed, order = tractable(table, limits)
+    return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
+
+
+def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dual]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
-    relaxed, order = tractable(table, limits)
-    is_slow = elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None
-    known = [now.best] if now.best is not None else _lightest(table, relaxed, order)
-    dual = maximise(relaxed, order, feasible=cheapest(table, known), most_steps=8 if is_slow else 40, deadline=deadline)
+    known = [now.best] if now.best is not None else _lightest(table, view)
+    feasible = cheapest(table, known)
+    evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
+    dual = maximise(view.table, evaluate, feasible=feasible, most_steps=8 if view.is_slow else 40, deadline=deadline)
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
     best = cheapest(table, (*known, *dual.met))
     if best is None or not _is_closed(cost_of(table, best), dual.bound_s):
         land = landscape(table)
-        best = cheapest(table, (*([] if best is None else [best]), *(descend(land, met) for met in (*known, *dual.met))))
+        best = cheapest(table, (*([] if best is None else [best]), *(descend(land, met) for met in dict.fromkeys((*known, *dual.met)))))
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
-    return replace(now, best=best, lower_bound_s=bound_s), _View(relaxed, is_slow, dual)
+    return replace(now, best=best, lower_bound_s=bound_s), dual
 
 
-def _lightest(table: CostTable, relaxed: CostTable, order: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _lightest(table: CostTable, view: _View) -> list[tuple[int, ...]]:
     """The choice of least memory, if memory is limited."""
     limit = table.memory_limit_bytes
     if limit == float("inf"):
         return []
-    least, lightest = least_memory(relaxed, order)
-    if least > limit and memory_of(relaxed, lightest) > limit:
+    if view.order is None:
+        return list(pass_messages(memory_only(table)).met[:1])
+    least, lightest = least_memory(view.table, view.order)
+    if least > limit and memory_of(view.table, lightest) > limit:
         raise InfeasibleError(
             f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
             f"{least:.0f} bytes ({least / 2**30:.2f} GiB); raise the memory limit, or use more devices"
@@ -129,24 +151,31 @@ def _lightest(table: CostTable, relaxed: CostTable, order: tuple[int, ...]) -> l
     return [lightest]
 
 
-def _pruned(now: Squeezed, view: _View) -> Reduced:
+def _pruned(now: Squeezed, view: _View, dual: Dual) -> Reduced:
     """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
     table = now.reduced.table
     cost_s = cost_of(table, now.best)
-    threshold = cost_s - TOLERANCE * abs(cost_s) + view.dual.rebate_s
-    pairs = frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.relaxed.edges)
-    marginals = min_marginals(view.dual.elimination, pairs)
+    threshold = cost_s - TOLERANCE * abs(cost_s) + dual.rebate_s
+    marginals = _marginals(view, dual)
     kept = []
     for values, k in zip(marginals.nodes, now.best):
         stays = values < threshold
         stays[k] = True
         kept.append(np.flatnonzero(stays))
-    edges = []
-    for edge in table.edges:
-        stays = marginals.pairs[edge.a, edge.b] < threshold if (edge.a, edge.b) in pairs else np.isfinite(edge.cost_s)
-        stays[now.best[edge.a], now.best[edge.b]] = True
-        edges.append(Edge(edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0)))
+    edges = list(table.edges)
+    for i, edge in enumerate(edges):
+        if (edge.a, edge.b) in marginals.pairs:
+            stays = marginals.pairs[edge.a, edge.b] < threshold
+            stays[now.best[edge.a], now.best[edge.b]] = True
+            edges[i] = Edge(edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0))
     return restrict(replace(now.reduced, table=replace(table, edges=tuple(edges))), kept)
+
+
+def _marginals(view: _View, dual: Dual) -> Marginals:
+    source = dual.step.source
+    if not isinstance(source, Elimination):
+        return Marginals(source.marginals, {})
+    return min_marginals(source, frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.table.edges))
 
 
 def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:

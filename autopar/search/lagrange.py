@@ -5,7 +5,7 @@ For a price p >= 0 in seconds a byte, min over choices of cost + p * (memory - l
 above it. Following the crossing of the best lines from both sides ends at the maximum after finitely many steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TypeVar
@@ -13,22 +13,38 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.search.eliminate import Elimination, argmin, eliminate
+from autopar.search.messages import Passed, pass_messages
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
 # Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error each.
 _ROUNDING = 1e-13
 
+# Of the choices that messages meet at a price, these are worth a descent.
+_MOST_MET = 2
+
 _Part = TypeVar("_Part", Node, Edge)
 
 
 @dataclass(frozen=True, eq=False)
-class Dual:
-    """The elimination at the best price, and the choices `met` at each price, latest last.
+class Step:
+    """What is known at one price: no choice has a lower objective than `value`; a few choices `met`, best first; what says so."""
 
-    The objective of the elimination exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may have added.
+    value: float
+    met: tuple[tuple[int, ...], ...]
+    source: Elimination | Passed
+
+
+Evaluate = Callable[[CostTable, float], Step]
+
+
+@dataclass(frozen=True, eq=False)
+class Dual:
+    """The step at the best price, and all choices `met`, latest last.
+
+    The objective of the step exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may have added.
     """
 
-    elimination: Elimination
+    step: Step
     rebate_s: float
     met: tuple[tuple[int, ...], ...]
     is_best: bool
@@ -36,11 +52,34 @@ class Dual:
     @property
     def bound_s(self) -> float:
         """No choice within the limit costs less; `inf` when everything is forbidden."""
-        return self.elimination.value - self.rebate_s
+        return self.step.value - self.rebate_s
+
+
+def by_elimination(order: Sequence[int]) -> Evaluate:
+    """Evaluate a price exactly."""
+
+    def evaluate(table: CostTable, price: float) -> Step:
+        elimination = eliminate(table, order, multiplier=price)
+        return Step(elimination.value, (argmin(elimination),), elimination)
+
+    return evaluate
+
+
+def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) -> Evaluate:
+    """Evaluate a price by passing messages; what costs more than `best`, a choice within the limit, does not matter."""
+
+    def evaluate(table: CostTable, price: float) -> Step:
+        ceiling = float("inf")
+        if best is not None:
+            ceiling = cost_of(table, best) + (price * table.memory_limit_bytes if price else 0.0)
+        passed = pass_messages(table, multiplier=price, known=() if best is None else (best,), ceiling=ceiling, deadline=deadline)
+        return Step(passed.value, passed.met[:_MOST_MET], passed)
+
+    return evaluate
 
 
 def maximise(
-    table: CostTable, order: Sequence[int], *, feasible: tuple[int, ...] | None, most_steps: int = 40, deadline: float = float("inf")
+    table: CostTable, evaluate: Evaluate, *, feasible: tuple[int, ...] | None, most_steps: int = 40, deadline: float = float("inf")
 ) -> Dual:
     """Maximise the bound over the price, the first step at price 0.
 
@@ -49,10 +88,9 @@ def maximise(
     """
     light = _from_least_memory(table)
     limit = light.memory_limit_bytes
-    free = eliminate(light, order)
-    over = argmin(free)
-    best = Dual(free, 0.0, (over,), is_best=True)
-    if feasible is None or not np.isfinite(free.value) or memory_of(light, over) <= limit:
+    free = evaluate(light, 0.0)
+    best, over = Dual(free, 0.0, free.met, is_best=True), free.met[0]
+    if feasible is None or not np.isfinite(cost_of(light, over)) or memory_of(light, over) <= limit:
         return best
     within = feasible
     for _ in range(most_steps - 1):
@@ -61,12 +99,12 @@ def maximise(
             return replace(best, is_best=True)
         if monotonic() > deadline:
             break
-        step = eliminate(light, order, multiplier=price)
-        met = argmin(step)
-        line = cost_of(light, within) + price * memory_of(light, within)
-        latest = Dual(step, price * limit * (1 + _ROUNDING), (*best.met, met), is_best=False)
+        step = evaluate(light, price)
+        latest = Dual(step, price * limit * (1 + _ROUNDING), (*best.met, *step.met), is_best=False)
         best = latest if latest.bound_s > best.bound_s else replace(best, met=latest.met, is_best=False)
-        if line - step.value <= 1e-12 * abs(line):
+        line = cost_of(light, within) + price * memory_of(light, within)
+        met = step.met[0]
+        if line - (cost_of(light, met) + price * memory_of(light, met)) <= 1e-12 * abs(line):
             return replace(best, is_best=True)
         over, within = (over, met) if memory_of(light, met) <= limit else (met, within)
     return best
@@ -74,10 +112,15 @@ def maximise(
 
 def least_memory(table: CostTable, order: Sequence[int]) -> tuple[float, tuple[int, ...]]:
     """Bytes of the choice that takes least, and the choice; `inf` when everything is forbidden."""
+    elimination = eliminate(memory_only(table), order)
+    return elimination.value, argmin(elimination)
+
+
+def memory_only(table: CostTable) -> CostTable:
+    """The table with memory in place of cost, the same forbidden."""
     nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes)) for node in table.nodes)
     edges = tuple(replace(edge, cost_s=np.where(np.isinf(edge.cost_s), np.inf, edge.memory_bytes)) for edge in table.edges)
-    elimination = eliminate(replace(table, nodes=nodes, edges=edges), order)
-    return elimination.value, argmin(elimination)
+    return replace(table, nodes=nodes, edges=edges)
 
 
 def _from_least_memory(table: CostTable) -> CostTable:

@@ -42,17 +42,24 @@ def unreduced(table: CostTable) -> Reduced:
 def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[np.ndarray] | None = None) -> Reduced:
     """Keep only the given strategies (ascending) of the smaller table; `successor[v][k]` takes the place of a dropped k (-1: none)."""
     nodes = tuple(Node(n.name, n.cost_s[k], n.memory_bytes[k]) for n, k in zip(reduced.table.nodes, kept))
-    edges = tuple(
-        Edge(e.a, e.b, e.cost_s[np.ix_(kept[e.a], kept[e.b])], e.memory_bytes[np.ix_(kept[e.a], kept[e.b])]) for e in reduced.table.edges
-    )
+    is_whole = [keep.size == node.cost_s.size for node, keep in zip(reduced.table.nodes, kept)]
+    edges = tuple(e if is_whole[e.a] and is_whole[e.b] else _sliced(e, kept) for e in reduced.table.edges)
     position = []
     for v, (old, keep) in enumerate(zip(reduced.position, kept)):
+        if is_whole[v]:
+            position.append(old)
+            continue
         renumbered = np.full(reduced.table.nodes[v].cost_s.size + 1, -1)  # the last entry answers -1
         renumbered[keep] = np.arange(keep.size)
         follow = np.arange(renumbered.size - 1) if successor is None else successor[v]
         position.append(renumbered[np.append(follow, -1)][old])
     table = replace(reduced.table, nodes=nodes, edges=edges)
     return Reduced(table, tuple(old[keep] for old, keep in zip(reduced.kept, kept)), tuple(position))
+
+
+def _sliced(edge: Edge, kept: Sequence[np.ndarray]) -> Edge:
+    pairs = np.ix_(kept[edge.a], kept[edge.b])
+    return Edge(edge.a, edge.b, edge.cost_s[pairs], edge.memory_bytes[pairs])
 
 
 def reduce(reduced: Reduced) -> Reduced:
