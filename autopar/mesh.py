@@ -39,6 +39,22 @@ class Mesh:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices without a mesh: how they are factorised into axes is part of the plan. `per_node`: how many of them are in a node, 0 for as
+    many as the cluster has in one."""
+
+    num_devices: int
+    per_node: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.per_node < 0 or (self.per_node and self.num_devices % self.per_node):
+            raise MeshError(f"expected a positive number of devices, in full nodes, found {self.num_devices} in nodes of {self.per_node}")
+
+    def __str__(self) -> str:
+        return f"{self.num_devices} devices"
+
+
 def parse_mesh(text: str) -> Mesh:
     """Read '2x4', '8' or 'dp=2,tp=4'.
 
@@ -57,13 +73,36 @@ def parse_mesh(text: str) -> Mesh:
         raise MeshError(f"cannot read mesh {text!r}; write e.g. '2x4' or 'dp=2,tp=4'") from error
 
 
-def as_mesh(mesh: "Mesh | DeviceMesh | str | tuple[int, ...]") -> Mesh:
-    """Accept every way a user may write a mesh."""
-    if isinstance(mesh, Mesh):
+def parse_devices(text: str) -> Mesh | Devices:
+    """As `parse_mesh`, but '64' and 'nodes=8,devices=8' leave the mesh open.
+
+    >>> parse_devices("64")
+    Devices(num_devices=64, per_node=0)
+    >>> parse_devices("nodes=8,devices=4")
+    Devices(num_devices=32, per_node=4)
+    >>> print(parse_devices("8x8"))
+    a0=8,a1=8
+    """
+    mesh = parse_mesh(text)
+    if mesh.axis_names == ("nodes", "devices"):
+        return Devices(mesh.num_devices, mesh.shape[1])
+    return Devices(mesh.num_devices) if text.strip().isdigit() else mesh
+
+
+def as_mesh(mesh: "Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]") -> Mesh | Devices:
+    """Accept every way a user may write a mesh; `Devices` where it is left open."""
+    if isinstance(mesh, Mesh | Devices):
         return mesh
     if isinstance(mesh, str):
-        return parse_mesh(mesh)
+        return parse_devices(mesh)
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        return Devices(mesh)
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
-        return Mesh(tuple(mesh.shape), tuple(names))
+        return mesh_of(mesh)
     return Mesh(tuple(mesh), tuple(f"a{i}" for i in range(len(mesh))))
+
+
+def mesh_of(mesh: DeviceMesh) -> Mesh:
+    """Sizes and names of a DeviceMesh."""
+    names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
+    return Mesh(tuple(mesh.shape), tuple(names))

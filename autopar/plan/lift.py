@@ -1,0 +1,58 @@
+"""An assignment on a mesh, seen on a finer mesh of the same devices."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import Layout
+from autopar.sbp.signature import Strategy
+
+
+def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
+    """The same plan on `fine`, whose axes factorise those of `coarse` in order: every part does on each factor what it did on the axis.
+
+    MeshError if `fine` is no such mesh.
+    """
+    sources = sources_of(coarse, fine)
+
+    def layouts(found: Mapping[str, Layout]) -> dict[str, Layout]:
+        return {name: tuple(layout[axis] for axis in sources) for name, layout in found.items()}
+
+    strategies = {name: Strategy(tuple(found.signatures[axis] for axis in sources)) for name, found in assignment.strategies.items()}
+    return replace(
+        assignment,
+        strategies=strategies,
+        layouts=layouts(assignment.layouts),
+        kept=layouts(assignment.kept),
+        outputs=layouts(assignment.outputs),
+    )
+
+
+def sources_of(coarse: Mesh, fine: Mesh) -> tuple[int, ...]:
+    """For each axis of `fine` the axis of `coarse` that it is a factor of.
+
+    >>> sources_of(Mesh((8, 8), ("a", "b")), Mesh((4, 2, 8), ("a", "b", "c")))
+    (0, 0, 1)
+    """
+    sources, axis, rest = [], 0, coarse.shape[0]
+    for size in fine.shape:
+        if rest == 1 and size > 1 and axis + 1 < coarse.ndim:
+            axis, rest = axis + 1, coarse.shape[axis + 1]
+        if rest % size:
+            raise MeshError(f"mesh {fine} does not refine mesh {coarse}; its axes must factorise the other's in order")
+        sources.append(axis)
+        rest //= size
+    if rest > 1 or axis + 1 < coarse.ndim:
+        raise MeshError(f"mesh {fine} does not refine mesh {coarse}; its axes must factorise the other's in order")
+    return tuple(sources)
+
+
+def refines(coarse: Mesh, fine: Mesh) -> bool:
+    """Whether `lift` is possible."""
+    try:
+        sources_of(coarse, fine)
+    except MeshError:
+        return False
+    return True
