@@ -1,5 +1,6 @@
 """The two calls, `plan` and `compile`: arguments are checked here, the stages of docs/architecture.md do the rest."""
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -13,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.codegen.agree import check_same, on_every_rank, on_first_rank
+from autopar.codegen.agree import agreed_graph, check_same, on_every_rank, on_first_rank
 from autopar.codegen.module import ShardedModule, shard_module
 from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
-from autopar.mesh import Mesh, as_mesh
+from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.plan import store
 from autopar.plan.assemble import make_plan
 from autopar.plan.plan import Plan
 
-AnyMesh = Mesh | DeviceMesh | str | tuple[int, ...]
+AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
 
 
@@ -38,17 +39,19 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     pins: Mapping[str, str] | None = None,
     memory_limit_bytes: float | None = None,
+    time_limit_s: float | None = None,
 ) -> Plan:
     """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a meta-device model.
 
+    `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to factorise it.
     `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices it has.
     `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default nine tenths of what the
-    cluster's devices have. Raises an AutoparError saying what to change.
+    cluster's devices have. `time_limit_s`: of searching, by default 30. Raises an AutoparError saying what to change.
     """
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    wishes = _wishes(pins, memory_limit_bytes)
+    wishes = _wishes(pins, memory_limit_bytes, time_limit_s)
     return _planned(trace(skeleton(model), args, kwargs), planar, found, wishes)
 
 
@@ -61,22 +64,28 @@ def compile(
     cluster: AnyCluster | None = None,
     pins: Mapping[str, str] | None = None,
     memory_limit_bytes: float | None = None,
+    time_limit_s: float | None = None,
     plan: Plan | str | os.PathLike | None = None,
 ) -> ShardedModule:
     """The same module, sharded over `mesh`; every rank calls this with the same model. `model` itself is left as it is.
 
     Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's name,
     a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file; it brings its
-    own cluster, and takes no `pins` or `memory_limit_bytes`.
+    own cluster, and takes no `pins`, `memory_limit_bytes` or `time_limit_s`. A `mesh` that is left open (see `autopar.plan`) is known once
+    there is a plan: it needs `plan` or example arguments.
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
-    mesh = _device_mesh(mesh)
-    wishes = _wishes(pins, memory_limit_bytes)
+    wishes = _wishes(pins, memory_limit_bytes, time_limit_s)
     if plan is not None and (wishes or cluster is not None):
-        raise AutoparError("plan= is given together with cluster=, pins= or memory_limit_bytes=, which are for planning; choose one")
+        raise AutoparError("plan= is given together with cluster=, pins= or another wish, which are for planning; choose one")
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+    if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
+        if plan is None and args is None and kwargs is None:
+            raise MeshError(f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or 'dp=2,tp=4'")
+        mesh, plan = _settled(model, _mesh(mesh), example, cluster, wishes, plan)
+    mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     module = shard_module(model, mesh, _Planner(mesh, found, wishes, given))
@@ -101,25 +110,39 @@ class _Planner:
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
             text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed).dumps())
-        return on_every_rank(self.mesh, "reading the plan", lambda: Plan.loads(text, graph, as_mesh(self.mesh)))
+        return on_every_rank(self.mesh, "reading the plan", lambda: Plan.loads(text, graph, mesh_of(self.mesh)))
 
     def _make(self, graph: Graph, fixed: dict[str, str]) -> Plan:
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
         if self.given is None:
-            return _planned(graph, as_mesh(self.mesh), self.cluster, wishes)
+            return _planned(graph, mesh_of(self.mesh), self.cluster, wishes)
         saved = store.loads(self.given)  # new shapes are planned for what the given plan was made for
         asked = {"optimizer": saved.optimizer, "memory_limit_bytes": saved.memory_limit_bytes}
-        return _planned(graph, as_mesh(self.mesh), saved.cluster, wishes | asked)
+        return _planned(graph, mesh_of(self.mesh), saved.cluster, wishes | asked)
+
+
+def _settled(
+    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, wishes: Mapping[str, Any], plan: Plan | str | None
+) -> tuple[Mesh, Plan | str | os.PathLike]:
+    """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
+    flat = _device_mesh((devices.num_devices,))
+    if plan is not None:
+        return on_every_rank(flat, "reading the plan", lambda: store.loads(_text_of(plan)).mesh), plan
+    found = _cluster(cluster, flat.device_type)
+    graph = agreed_graph(flat, lambda: trace(skeleton(model), *example))
+    text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, wishes).dumps())
+    plan = on_every_rank(flat, "reading the plan", lambda: Plan.loads(text, graph, devices))
+    return plan.mesh, plan
 
 
 def _text_of(plan: Plan | str | os.PathLike) -> str:
     return plan.dumps() if isinstance(plan, Plan) else store.read(plan)
 
 
-def _planned(graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:
+def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
-        if size > 1 and all(size % count for count in mesh.shape if count > 1):
+        if size > 1 and not _divides(mesh, size):
             warnings.warn(
                 f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it stays whole on "
                 "every rank; pad the batch or drop its last part to split it",
@@ -128,7 +151,14 @@ def _planned(graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Mapping[str, An
     return make_plan(graph, mesh, cluster, **wishes)
 
 
-def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None) -> dict[str, Any]:
+def _divides(mesh: Mesh | Devices, size: int) -> bool:
+    """Whether some axis, or one there may be, divides `size`; a mesh of one device has nothing to divide."""
+    if isinstance(mesh, Devices):
+        return mesh.num_devices == 1 or math.gcd(size, mesh.num_devices) > 1
+    return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
+
+
+def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None, time_limit_s: float | None) -> dict[str, Any]:
     """What the user asks of the planner, checked; nothing for what is not asked."""
     wishes: dict[str, Any] = {}
     if pins:
@@ -139,6 +169,10 @@ def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None) ->
         if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
             raise AutoparError(f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}")
         wishes["memory_limit_bytes"] = float(memory_limit_bytes)
+    if time_limit_s is not None:
+        if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
+            raise AutoparError(f"time_limit_s= expects a number of seconds, found {time_limit_s!r}")
+        wishes["time_limit_s"] = float(time_limit_s)
     return wishes
 
 
@@ -167,7 +201,7 @@ def _check_not_parallel(model: nn.Module) -> None:
             )
 
 
-def _mesh(mesh: AnyMesh) -> Mesh:
+def _mesh(mesh: AnyMesh) -> Mesh | Devices:
     try:
         return as_mesh(mesh)
     except TypeError as error:
@@ -178,7 +212,7 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         if mesh.get_coordinate() is None:
             raise MeshError(f"rank {dist.get_rank()} is not in mesh {mesh}; only its ranks call autopar.compile")
-        return mesh if mesh.mesh_dim_names else DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=as_mesh(mesh).axis_names)
+        return mesh if mesh.mesh_dim_names else DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh_of(mesh).axis_names)
     mesh = _mesh(mesh)
     if not dist.is_initialized():
         raise MeshError("autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets it up)")

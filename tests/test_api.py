@@ -33,7 +33,7 @@ def test_all_ways_to_write_a_mesh_and_a_cluster_agree(tmp_path):
 
 
 def test_the_two_calls_take_the_same_wishes():
-    shared = ("cluster", "args", "kwargs", "pins", "memory_limit_bytes")
+    shared = ("cluster", "args", "kwargs", "pins", "memory_limit_bytes", "time_limit_s")
     of_plan, of_compile = (inspect.signature(call).parameters for call in (autopar.plan, autopar.compile))
     assert set(shared) <= set(of_plan) & set(of_compile)
     assert all(of_compile[name].default is None for name in shared)
@@ -71,6 +71,27 @@ def meshes_of_all_kinds() -> list[tuple[str, ...]]:
 def test_compile_takes_meshes_of_all_kinds(ranks4: Ranks) -> None:
     expected = [("a0", "a1"), ("dp", "tp"), ("a0",), ("a0", "a1"), ("dp", "tp")]
     assert ranks4.run(meshes_of_all_kinds) == [expected] * 4
+
+
+def open_mesh() -> list[tuple[int, ...]]:
+    from autopar.errors import MeshError
+
+    torch.manual_seed(0)
+    case = build("mlp")
+    with pytest.raises(MeshError, match="leaves the axes open"):
+        autopar.compile(case.model, 4)
+    module = autopar.compile(case.model, "4", cluster="free-links", args=case.args)
+    given = autopar.compile(case.model, 4, plan=module.plan)
+    expected = case.model(*case.args)
+    for found in (module(*case.args), given(*case.args)):
+        torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, expected)
+    return [m.plan.mesh.shape for m in (module, given)]
+
+
+@pytest.mark.multirank
+def test_compile_on_a_mesh_that_the_search_factorises(ranks4: Ranks) -> None:
+    found = ranks4.run(open_mesh)
+    assert found == [found[0]] * 4 and math.prod(found[0][0]) == 4 and found[0][0] == found[0][1]
 
 
 def submesh() -> str:

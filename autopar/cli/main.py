@@ -21,9 +21,10 @@ from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
-from autopar.mesh import Mesh, parse_mesh
+from autopar.mesh import Mesh, parse_devices
 from autopar.models import MODELS, Example
 from autopar.plan.assemble import make_plan
+from autopar.plan.factorise import factorise
 from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan, plan_of
 from autopar.sbp.annotate import annotate
@@ -63,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | None) -> None:
     parser.add_argument("target", metavar="TARGET", help=_TARGET)
-    parser.add_argument("--mesh", required=True, type=_argument(parse_mesh), help="e.g. 2x4 or dp=2,tp=4")
+    mesh_help = "e.g. 2x4 or dp=2,tp=4; 8, or nodes=2,devices=4, lets the search choose how to factorise it"
+    parser.add_argument("--mesh", required=True, type=_argument(parse_devices), help=mesh_help)
     cluster = f" (default {default_cluster})" if default_cluster else ""
     parser.add_argument(
         "--cluster", default=default_cluster, required=default_cluster is None, help=f"a preset's name or a JSON file{cluster}"
@@ -138,7 +140,8 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
     cluster = load_cluster(options.cluster)
     if options.hand:
         limit = options.memory_limit or usable_memory_bytes(cluster)
-        return _by_hand(options.hand, graph, options.mesh, cluster, options.optimizer, limit)
+        mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
+        return _by_hand(options.hand, graph, mesh, cluster, options.optimizer, limit)
     return make_plan(
         graph,
         options.mesh,
@@ -155,7 +158,7 @@ def _by_hand(kind: str, graph: Graph, mesh: Mesh, cluster: Cluster, optimizer: s
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
-    return plan_of(graph, folded, candidates, assignment, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit)
+    return plan_of(graph, assignment, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit, found_by=f"hand plan {kind}")
 
 
 def _pin(text: str) -> tuple[str, str]:

@@ -43,7 +43,9 @@ class Explained(Protocol):
     lower_bound_s: float
     without_rule: Mapping[str, float]
     not_divided: tuple[tuple[str, int, int], ...]
+    found_by: str
     hand: Mapping[str, HandCost]
+    meshes: Mapping[str, float]
     timings: Mapping[str, float]
 
     @property
@@ -110,7 +112,9 @@ class Report:
     step_s: float
     lower_bound_s: float
     gap: float
+    found_by: str
     hand: Mapping[str, Mapping[str, float]]
+    meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
     not_divided: tuple[Mapping[str, Any], ...]
     timings_s: Mapping[str, float]
@@ -143,7 +147,9 @@ def report(plan: Explained) -> Report:
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
         gap=plan.gap,
+        found_by=plan.found_by,
         hand={name: {"step_s": cost.step_s, "memory_bytes": cost.memory_bytes} for name, cost in plan.hand.items()},
+        meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),
         not_divided=tuple(_not_divided(plan)),
         timings_s=dict(plan.timings),

@@ -12,7 +12,7 @@ MOST_UNDIVIDED = 20  # lines; the JSON has them all
 def format_report(report: Report) -> str:
     """All sections, in a fixed order; the same plan gives the same text."""
     sections = [_head(report), _ops(report), _inputs(report), _collectives(report), _memory(report), _time(report), _hand(report)]
-    return "\n\n".join(section for section in (*sections, _without_rule(report), _not_divided(report), _timings(report)) if section)
+    return "\n\n".join(section for section in (*sections, _meshes(report), _without_rule(report), _not_divided(report), _timings(report)) if section)
 
 
 def format_seconds(seconds: float) -> str:
@@ -45,14 +45,13 @@ def _digits(number: float) -> str:
 
 
 def _head(report: Report) -> str:
-    bound = (
-        f"no plan takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})" if report.lower_bound_s else "not searched"
-    )
+    found = f", found by {report.found_by}" if report.found_by else ""
+    bound = f"no plan takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})" if report.lower_bound_s else "no bound"
     return "\n".join(
         [
             f"Plan for mesh {report.mesh} on cluster {report.cluster} ({report.cluster_source}), optimizer {report.optimizer}.",
             "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
-            f"Step {format_seconds(report.step_s)}; {bound}.",
+            f"Step {format_seconds(report.step_s)}{found}; {bound}.",
         ]
     )
 
@@ -120,6 +119,13 @@ def _hand(report: Report) -> str:
     here = {"this plan": {"step_s": report.step_s, "memory_bytes": sum(report.memory_bytes.values())}}
     lines = [_hand_line(name, cost, report) for name, cost in (here | report.hand).items()]
     return "Beside plans written by hand, priced alike:\n" + _table(lines, ["plan", "step", "ratio", "memory"])
+
+
+def _meshes(report: Report) -> str:
+    if len(report.meshes_s) < 2:
+        return ""
+    lines = [[mesh, format_seconds(cost_s)] for mesh, cost_s in report.meshes_s.items()]
+    return "Meshes searched (n: nodes, d: devices of a node):\n" + _table(lines, ["mesh", "best step"])
 
 
 def _hand_line(name: str, cost: Mapping[str, float], report: Report) -> list[str]:

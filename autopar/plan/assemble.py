@@ -1,34 +1,24 @@
-"""From a graph to its plan: every stage of planning, in order."""
+"""From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
 
-from collections.abc import Callable, Mapping
-from time import perf_counter
-from typing import TypeVar
+from collections.abc import Mapping
+from time import monotonic
 
 from autopar.costmodel.cluster import Cluster
-from autopar.costmodel.decode import decode, encode
-from autopar.costmodel.evaluate import Costs, evaluate
+from autopar.costmodel.hardware import check_mesh
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.price import Priced, price
-from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.fold import Folded, fold
+from autopar.errors import InfeasibleError, PinError
 from autopar.ir.graph import Graph
-from autopar.mesh import Mesh
-from autopar.plan.hand import hand_plans
+from autopar.mesh import Devices, Mesh
+from autopar.plan.clock import Clock, Progress
+from autopar.plan.factorise import as_used, factorise
+from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.store import HandCosts
-from autopar.sbp.annotate import annotate
-from autopar.sbp.assignment import Assignment
-from autopar.sbp.pins import restrict
-from autopar.search.solve import solve
-from autopar.search.table import Choice
-
-Progress = Callable[[str], None]  # told in a few words what is being done
-Result = TypeVar("Result")
+from autopar.plan.solve_mesh import Solved, Wishes, solve_mesh
 
 
 def make_plan(
     graph: Graph,
-    mesh: Mesh,
+    mesh: Mesh | Devices,
     cluster: Cluster,
     *,
     pins: Mapping[str, str] | None = None,
@@ -40,77 +30,50 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
-    `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None.
-    `pins`: FQN -> layout; one holds for all repeats. `stored`: the same for what has its layout already, each for itself.
+    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest as far as the time goes, and the
+    plan has the best of them. `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN ->
+    layout; one holds for all repeats. `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
-    clock = _Clock(progress or (lambda _: None))
-    folded = clock.run("fold", lambda: fold(graph, _labels(graph, stored or {})))
-    everything = clock.run("annotate", lambda: annotate(graph, mesh, folded))
-    candidates = restrict(everything, graph, dict(pins or {}) | dict(stored or {}), mesh, folded)
-    priced = clock.run("price", lambda: price(graph, folded, candidates, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit))
-    hand = clock.run("hand plans", lambda: hand_plans(graph, folded, everything, mesh))
-    starts = _starts(priced, graph, folded, hand)
-    choice = clock.run("search", lambda: _searched(priced, tuple(starts.values()), cluster, time_limit_s / 2, clock.tell_cost))
-    bound_s = clock.run("bound", lambda: solve(priced.relaxed, starts=(choice.strategies,), time_limit_s=time_limit_s / 2).lower_bound_s)
-    by_hand = {name: evaluate(graph, assignment, mesh, cluster, optimizer=optimizer) for name, assignment in hand.items()}
-    chosen = decode(priced, graph, folded, choice.strategies)
-    found_s = evaluate(graph, chosen, mesh, cluster, optimizer=optimizer).step_s
-    allowed = {name: costs for name, costs in by_hand.items() if name in starts and costs.total_memory_bytes <= limit}
+    wishes = Wishes(pins or {}, stored or {}, limit, optimizer)
+    clock = Clock(progress or (lambda _: None))
+    check_mesh(cluster, mesh.num_devices)
+    if isinstance(mesh, Mesh):
+        found = {mesh: solve_mesh(graph, mesh, cluster, wishes, time_limit_s=time_limit_s, clock=clock)}
+    else:
+        cluster = as_used(mesh, cluster)
+        found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, clock)
+    best = min(found.values(), key=lambda solved: solved.cost_s)
     return plan_of(
-        graph, folded, everything, _better_by_hand(hand, allowed, found_s) or chosen, mesh, cluster,
-        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=bound_s,
-        hand={name: HandCosts(costs.step_s, costs.total_memory_bytes) for name, costs in by_hand.items()}, timings=clock.timings,
+        graph, best.assignment, best.mesh, cluster,
+        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, found_by=best.found_by, hand=best.hand,
+        meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=clock.timings,
     )  # fmt: skip
 
 
-def _searched(
-    priced: Priced, starts: tuple[tuple[int, ...], ...], cluster: Cluster, time_limit_s: float, tell: Callable[[str, float, float], None]
-) -> Choice:
-    try:
-        return solve(priced.table, starts=starts, time_limit_s=time_limit_s, progress=tell)
-    except InfeasibleError as error:
-        raise InfeasibleError(
-            f"{error}, or plan a smaller batch. A device of cluster {cluster.name} has {cluster.memory_bytes / 2**30:.1f} GiB, of which "
-            f"{usable_memory_bytes(cluster) / 2**30:.1f} GiB are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
-        ) from error
+def _solve_all(
+    graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+) -> dict[Mesh, Solved]:
+    """The best plan on each mesh that there is time for; a finer mesh starts from the plans of those it refines.
 
-
-def _labels(graph: Graph, stored: Mapping[str, str]) -> dict[str, str]:
-    return {item.value.name: stored[item.fqn] for item in graph.inputs if item.fqn in stored}
-
-
-def _starts(priced: Priced, graph: Graph, folded: Folded, hand: Mapping[str, Assignment]) -> dict[str, tuple[int, ...]]:
-    """The hand plans that the pins leave possible, as choices of the table."""
-    starts = {}
-    for name, assignment in hand.items():
+    InfeasibleError of the finest mesh if no mesh has a plan.
+    """
+    if wishes.pins:
+        raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
+    deadline = monotonic() + time_limit_s
+    found: dict[Mesh, Solved] = {}
+    failure: InfeasibleError | None = None
+    for mesh in factorise(devices.num_devices, cluster):
+        remaining_s = deadline - monotonic()
+        if found and remaining_s < 0:
+            break
+        starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
+        clock.where = f"mesh {mesh}: "
         try:
-            starts[name] = encode(priced, graph, folded, assignment)
-        except PlanError:  # it takes what a pin forbids
-            continue
-    return starts
-
-
-def _better_by_hand(hand: Mapping[str, Assignment], allowed: Mapping[str, Costs], found_s: float) -> Assignment | None:
-    """A hand plan that beats what was found: the table prices some shared conversions twice, `evaluate` does not."""
-    best = min(allowed, key=lambda name: allowed[name].step_s, default=None)
-    return hand[best] if best is not None and allowed[best].step_s < found_s else None
-
-
-class _Clock:
-    """Runs stages, keeps what each took and tells of it."""
-
-    def __init__(self, tell: Progress) -> None:
-        self.tell = tell
-        self.timings: dict[str, float] = {}
-
-    def run(self, stage: str, work: Callable[[], Result]) -> Result:
-        self.tell(stage)
-        start = perf_counter()
-        result = work()
-        self.timings[stage] = perf_counter() - start
-        return result
-
-    def tell_cost(self, stage: str, cost_s: float, lower_bound_s: float) -> None:
-        self.tell(f"search ({stage}): {cost_s * 1e3:.3g} ms a step, at least {lower_bound_s * 1e3:.3g} ms")
+            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=remaining_s, clock=clock)
+        except InfeasibleError as error:
+            failure = error
+    if not found:
+        raise failure
+    return found

@@ -14,9 +14,10 @@ from autopar.explain.text import format_report
 from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
-from autopar.mesh import Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.plan import store
 from autopar.plan.check import check_assignment
+from autopar.plan.planned import as_planned
 from autopar.plan.store import HandCosts, SavedPlan
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
@@ -29,7 +30,8 @@ class Plan:
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
-    hand: name -> costs of the hand plans on the same mesh. timings: planning stage -> seconds it took.
+    found_by: "search", or the hand plan that nothing better was found to ("": neither). hand: name -> costs of the hand plans on the same mesh.
+    meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
     """
 
     mesh: Mesh
@@ -44,7 +46,9 @@ class Plan:
     lower_bound_s: float
     without_rule: Mapping[str, float]
     not_divided: tuple[tuple[str, int, int], ...]
+    found_by: str
     hand: Mapping[str, HandCosts]
+    meshes: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -66,6 +70,7 @@ class Plan:
                 optimizer=self.optimizer,
                 memory_limit_bytes=self.memory_limit_bytes,
                 lower_bound_s=self.lower_bound_s,
+                found_by=self.found_by,
                 hand=self.hand,
                 assignment=self.assignment,
             )
@@ -76,28 +81,28 @@ class Plan:
         store.write(path, self.dumps())
 
     @classmethod
-    def loads(cls, text: str, graph: Graph, mesh: Mesh) -> "Plan":
+    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices) -> "Plan":
         """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it."""
         saved = store.loads(text)
+        mesh = saved.mesh if isinstance(mesh, Devices) and mesh.num_devices == saved.mesh.num_devices else mesh
         _check_belongs(saved, graph, mesh)
         folded = fold(graph)
         candidates = annotate(graph, mesh, folded)
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
         return plan_of(
-            graph, folded, candidates, saved.assignment, mesh, saved.cluster,
-            optimizer=saved.optimizer, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s, hand=saved.hand,
+            graph, saved.assignment, mesh, saved.cluster,
+            optimizer=saved.optimizer, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
+            found_by=saved.found_by, hand=saved.hand,
         )  # fmt: skip
 
     @classmethod
-    def load(cls, path: str | os.PathLike, graph: Graph, mesh: Mesh) -> "Plan":
+    def load(cls, path: str | os.PathLike, graph: Graph, mesh: Mesh | Devices) -> "Plan":
         """`loads` of the file at `path`; PlanError if it cannot be read."""
         return cls.loads(store.read(path), graph, mesh)
 
 
 def plan_of(
     graph: Graph,
-    folded: Folded,
-    candidates: Candidates,
     assignment: Assignment,
     mesh: Mesh,
     cluster: Cluster,
@@ -105,11 +110,15 @@ def plan_of(
     optimizer: str = "adamw",
     memory_limit_bytes: float = math.inf,
     lower_bound_s: float = 0.0,
+    found_by: str = "",
     hand: Mapping[str, HandCosts] | None = None,
+    meshes: Mapping[str, float] | None = None,
     timings: Mapping[str, float] | None = None,
 ) -> Plan:
     """The plan that `assignment` is, with its costs; nothing is searched."""
     costs = evaluate(graph, assignment, mesh, cluster, optimizer=optimizer)
+    folded = as_planned(fold(graph), graph, assignment)
+    candidates = annotate(graph, mesh, folded)
     return Plan(
         mesh=mesh,
         cluster=cluster,
@@ -123,13 +132,15 @@ def plan_of(
         lower_bound_s=min(lower_bound_s, costs.step_s),
         without_rule=_without_rule(graph, folded, candidates, assignment, costs, mesh, cluster),
         not_divided=candidates.not_divided,
+        found_by=found_by,
         hand=hand or {},
+        meshes=meshes or {},
         timings=timings or {},
     )
 
 
-def _check_belongs(saved: SavedPlan, graph: Graph, mesh: Mesh) -> None:
-    if saved.mesh.shape != mesh.shape:
+def _check_belongs(saved: SavedPlan, graph: Graph, mesh: Mesh | Devices) -> None:
+    if isinstance(mesh, Devices) or saved.mesh.shape != mesh.shape:
         raise PlanError(f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for this one")
     if saved.fingerprint != fingerprint(graph):
         raise PlanError(

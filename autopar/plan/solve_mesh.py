@@ -10,9 +10,9 @@ from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.price import Priced, price
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.fold import Folded, Repeat, fold
+from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
-from autopar.ir.segment import ends, segmented
+from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.conflict import binding_pins
@@ -44,7 +44,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan found on `mesh`. `cost_s` is its step; `hand`: the hand plans on this mesh; `found_by`: "search" or a hand plan's name."""
+    """The best plan found on `mesh`; `cost_s` is its step. hand, found_by: as in `Plan`."""
 
     mesh: Mesh
     folded: Folded
@@ -112,9 +112,10 @@ class _Setting:
 
         pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes)
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
+        memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (
-            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {self.cluster.memory_bytes / 2**30:.1f} GiB, of "
-            f"which {usable_memory_bytes(self.cluster) / 2**30:.1f} GiB are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
+            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB are "
+            "the limit unless memory_limit_bytes (--memory-limit) says otherwise"
         )
 
 
@@ -128,7 +129,7 @@ def solve_mesh(
     """
     setting = _Setting(graph, mesh, cluster, wishes, monotonic() + time_limit_s, clock)
     folded = clock.run("fold", lambda: fold(graph, _labels(graph, wishes.stored)))
-    problem = setting.problem(segmented(folded, graph, ends(folded)))
+    problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
     hand = clock.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]

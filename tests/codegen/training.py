@@ -81,7 +81,7 @@ def plan_called(kind: str, graph: Graph, mesh: Mesh) -> Plan:
         assignment = random_assignment(graph, folded, candidates, mesh, random.Random(kind))
     else:
         assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
-    return plan_of(graph, folded, candidates, assignment, mesh, cluster)
+    return plan_of(graph, assignment, mesh, cluster)
 
 
 def random_assignment(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random) -> Assignment:

@@ -44,7 +44,7 @@ def by_hand(name: str, kind: str, mesh: Mesh = MESH) -> Assignment:
 @functools.cache
 def hand_made(name: str, kind: str = "megatron", mesh: Mesh = MESH) -> Plan:
     """A plan that needed no search."""
-    return plan_of(traced(name), folded(name), annotated(name, mesh), by_hand(name, kind, mesh), mesh, CPU)
+    return plan_of(traced(name), by_hand(name, kind, mesh), mesh, CPU)
 
 
 def tally(name: str, assignment: Assignment, mesh: Mesh = MESH) -> Counter[tuple[str, str, str]]:

@@ -1,0 +1,38 @@
+"""Which copies of a repeat a plan treats alike."""
+
+from autopar.ir.fold import Folded, Repeat
+from autopar.ir.graph import Graph
+from autopar.ir.segment import segmented
+from autopar.sbp.assignment import Assignment
+
+
+def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
+    """`folded` with each run of neighbouring copies that have the same strategies and layouts as a class of its own."""
+    return segmented(folded, graph, tuple(_runs(repeat, graph, assignment) for repeat in folded.repeats))
+
+
+def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ...]:
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    first, block = position[repeat.ops[0]], len(repeat.ops)
+    sizes: list[int] = []
+    latest = None
+    for copy in range(repeat.count):
+        choices = _choices(graph, assignment, first + copy * block, block)
+        if choices == latest:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+        latest = choices
+    return tuple(sizes)
+
+
+def _choices(graph: Graph, assignment: Assignment, first: int, block: int) -> list[tuple]:
+    ops = graph.ops[first : first + block]
+    return [
+        (
+            assignment.strategies[op.name],
+            tuple(assignment.layouts.get(value.name) for value in op.inputs),
+            tuple(assignment.kept.get(value.name) for value in op.outputs),
+        )
+        for op in ops
+    ]
