@@ -11,8 +11,9 @@ MOST_UNDIVIDED = 20  # lines; the JSON has them all
 
 def format_report(report: Report) -> str:
     """All sections, in a fixed order; the same plan gives the same text."""
-    sections = [_head(report), _ops(report), _inputs(report), _collectives(report), _memory(report), _time(report), _hand(report)]
-    return "\n\n".join(section for section in (*sections, _meshes(report), _without_rule(report), _not_divided(report), _timings(report)) if section)
+    sections = [_head(report), _ops(report), _inputs(report), _collectives(report), _memory(report), _time(report)]
+    remarks = [_hand(report), _meshes(report), _without_rule(report), _not_divided(report), _timings(report)]
+    return "\n\n".join(section for section in (*sections, *remarks) if section)
 
 
 def format_seconds(seconds: float) -> str:

@@ -30,7 +30,7 @@ class Plan:
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
-    found_by: "search", or the hand plan that nothing better was found to ("": neither). hand: name -> costs of the hand plans on the same mesh.
+    found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
     meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
     """
 

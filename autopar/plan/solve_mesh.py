@@ -114,8 +114,8 @@ class _Setting:
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
         memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (
-            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB are "
-            "the limit unless memory_limit_bytes (--memory-limit) says otherwise"
+            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB "
+            "are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
         )
 
 
