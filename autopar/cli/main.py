@@ -70,7 +70,7 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--cluster", default=default_cluster, required=default_cluster is None, help=f"a preset's name or a JSON file{cluster}"
     )
-    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3, megatron or e.g. megatron:dp=8,tp=8 instead of searching")
+    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3 or e.g. megatron:dp=8,tp=8,sp instead of searching")
     parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
     limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
     parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)

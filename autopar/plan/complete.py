@@ -1,5 +1,6 @@
 """From strategies to a whole assignment: the layouts that are left to choose, each at the least communication."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -7,7 +8,7 @@ from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of, wanted_layout
-from autopar.sbp.placement import Layout, num_parts
+from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
@@ -54,15 +55,15 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
 def _most_parts(
     value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...]
 ) -> tuple[Layout, ...]:
-    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; one dim rather than several, the first
-    rather than a later one."""
+    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that moves the fewest
+    bytes, one dim rather than several, the first rather than a later one."""
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
 
-    def key(layout: Layout) -> tuple[int, int, int, tuple[int, ...]]:
+    def key(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
         dims = {placement.dim for placement in layout if placement.is_split}
-        parts = max((num_parts(tuple(layout[a] for a in axes), tuple(mesh.shape[a] for a in axes), dim) for dim in dims), default=1)
+        parts = math.prod(mesh.shape[axis] for axis in axes if layout[axis].is_split)
         differs = sum(layout[axis] != want[axis] for want in wanted for axis in others)
-        return differs, -parts, len(dims), tuple(sorted(dims))
+        return differs, -parts, _bytes_to(value, layout, wanted, mesh), len(dims), tuple(sorted(dims))
 
     return (min(offered, key=key),)
 

@@ -1,7 +1,7 @@
 """Plans as people write them by hand, as points of the space the search chooses from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,71 +12,120 @@ from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plan.complete import complete
 from autopar.plan.propagate import Option, follow_batch, follow_tensors
+from autopar.plan.sequence import batch_arguments, sequence_dims
 from autopar.plan.structure import structure_of
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, Placement
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
+FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
+
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """Mesh axes [0, num_data_axes) split the batch, the others split tensors; `is_sharded` stores parameters in parts (ZeRO-3)."""
+    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), all other mesh axes split the batch.
 
-    num_data_axes: int
-    is_sharded: bool
+    is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198). flavour: how the
+    data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). With one backward a
+    step "zero1" and "zero2" are one plan: they differ in whether gradients are whole between several backwards.
+    """
+
+    tensor_axes: tuple[int, ...] = ()
+    is_sequence_parallel: bool = False
+    flavour: str = "ddp"
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
-    """Read 'ddp', 'zero3', 'megatron' or 'megatron:dp=8,tp=8': data parallel on the outer mesh axes, tensor parallel on the inner ones.
+    """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options after a colon:
+    'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its data axes.
 
-    PlanError if the name is unknown or the degrees are no products of mesh axes.
+    PlanError if it is none of these or the degrees are no products of mesh axes.
+
+    >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
+    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3')
     """
     name, _, rest = text.partition(":")
-    if name in ("ddp", "zero3") and not rest:
-        return HandPlan(mesh.ndim, name == "zero3")
-    if name != "megatron":
-        raise PlanError(f"no hand plan {text!r}; write ddp, zero3, megatron or e.g. 'megatron:dp={mesh.shape[0]},tp={mesh.shape[-1]}'")
-    if not rest:
-        return HandPlan(mesh.ndim - 1, False)
-    try:
-        degrees = {key.strip(): int(size) for key, size in (part.split("=") for part in rest.split(","))}
-    except ValueError as error:
-        raise PlanError(f"cannot read the degrees in {text!r}; write e.g. 'megatron:dp=8,tp=8'") from error
-    return HandPlan(_num_data_axes(text, degrees, mesh), False)
+    if name in FLAVOURS and not rest:
+        return HandPlan(flavour=name)
+    words = [word.strip() for word in rest.split(",") if word.strip()]
+    flavours = [word for word in words if word in FLAVOURS]
+    degrees = {key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")}
+    if name != "megatron" or len(flavours) > 1 or len(words) != len(flavours) + len(degrees) + ("sp" in words):
+        example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
+        raise PlanError(
+            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp' (sequence parallel), "
+            f"'{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by +)"
+        )
+    return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp")
 
 
-def _num_data_axes(text: str, degrees: Mapping[str, int], mesh: Mesh) -> int:
-    for num in range(mesh.ndim + 1):
+def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int, ...]:
+    if not degrees:
+        return (mesh.ndim - 1,)
+    names = degrees.get("tp", "").split("+")
+    if "dp" not in degrees and set(names) <= set(mesh.axis_names):
+        return tuple(sorted(map(mesh.axis_index, names)))
+    for num in range(mesh.ndim, -1, -1):
         found = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
-        if set(degrees) <= set(found) and all(found[key] == size for key, size in degrees.items()):
-            return num
+        if all(str(found[key]) == size for key, size in degrees.items()):
+            return tuple(range(num, mesh.ndim))
     raise PlanError(
-        f"hand plan {text!r} does not fit mesh {mesh}: dp must be the product of its first axes and tp of the others; change one of them"
+        f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes and tp of the "
+        "others, or tp the names of axes joined by +; change one of them"
     )
 
 
+def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
+    """
+    >>> format_hand_plan(HandPlan((1,), True, "zero3"), Mesh((4, 8), ("a", "b")))
+    'megatron:dp=4,tp=8,sp,zero3'
+    """
+    if not plan.tensor_axes:
+        return plan.flavour
+    tensor = math.prod(mesh.shape[axis] for axis in plan.tensor_axes)
+    is_inner = plan.tensor_axes == tuple(range(mesh.ndim - len(plan.tensor_axes), mesh.ndim))
+    by_name = "tp=" + "+".join(mesh.axis_names[axis] for axis in plan.tensor_axes)
+    words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name]
+    words += ["sp"] * plan.is_sequence_parallel + [plan.flavour] * (plan.flavour != "ddp")
+    return f"megatron:{','.join(words)}"
+
+
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
-    """ddp, zero3 and megatron on this mesh, by name."""
-    return {kind: hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh) for kind in ("ddp", "zero3", "megatron")}
+    """The plans to start from and to compare with on this mesh, by name; those that come out the same but once."""
+    found: dict[str, Assignment] = {}
+    for plan in _useful(mesh):
+        assignment = hand_plan(plan, graph, folded, candidates, mesh)
+        if assignment not in found.values():
+            found[format_hand_plan(plan, mesh)] = assignment
+    return found
+
+
+def _useful(mesh: Mesh) -> Iterator[HandPlan]:
+    """Data parallel on all axes, tensor parallel on the last, with what saves memory."""
+    yield from (HandPlan(), HandPlan(flavour="zero3"))
+    for flavour in ("ddp", "zero3") if mesh.ndim > 1 else ("ddp",):
+        yield from (HandPlan((mesh.ndim - 1,), is_sp, flavour) for is_sp in (False, True))
 
 
 def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> Assignment:
     """The hand plan as an assignment; where an op cannot follow it, the op is whole."""
     structure = structure_of(graph)
+    sequence = sequence_dims(graph, structure) if plan.is_sequence_parallel else {}
     prefixes: dict[str, tuple[Signature, ...]] = {op.name: () for op in graph.ops}
     arguments = {item.value.name: () for item in graph.of_kind("argument")}
     for axis in range(mesh.ndim):
         options = partial(_options, axis=axis, prefixes=prefixes, folded=folded, candidates=candidates, mesh=mesh)
-        if axis < plan.num_data_axes:
+        if axis in plan.tensor_axes:
+            batch = dict.fromkeys(arguments, I)
+            signatures = follow_tensors(graph, structure, folded.representative, options, sequence)
+        else:
             batch = _place_batch(graph, candidates, arguments)
             signatures = follow_batch(graph, folded.representative, options, batch)
-        else:
-            batch = dict.fromkeys(arguments, I)
-            signatures = follow_tensors(graph, structure, folded.representative, options)
         prefixes = {name: (*prefix, signatures[name]) for name, prefix in prefixes.items()}
         arguments = {name: (*prefix, batch[name]) for name, prefix in arguments.items()}
     strategies = {name: Strategy(prefix) for name, prefix in prefixes.items()}
-    sharded_axes = tuple(range(plan.num_data_axes)) if plan.is_sharded else ()
+    data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
+    sharded_axes = data_axes if plan.flavour != "ddp" else ()
     return complete(graph, folded, candidates, strategies, arguments, mesh, sharded_axes=sharded_axes)
 
 
@@ -98,11 +147,10 @@ def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
 
 def _place_batch(graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]) -> dict[str, Placement]:
     """S(0) for every argument that has the batch as its first dim, if what `prefixes` leaves of it divides."""
-    sizes = [item.value.shape[0] for item in graph.of_kind("argument") if item.value.shape]
-    batch_size = max(sizes, key=sizes.count, default=0)
+    with_batch = {item.value.name for item in batch_arguments(graph)}
     placed = {}
     for item in graph.of_kind("argument"):
         name, split = item.value.name, (*prefixes[item.value.name], Placement("S", 0))
-        fits = item.value.shape[:1] == (batch_size,) and any(layout[: len(split)] == split for layout in candidates.layouts[name])
+        fits = name in with_batch and any(layout[: len(split)] == split for layout in candidates.layouts[name])
         placed[name] = split[-1] if fits else I
     return placed

@@ -10,6 +10,7 @@ from autopar.sbp.redistribute import CONVERSIONS
 from autopar.sbp.signature import Signature
 
 _WHOLE = ("I", "R")
+VIEWS = frozenset({"reshape", "permute"})  # what normalised graphs have of them
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,21 @@ def follow_batch(graph: Graph, representative: Mapping[str, str], options: Optio
     return chosen
 
 
-def follow_tensors(graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options) -> dict[str, Signature]:
-    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is whole."""
+def follow_tensors(
+    graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options, sequence: Mapping[str, int]
+) -> dict[str, Signature]:
+    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is whole.
+
+    Values in `sequence` are split along that dim wherever an op allows it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    """
     placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
     chosen: dict[str, Signature] = {}
     producer = {value.name: op for op in graph.ops for value in op.outputs}
     for op in graph.ops:
-        if all(value.name in structure.from_parameters for value in op.inputs) and op.inputs:
+        if _is_for_consumer(op, structure):
             continue  # its consumer says what it needs
         known = chosen.get(representative[op.name])
-        signature = known or _cheapest(op, _seeded(op, options(op), structure, placed), placed, structure)
+        signature = known or _cheapest(op, _seeded(op, options(op), structure, placed, sequence), placed, structure)
         _take(op, signature, chosen, placed)
         for value, placement in zip(op.inputs, signature.inputs):
             _settle(value, placement, options, producer, chosen, placed)
@@ -52,6 +58,11 @@ def follow_tensors(graph: Graph, structure: Structure, representative: Mapping[s
         if op.name not in chosen:
             _take(op, _cheapest(op, options(op), placed, structure), chosen, placed)
     return chosen
+
+
+def _is_for_consumer(op: Op, structure: Structure) -> bool:
+    is_of_parameters = bool(op.inputs) and all(value.name in structure.from_parameters for value in op.inputs)
+    return is_of_parameters or any(value.name in structure.positional for value in op.outputs)
 
 
 def _take(op: Op, signature: Signature, chosen: dict[str, Signature], placed: Placed) -> None:
@@ -74,15 +85,19 @@ def _settle(
         _settle(source, wanted, options, producer, chosen, placed)
 
 
-def _seeded(op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed) -> tuple[Option, ...]:
+def _seeded(
+    op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed, sequence: Mapping[str, int]
+) -> tuple[Option, ...]:
     """The options that make `op` what `structure` says it is; all of them where it says nothing or none fits."""
-    kind = "vocabulary" if op.name == structure.vocabulary else structure.kinds.get(op.name, base_name(op))
+    kind = "vocabulary" if op.name in structure.vocabulary else structure.kinds.get(op.name, base_name(op))
     slots = product_slots(op, structure.from_parameters)
     fits = [option for option in options if _is_kind(kind, op, option.signature, slots)]
     if kind == "scaled_dot_product_attention":  # only where slicing what comes in is free
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
         fits = [option for option in options if _stays_inside(op, option.signature, placed)]
+    elif not fits or kind == "whole":
+        fits = _along_sequence(op, options, placed, sequence) or fits
     return tuple(fits) or options
 
 
@@ -90,6 +105,17 @@ def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
     """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt out anew."""
     pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
     return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
+
+
+def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequence: Mapping[str, int]) -> list[Option]:
+    """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value, whose gradient
+    is scattered again."""
+    wanted = {slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence}
+    fits = [option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())]
+    fits = [option for option in fits if not option.signature.role]
+    if not fits and base_name(op) in VIEWS and any(placed[op.inputs[slot].name] == p for slot, p in wanted.items()):
+        return [option for option in options if all(placement == R for placement in option.signature.inputs)]
+    return fits
 
 
 def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
@@ -111,10 +137,12 @@ def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: St
     """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data parallelism and a
     tensor-parallel region take the one that splits, what is outside the region the one that does not.
 
-    A pending sum is finished before anything but a product's own bias is added to it: that is what people write by hand.
+    A pending sum may be viewed, and is finished before anything but a product's own bias is added to it: that is what people write by hand.
     """
 
     def is_textbook(signature: Signature) -> bool:
+        if structure is not None and base_name(op) in VIEWS:
+            return True
         pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
         return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op
 
 _PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d"})
 # A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
@@ -13,13 +13,15 @@ _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "ind
 @dataclass(frozen=True)
 class Structure:
     """kinds: product -> "column", "row" or "whole". region: ops between a column product and its row product.
-    vocabulary: the embedding to split over its rows ("" if there is none). from_parameters: values computed from parameters alone.
+    vocabulary: the lookups in the table to split over its rows. from_parameters: values computed from parameters alone.
+    positional: values looked up in parameters by no argument, and what is computed from them (positions, relative biases).
     """
 
     kinds: Mapping[str, str]
     region: frozenset[str]
-    vocabulary: str
+    vocabulary: frozenset[str]
     from_parameters: frozenset[str]
+    positional: frozenset[str]
 
 
 def structure_of(graph: Graph) -> Structure:
@@ -28,7 +30,8 @@ def structure_of(graph: Graph) -> Structure:
     A product that no further product depends on (a language model's head) is column-parallel too; the others stay whole.
     """
     from_parameters = values_from_parameters(graph)
-    sources, rows = _pair(graph, from_parameters)
+    positional = _positional_values(graph, from_parameters)
+    sources, rows = _pair(graph, from_parameters, positional)
     columns = {name for row in rows.values() for name in row}
     feeding_row, feeding_any = _feeders(graph, set(rows), from_parameters)
     kinds = {}
@@ -38,7 +41,7 @@ def structure_of(graph: Graph) -> Structure:
         is_column = op.name in columns or (op.name not in rows and op.name not in feeding_any)
         kinds[op.name] = "row" if op.name in rows else "column" if is_column else "whole"
     region = {op.name for op in graph.ops if op.name in feeding_row and op.name not in kinds and sources.get(op.outputs[0].name)}
-    return Structure(kinds, frozenset(region), _vocabulary(graph), from_parameters)
+    return Structure(kinds, frozenset(region), _vocabulary(graph), from_parameters, positional)
 
 
 def base_name(op: Op) -> str:
@@ -69,14 +72,38 @@ def _lookup(op: Op) -> bool:
     return base_name(op) == "embedding"
 
 
-def _pair(graph: Graph, from_parameters: frozenset[str]) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
+def _from_arguments(graph: Graph) -> frozenset[str]:
+    """Names of the arguments and of every value that depends on one."""
+    found = {item.value.name for item in graph.of_kind("argument")}
+    for op in graph.ops:
+        if any(value.name in found for value in op.inputs):
+            found.update(value.name for value in op.outputs)
+    return frozenset(found)
+
+
+def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozenset[str]:
+    derived, found = _from_arguments(graph), set()
+    for op in graph.ops:
+        tracked = {value.name for value in op.inputs if value.needs_grad}
+        if _lookup(op):
+            is_positional = not any(value.name in derived for value in op.inputs)
+        else:
+            is_positional = product_slots(op, from_parameters) is None and bool(tracked & found) and tracked <= found | from_parameters
+        if is_positional:
+            found.update(value.name for value in op.outputs)
+    return frozenset(found)
+
+
+def _pair(
+    graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]
+) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
     """Per value the products it derives from (None: from something else too), and per row product its column products."""
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}
     for op in graph.ops:
         slots = product_slots(op, from_parameters)
         if slots is None:
-            found = _merge(op, sources, from_parameters)
+            found = _merge(op, sources, from_parameters | positional)
         elif paired := sources.get(op.inputs[slots[0]].name):
             rows[op.name], found = paired, None
         else:
@@ -85,8 +112,8 @@ def _pair(graph: Graph, from_parameters: frozenset[str]) -> tuple[dict[str, froz
     return sources, rows
 
 
-def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], from_parameters: frozenset[str]) -> frozenset[str] | None:
-    tracked = [value for value in op.inputs if value.needs_grad and value.name not in from_parameters]
+def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozenset[str]) -> frozenset[str] | None:
+    tracked = [value for value in op.inputs if value.needs_grad and value.name not in ignored]
     found = [sources.get(value.name) for value in tracked]
     if base_name(op) in _BARRIERS or not found or any(item is None for item in found):
         return None
@@ -113,17 +140,9 @@ def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> t
     return feeding_row, feeding_any
 
 
-def _vocabulary(graph: Graph) -> str:
-    """The lookup with most rows among those indexed by an argument; positions are looked up by constants."""
-    derived = {item.value.name for item in graph.of_kind("argument")}
-    best, most_rows = "", 0
-    for op in graph.ops:
-        if any(value.name in derived for value in op.inputs):
-            derived.update(value.name for value in op.outputs)
-            if _lookup(op) and _rows(op.inputs) > most_rows:
-                best, most_rows = op.name, _rows(op.inputs)
-    return best
-
-
-def _rows(inputs: tuple[Value, ...]) -> int:
-    return inputs[0].shape[0]
+def _vocabulary(graph: Graph) -> frozenset[str]:
+    """The lookups in the table with most rows among those indexed by an argument; positions are looked up by constants."""
+    derived = _from_arguments(graph)
+    lookups = [op for op in graph.ops if _lookup(op) and any(value.name in derived for value in op.inputs)]
+    table = max((op.inputs[0] for op in lookups), key=lambda value: value.shape[0], default=None)
+    return frozenset(op.name for op in lookups if op.inputs[0] == table)

@@ -36,6 +36,11 @@ def _nameless(op: Op) -> Op:
     return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
 
 
+def signatures_of_call(op: Op) -> tuple[Signature, ...]:
+    """`signatures_of`, derived once for equal calls."""
+    return signatures_of(_nameless(op))
+
+
 @lru_cache(maxsize=4096)
 def signatures_of(op: Op) -> tuple[Signature, ...]:
     """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size 1."""

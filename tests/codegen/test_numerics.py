@@ -31,6 +31,13 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize(("name", "shape"), [("llama", (4,)), ("llama", (2, 2)), ("gpt2", (2, 2)), ("bert", (2, 2))], ids=str)
+def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
+    kinds = ("megatron:sp", "megatron:sp,zero3") if len(shape) > 1 else ("megatron:sp",)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, kinds), timeout_s=240), name)
+
+
+@pytest.mark.multirank
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh, parse_mesh
 from autopar.plan.check import check_assignment
-from autopar.plan.hand import HandPlan, hand_plans, parse_hand_plan
+from autopar.plan.hand import HandPlan, format_hand_plan, hand_plans, parse_hand_plan
 from autopar.sbp.placement import format_layout
 from tests.plan.cases import CPU, MESH, annotated, by_hand, folded, tally, traced
 from tests.zoo import BATCH, HIDDEN, LAYERS, SEQUENCE, ZOO
@@ -107,16 +107,86 @@ def test_hand_plans_are_points_of_the_searched_space(name, kind):
     assert decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment)) == assignment
 
 
+PLAIN = 2 * LAYERS + 1  # Megatron's f and g: two a layer; one for the embedding's sum forward, one for the head's input backward
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_sequence_parallel_turns_each_all_reduce_into_a_gather_and_a_scatter(name):
+    plain, split = (tally(name, by_hand(name, kind)) for kind in ("megatron", "megatron:sp"))
+    loss = 2  # maximum and sum over the vocabulary
+    assert plain["forward", "all_reduce", "tp"] == PLAIN + loss and plain["backward", "all_reduce", "tp"] == PLAIN
+    assert split["forward", "all_reduce", "tp"] == loss
+    assert split["backward", "all_reduce", "tp"] == 1  # gradients of norms, in one bucket
+    for phase in ("forward", "backward"):
+        assert split[phase, "all_gather", "tp"] == split[phase, "reduce_scatter", "tp"] == PLAIN
+    assert {key: n for key, n in split.items() if key[2] == "dp"} == {key: n for key, n in plain.items() if key[2] == "dp"}
+
+
+def test_sequence_parallel_moves_one_activation_a_time():
+    activation = BATCH // 2 * SEQUENCE * HIDDEN * 8
+    costs = evaluate(traced("llama"), by_hand("llama", "megatron:sp"), MESH, CPU)
+    moved = [p.collective for p in costs.collectives if p.collective.axis == 1 and p.collective.kind in ("all_gather", "reduce_scatter")]
+    assert [collective.num_bytes for collective in moved] == [activation] * (4 * PLAIN)
+
+
+def test_sequence_parallel_holds_fewer_activations():
+    held = [evaluate(traced("llama"), by_hand("llama", kind, LINE), LINE, CPU).memory_bytes for kind in ("megatron", "megatron:sp")]
+    assert held[1]["activations"] < held[0]["activations"] and held[1]["parameters"] == held[0]["parameters"]
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "vgg13", "vit"])  # vit: 17 tokens do not divide
+def test_models_without_a_sequence_to_split_stay_megatron(name):
+    assert by_hand(name, "megatron:sp") == by_hand(name, "megatron")
+
+
+@pytest.mark.parametrize(("kind", "gathers"), [("megatron", {}), ("megatron:zero3", {"dp": 1})])
+def test_megatron_with_zero_stores_each_parameter_once(kind, gathers):
+    graph, assignment = traced("llama"), by_hand("llama", kind)
+    costs = evaluate(graph, assignment, MESH, CPU)
+    stored = sum(item.value.num_bytes for item in graph.of_kind("parameter"))
+    norms = sum(item.value.num_bytes for item in graph.of_kind("parameter") if len(item.value.shape) == 1)
+    split, whole = (4, 2) if gathers else (2, 1)  # norms are whole on the tensor axis
+    assert costs.memory_bytes["parameters"] == (stored - norms) // split + norms // whole
+    counts = tally("llama", assignment)
+    assert counts["forward", "all_gather", "dp"] == gathers.get("dp", 0) * len(graph.of_kind("parameter"))
+    assert counts["forward", "all_gather", "tp"] == 0  # no parameter is undone on the tensor axis to be gathered on the other
+
+
+def test_tensor_axes_may_be_any():
+    mesh = Mesh((2, 2, 2), ("a", "b", "c"))
+    outer = by_hand("llama", "megatron:tp=a", mesh)
+    counts = tally("llama", outer, mesh)
+    assert counts["backward", "all_reduce", "a"] == PLAIN and counts["forward", "all_reduce", "a"] == PLAIN + 2
+    by_name, by_degree = (by_hand("llama", kind, mesh) for kind in ("megatron:tp=b+c,sp", "megatron:dp=2,tp=4,sp"))
+    assert by_name == by_degree != by_hand("llama", "megatron:tp=a+c,sp", mesh)
+
+
+def test_equal_plans_are_offered_once():
+    found = hand_plans(traced("mlp"), folded("mlp"), annotated("mlp"), MESH)
+    assert list(found) == ["ddp", "zero3", "megatron:dp=2,tp=2", "megatron:dp=2,tp=2,zero3"]
+    found = hand_plans(traced("llama"), folded("llama"), annotated("llama"), MESH)
+    assert {"megatron:dp=2,tp=2,sp", "megatron:dp=2,tp=2,sp,zero3"} < set(found)
+
+
 def test_hand_plans_are_read_with_their_degrees():
     mesh = parse_mesh("2x4x8")
-    assert parse_hand_plan("ddp", mesh) == HandPlan(3, False)
-    assert parse_hand_plan("zero3", mesh) == HandPlan(3, True)
-    assert parse_hand_plan("megatron", mesh) == parse_hand_plan("megatron:dp=8,tp=8", mesh) == HandPlan(2, False)
-    assert parse_hand_plan("megatron:tp=32", mesh) == HandPlan(1, False)
-    assert parse_hand_plan("megatron", parse_mesh("8")) == HandPlan(0, False)
+    assert parse_hand_plan("ddp", mesh) == HandPlan()
+    assert parse_hand_plan("zero3", mesh) == HandPlan(flavour="zero3")
+    assert parse_hand_plan("megatron", mesh) == parse_hand_plan("megatron:dp=8,tp=8", mesh) == HandPlan((2,))
+    assert parse_hand_plan("megatron:tp=32", mesh) == parse_hand_plan("megatron:tp=a1+a2", mesh) == HandPlan((1, 2))
+    assert parse_hand_plan("megatron:tp=a0, sp, zero2", mesh) == HandPlan((0,), is_sequence_parallel=True, flavour="zero2")
+    assert parse_hand_plan("megatron", parse_mesh("8")) == HandPlan((0,))
 
 
-@pytest.mark.parametrize("text", ["megatron:dp=3,tp=8", "megatron:pp=2", "megatron:dp", "fsdp", "ddp:dp=2"])
+@pytest.mark.parametrize("text", ["ddp", "zero1", "megatron:dp=8,tp=8", "megatron:dp=2,tp=32,sp,zero3", "megatron:tp=a0+a2,zero2"])
+def test_what_is_read_is_written_alike(text):
+    mesh = parse_mesh("2x4x8")
+    assert format_hand_plan(parse_hand_plan(text, mesh), mesh) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["megatron:dp=3,tp=8", "megatron:pp=2", "megatron:dp", "fsdp", "ddp:dp=2", "megatron:zero2,zero3", "megatron:tp=a9", "zero4"]
+)
 def test_unknown_hand_plans_are_refused(text):
-    with pytest.raises(PlanError, match=r"megatron|ddp"):
+    with pytest.raises(PlanError, match=r"megatron:dp="):
         parse_hand_plan(text, parse_mesh("2x4x8"))
