@@ -94,6 +94,11 @@ def num_sums(plan: Plan, axis: str, phase: str, least_bytes: int) -> float:
     return kinds["all_reduce"] + (kinds["reduce_scatter"] + kinds["all_gather"]) / 2
 
 
+def megatron_s(plan: Plan) -> float:
+    """The best of the kind."""
+    return min(cost.step_s for name, cost in plan.hand.items() if name.startswith("megatron"))
+
+
 def test_fast_links_get_column_and_row_pairs_in_every_layer():
     """Shoeybi et al., "Megatron-LM", arXiv:1909.08053: two sums each way a layer, here scattered and gathered (arXiv:2205.05198)."""
     plan = make_plan(large_llama(), Mesh((2, 4), ("dp", "tp")), two_levels(600e9, 100e9))
@@ -109,7 +114,7 @@ def test_fast_links_get_column_and_row_pairs_in_every_layer():
     activation_bytes = BATCH // 2 * SEQUENCE * HIDDEN * 2
     assert num_sums(plan, "tp", "forward", activation_bytes) == num_sums(plan, "tp", "backward", activation_bytes) == 2 * LAYERS
     assert plan.costs.step_s < 0.9 * min(plan.hand[name].step_s for name in ("ddp", "zero3"))
-    assert plan.costs.step_s <= plan.hand["megatron"].step_s
+    assert plan.costs.step_s <= megatron_s(plan)
 
 
 def test_slow_links_get_data_parallelism():
@@ -123,7 +128,7 @@ def test_slow_links_get_data_parallelism():
             signature = axis_signatures(plan, op, axis)
             assert signature.inputs[0] == signature.outputs[0] == S(0) and not signature.inputs[1].is_split
     assert plan.costs.step_s <= plan.hand["ddp"].step_s
-    assert plan.costs.step_s < 0.5 * plan.hand["megatron"].step_s
+    assert plan.costs.step_s < 0.5 * megatron_s(plan)
 
 
 @functools.cache
