@@ -11,9 +11,11 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock, Progress
 from autopar.plan.factorise import as_used, factorise
+from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.solve_mesh import Solved, Wishes, solve_mesh
+from autopar.plan.setting import Wishes
+from autopar.plan.solve_mesh import Solved, solve_mesh
 
 
 def make_plan(
@@ -40,7 +42,7 @@ def make_plan(
     clock = Clock(progress or (lambda _: None))
     check_mesh(cluster, mesh.num_devices)
     if isinstance(mesh, Mesh):
-        found = {mesh: solve_mesh(graph, mesh, cluster, wishes, time_limit_s=time_limit_s, clock=clock)}
+        found = {mesh: solve_any_mesh(graph, mesh, cluster, wishes, time_limit_s=time_limit_s, clock=clock)}
     else:
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, clock)

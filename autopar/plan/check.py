@@ -14,18 +14,25 @@ _AGAIN = "make the plan anew for this model and mesh"
 
 
 def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> None:
-    """PlanError unless every op takes one of its candidates and every layout is even; names the first that does not."""
-    _check_names("op", (op.name for op in graph.ops), assignment.strategies)
+    """PlanError unless every op takes one of its candidates and every layout is even; names the first that does not.
+
+    `assignment` has the names that `check_names` asks for.
+    """
     for op in graph.ops:
         if assignment.strategies[op.name] not in candidates.strategies[folded.representative[op.name]]:
             raise PlanError(f"%{op.name} ({op.line}): {assignment.strategies[op.name]} is no valid strategy of {op.target}; {_AGAIN}")
-    _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
     for item in graph.inputs:
         _check_offered(item.value.name, assignment.layouts[item.value.name], candidates.layouts[item.value.name])
     _check_names("output", candidates.outputs, assignment.outputs)
     for name, layout in assignment.outputs.items():
         _check_offered(name, layout, candidates.outputs[name])
     _check_kept(assignment.kept, graph, mesh)
+
+
+def check_names(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless the assignment speaks of just the ops and inputs of the graph."""
+    _check_names("op", (op.name for op in graph.ops), assignment.strategies)
+    _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
 
 
 def _check_names(what: str, expected: Iterable[str], found: Mapping[str, object]) -> None:

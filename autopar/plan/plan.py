@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plan import store
-from autopar.plan.check import check_assignment
+from autopar.plan.check import check_assignment, check_names
 from autopar.plan.planned import as_planned
 from autopar.plan.store import HandCosts, SavedPlan
 from autopar.sbp.annotate import annotate
@@ -86,8 +86,9 @@ class Plan:
         saved = store.loads(text)
         mesh = saved.mesh if isinstance(mesh, Devices) and mesh.num_devices == saved.mesh.num_devices else mesh
         _check_belongs(saved, graph, mesh)
-        folded = fold(graph)
-        candidates = annotate(graph, mesh, folded)
+        check_names(saved.assignment, graph)
+        folded = as_planned(fold(graph), graph, saved.assignment)
+        candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
         return plan_of(
             graph, saved.assignment, mesh, saved.cluster,
@@ -118,7 +119,7 @@ def plan_of(
     """The plan that `assignment` is, with its costs; nothing is searched."""
     costs = evaluate(graph, assignment, mesh, cluster, optimizer=optimizer)
     folded = as_planned(fold(graph), graph, assignment)
-    candidates = annotate(graph, mesh, folded)
+    candidates = annotate(graph, mesh, folded, near=assignment.strategies)
     return Plan(
         mesh=mesh,
         cluster=cluster,

@@ -1,7 +1,7 @@
 """Which strategies each op has on a mesh, and which layouts each input and output may have."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,17 +17,29 @@ from autopar.sbp.signature import Candidates, Signature, Strategy
 Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
 
 
-def annotate(graph: Graph, mesh: Mesh, folded: Folded | None = None) -> Candidates:
-    """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs)."""
+def annotate(
+    graph: Graph, mesh: Mesh, folded: Folded | None = None, *, near: Mapping[str, Strategy] | None = None, num_changed: int = 0
+) -> Candidates:
+    """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs).
+
+    `near`: op name -> strategy; then only those that differ from it on at most `num_changed` axes, as its neighbours in a space too large
+    to list (and none for an op it leaves out).
+    """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     return Candidates(
-        strategies={op.name: strategies_of(_nameless(op), mesh.shape) for op in ops},
+        strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
         layouts={item.value.name: _input_layouts(item, mesh.shape) for item in graph.inputs},
         outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
         without_rule=tuple(op.name for op in ops if op.target not in RULES),
         not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
     )
+
+
+def _strategies(op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int) -> tuple[Strategy, ...]:
+    if near is None:
+        return strategies_of(_nameless(op), mesh_shape)
+    return neighbours_of(_nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
 
 
 def _nameless(op: Op) -> Op:
@@ -67,16 +79,36 @@ def _can_sum(op: Op, signature: Signature) -> bool:
 @lru_cache(maxsize=4096)
 def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
     """One signature per axis, such that everything divides evenly; all I comes first, and alone on axes of size 1."""
-    per_axis = [[(sig, _extents(op, sig)) for sig in _on_axis(op, size)] for size in mesh_shape]
-    found = []
-    for combination in itertools.product(*per_axis):
+    return tuple(_even(op, itertools.product(*(_on_axis(op, size) for size in mesh_shape)), mesh_shape))
+
+
+@lru_cache(maxsize=4096)
+def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
+    """Those of `strategies_of` that differ from `near` on at most `num_changed` axes; () if it is none of them itself."""
+    per_axis = [_on_axis(op, size) for size in mesh_shape]
+    if len(near.signatures) != len(per_axis) or not all(sig in found for sig, found in zip(near.signatures, per_axis)):
+        return ()
+    changes = itertools.combinations(range(len(mesh_shape)), num_changed)
+    offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
+    combinations = dict.fromkeys(found for choices in offered for found in itertools.product(*choices))
+    return tuple(_even(op, combinations, mesh_shape))
+
+
+def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
+    """Strategies of those combinations of one signature per axis that divide everything evenly."""
+    extents_of: dict[Signature, dict[Part, int]] = {}
+    for combination in combinations:
         num_parts: dict[Part, int] = {}
-        for (_, extents), size in zip(combination, mesh_shape):
-            for part in extents:
+        extents = {}
+        for sig, size in zip(combination, mesh_shape):
+            split = extents_of.get(sig)
+            if split is None:
+                split = extents_of[sig] = _extents(op, sig)
+            extents |= split
+            for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
-        if all(extents[part] % num_parts[part] == 0 for _, extents in combination for part in extents):
-            found.append(Strategy(tuple(sig for sig, _ in combination)))
-    return tuple(found)
+        if all(extents[part] % count == 0 for part, count in num_parts.items()):
+            yield Strategy(combination)
 
 
 def _on_axis(op: Op, size: int) -> list[Signature]:

@@ -1,0 +1,62 @@
+"""Meshes of so many axes that not every strategy can be listed: solve a coarser mesh, then search around its plan."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from time import monotonic
+
+from autopar.costmodel.floor import floor_s
+from autopar.costmodel.hardware import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.segment import ends_apart, segmented
+from autopar.mesh import Mesh
+from autopar.plan.clock import Clock
+from autopar.plan.lift import lift
+from autopar.plan.setting import Setting, Wishes
+from autopar.plan.solve_mesh import Solved, fold_stored, solve_mesh
+from autopar.sbp.assignment import Assignment
+
+# On four axes an op may have 2,000 strategies and a pair of ops 4 million; on three, 343 and 0.1 million.
+MOST_AXES = 3
+_MOST_ROUNDS = 6
+
+
+def solve_any_mesh(
+    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), time_limit_s: float, clock: Clock
+) -> Solved:
+    """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few axes help.
+
+    What is proven there is only that no plan is faster than its share of the work (`floor_s`).
+    """
+    if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
+        return solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=time_limit_s, clock=clock)
+    deadline = monotonic() + time_limit_s
+    coarse = _merged(mesh)
+    unpinned = replace(wishes, pins={}, stored={})  # layouts are for this mesh
+    first = solve_any_mesh(graph, coarse, cluster, unpinned, time_limit_s=time_limit_s / 2, clock=clock)
+    folded = fold_stored(graph, wishes)
+    classes = segmented(folded, graph, ends_apart(folded))
+    best, cost_s = lift(first.assignment, coarse, mesh), math.inf
+    for _ in range(_MOST_ROUNDS):
+        setting = Setting(graph, mesh, cluster, wishes, deadline, clock, near=best)
+        problem = setting.problem(classes)
+        start = problem.encode(best)
+        choice = setting.search(problem, [] if start is None else [start])
+        is_done = choice.cost_s >= cost_s * (1 - 1e-6) or monotonic() > deadline
+        if choice.cost_s < cost_s:
+            best, cost_s = problem.decode(choice), choice.cost_s
+        if is_done:
+            break
+    bound_s = min(cost_s, floor_s(graph, mesh, cluster, optimizer=wishes.optimizer))
+    return Solved(mesh, best, cost_s, bound_s, first.hand, "search")
+
+
+def _merged(mesh: Mesh) -> Mesh:
+    """Two neighbouring axes as one, those that give the smallest.
+
+    >>> str(_merged(Mesh((4, 2, 2, 8), ("a", "b", "c", "d"))))
+    'a=4,b_c=4,d=8'
+    """
+    i = min(range(mesh.ndim - 1), key=lambda i: mesh.shape[i] * mesh.shape[i + 1])
+    shape = (*mesh.shape[:i], mesh.shape[i] * mesh.shape[i + 1], *mesh.shape[i + 2 :])
+    return Mesh(shape, (*mesh.axis_names[:i], "_".join(mesh.axis_names[i : i + 2]), *mesh.axis_names[i + 2 :]))

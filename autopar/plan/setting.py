@@ -1,0 +1,105 @@
+"""What one search is about: from a folding to the priced problem, and from that to the cheapest choice."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+
+from autopar.costmodel.decode import decode, encode
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.price import Priced, price
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.plan.clock import Clock
+from autopar.plan.conflict import binding_pins
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.pins import restrict
+from autopar.sbp.signature import Candidates
+from autopar.search.eliminate import Limits
+from autopar.search.lagrange import least_memory
+from autopar.search.relax import tractable
+from autopar.search.solve import solve
+from autopar.search.table import Choice
+
+# On how many axes an op may leave the plan that a neighbourhood is searched around.
+NEAR_AXES = 2
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself."""
+
+    pins: Mapping[str, str]
+    stored: Mapping[str, str]
+    memory_limit_bytes: float
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the search is given, and what it stands for."""
+
+    graph: Graph
+    folded: Folded
+    everything: Candidates
+    priced: Priced
+
+    def encode(self, assignment: Assignment) -> tuple[int, ...] | None:
+        """The assignment as a choice of the table; None if a pin forbids it."""
+        try:
+            return encode(self.priced, self.graph, self.folded, assignment)
+        except PlanError:
+            return None
+
+    def decode(self, choice: Choice) -> Assignment:
+        return decode(self.priced, self.graph, self.folded, choice.strategies)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search of one mesh is about."""
+
+    graph: Graph
+    mesh: Mesh
+    cluster: Cluster
+    wishes: Wishes
+    deadline: float  # of time.monotonic
+    clock: Clock
+    near: Assignment | None = None  # search only what differs from it on few axes
+
+    def problem(self, folded: Folded) -> Problem:
+        """The search problem with one choice for each class of `folded`."""
+        near = None if self.near is None else self.near.strategies
+        offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
+        everything = self.clock.run("annotate", offer)
+        return Problem(self.graph, folded, everything, self.clock.run("price", lambda: self._price(folded, everything, self.wishes.pins)))
+
+    def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
+        candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
+        limit, optimizer = self.wishes.memory_limit_bytes, self.wishes.optimizer
+        return price(self.graph, folded, candidates, self.mesh, self.cluster, optimizer=optimizer, memory_limit_bytes=limit)
+
+    def search(self, problem: Problem, starts: list[tuple[int, ...]]) -> Choice:
+        """The cheapest choice; InfeasibleError with what binds and what to do."""
+        remaining_s = max(0.0, self.deadline - monotonic())
+        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=remaining_s, progress=self.clock.tell_cost)
+        try:
+            return self.clock.run("search", work)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
+
+    def _remedy(self, problem: Problem) -> str:
+        def least_bytes(pins: Mapping[str, str]) -> float:
+            return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
+
+        pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes)
+        pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
+        memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
+        return (
+            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB "
+            "are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
+        )
