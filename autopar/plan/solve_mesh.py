@@ -1,6 +1,6 @@
 """The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers apart."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -71,16 +71,16 @@ def fold_stored(graph: Graph, wishes: Wishes) -> Folded:
 
 
 def _halves(folded: Folded) -> tuple[tuple[int, ...], ...]:
-    """Segments of each repeat: the first copy, half of the rest, half of what is left, and so on: any number of copies is a sum of some.
+    """Segments of each repeat: the first copy, then half of the rest, half of what is left, ...: any number of copies is a sum of some."""
+    return tuple((1, *_halved(repeat.count - 1)) for repeat in folded.repeats)
 
-    >>> _halves(Folded({}, (Repeat(("op",), 12),)))
-    ((1, 6, 3, 1, 1),)
+
+def _halved(count: int) -> Iterator[int]:
     """
-    found = []
-    for repeat in folded.repeats:
-        sizes, rest = [1], repeat.count - 1
-        while rest > 0:
-            sizes.append((rest + 1) // 2)
-            rest -= sizes[-1]
-        found.append(tuple(sizes))
-    return tuple(found)
+    >>> list(_halved(11))
+    [6, 3, 1, 1]
+    """
+    while count > 0:
+        half = (count + 1) // 2
+        yield half
+        count -= half
