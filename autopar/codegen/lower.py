@@ -8,7 +8,7 @@ from autopar.codegen.program import Call, Convert, Program, Release, UseTogether
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions, produced_layouts
+from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import Step, redistribute
@@ -39,36 +39,29 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self._conversions = conversions(self.graph, self.assignment)
-        self._served = {
-            (use, name): conversion
-            for name, found in self._conversions.items()
-            for conversion in found
-            for use in conversion.uses
-        }
-        self._buckets = {
-            (member.value.name, member.dst): bucket for bucket in buckets(self.graph, self._conversions) for member in bucket
-        }
-        self._produced = produced_layouts(self.graph, self.assignment)
-        self._variables: dict[tuple[str, Layout], str] = {(name, layout): name for name, layout in self._produced.items()}
+        self._buckets = {_key(member): bucket for bucket in buckets(self._conversions) for member in bucket}
+        self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
         self._num_copies: dict[str, int] = {}
 
     def read(self, value: Value, use: Use) -> str:
         """Variable that holds `value` as `use` wants it, emitting the conversions still missing."""
-        conversion = self._served[use, value.name]
-        if (value.name, conversion.src) not in self._variables:
-            self._emit(self._conversions[value.name][0])
-        return self._emit(conversion)
+        return self._emit(next(c for c in reversed(self._conversions[value.name]) if use in c.uses))
 
     def _emit(self, conversion: Conversion) -> str:
-        name = conversion.value.name
-        if (name, conversion.dst) not in self._variables:
-            bucket = self._buckets[name, conversion.dst]
-            sources = [self._variables[member.value.name, member.src] for member in bucket]
+        if _key(conversion) not in self._converted:
+            bucket = self._buckets.get(_key(conversion), (conversion,))
+            sources = [self._source(member) for member in bucket]
             for step in redistribute(conversion.src, conversion.dst):
                 if self.mesh.shape[step.axis] > 1:
                     sources = self._step(step, bucket, sources)
-            self._variables.update({(member.value.name, member.dst): source for member, source in zip(bucket, sources)})
-        return self._variables[name, conversion.dst]
+            self._converted.update({_key(member): source for member, source in zip(bucket, sources)})
+        return self._converted[_key(conversion)]
+
+    def _source(self, conversion: Conversion) -> str:
+        """Variable that holds what is converted: what was made, or the kept copy."""
+        name = conversion.value.name
+        first = self._conversions[name][0]
+        return name if conversion is first else self._emit(first)
 
     def _step(self, step: Step, bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
         values = tuple(member.value for member in bucket)
@@ -104,6 +97,11 @@ class _Lowering:
         if not isinstance(value, Value):
             return value, ()
         return Variable(self.read(value, Use("output", index))), self.assignment.outputs[value.name]
+
+
+def _key(conversion: Conversion) -> tuple[str, tuple[Use, ...]]:
+    """What tells conversions apart."""
+    return conversion.value.name, conversion.uses
 
 
 def _fill(args: Any, names: list[str]) -> Any:

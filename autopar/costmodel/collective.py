@@ -115,6 +115,7 @@ def collective_times(
     return best * cluster.kind_factors.get(kind, 1.0)
 
 
-def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective) -> float:
+def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:
     """Seconds of one collective."""
-    return float(collective_times(cluster, mesh.shape, collective.axis, collective.kind, np.float64(collective.num_bytes)))
+    num_bytes = np.float64(collective.num_bytes)
+    return float(collective_times(cluster, mesh.shape, collective.axis, collective.kind, num_bytes, latency_share=latency_share))

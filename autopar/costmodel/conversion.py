@@ -12,7 +12,7 @@ from autopar.costmodel.collective import collective_times
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.ir.graph import Value
-from autopar.sbp.assignment import BUCKET_BYTES
+from autopar.sbp.assignment import latency_share
 from autopar.sbp.placement import I, Layout, P, R, S
 from autopar.sbp.redistribute import CONVERSIONS, Step, redistribute
 
@@ -115,13 +115,9 @@ def conversion_times(
 
 
 def parameter_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
-    """`conversion_times` of a parameter, whose gradient may be reduced together with others (`assignment.buckets`).
-
-    A bucket of several holds at most BUCKET_BYTES, so its members, each at its share of that in latency, never sum to more than it takes.
-    """
+    """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others (`assignment.buckets`)."""
     alone = conversion_times(value, sources, targets, mesh_shape, cluster)
-    share = min(1.0, value.num_bytes / BUCKET_BYTES)
-    together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=share)
+    together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
     return np.where(_only_reduces_gradient(sources, targets), together, alone)
 
 
@@ -133,9 +129,14 @@ def _only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
     return ((src == dst) | ((src == _CODES["I"]) & (dst == _CODES["R"]))).all(axis=-1)
 
 
-def layout_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """f64[layouts]: bytes of one rank's part."""
-    return np.array([local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64)
+def copy_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_held: bool) -> np.ndarray:
+    """f64[sources, targets]: what backward keeps of a value that is saved once it is converted: one rank's part.
+
+    is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is nothing is added.
+    """
+    kept = [local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in targets]
+    copies = np.broadcast_to(np.array(kept, dtype=np.float64), (len(sources), len(targets)))
+    return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
 
 
 @lru_cache(maxsize=256)

@@ -1,14 +1,15 @@
 """What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.memory import held_values
-from autopar.costmodel.probe import footprint
+from autopar.costmodel.offered import Offered, Options, offered
+from autopar.costmodel.probe import footprint, footprints
 from autopar.ir.fold import Folded, value_classes
-from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.assignment import Use, gives_gradient, uses_of
+from autopar.ir.graph import Graph, Value
+from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates, Strategy
 
@@ -21,7 +22,7 @@ class Entity:
 
     kind: str
     name: str
-    options: tuple[Strategy, ...] | tuple[Layout, ...]
+    options: Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,65 +62,56 @@ class Flow:
 
 @dataclass(frozen=True)
 class Flows:
-    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many distinct values take each flow; `relaxed`: flow -> for how
-    many values its seconds, and for how many its bytes, count in `Priced.relaxed`; `parameters`: the classes of parameters; `values`: the
-    class of a value -> its representative."""
+    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `offered`: the layouts at the ends
+    of the flows; `parameters`: the classes of parameters; `values`: the class of a value -> its representative."""
 
     entities: tuple[Entity, ...]
     counts: Mapping[Flow, int]
-    relaxed: Mapping[Flow, tuple[float, float]]
+    offered: Mapping[End, Offered]
     parameters: frozenset[str]
     values: Mapping[str, Value]
 
+    def is_bucketed(self, flow: Flow) -> bool:
+        """Whether the value leaves from where it is stored, to have its gradient reduced together with others (`assignment.buckets`)."""
+        return flow.value in self.parameters and self.entities[flow.src.node].kind == "input"
+
+
+Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
+
 
 def find_flows(graph: Graph, folded: Folded, candidates: Candidates) -> Flows:
-    """All entities of the graph, and the flows between them."""
+    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
-    sources = _sources(graph, nodes)
-    ops, held = {op.name: op for op in graph.ops}, held_values(graph)
+    sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
     counts: Counter[Flow] = Counter()
-    relaxed: dict[Flow, tuple[float, float]] = {}
-    for name, uses in uses_of(graph).items():
-        src = sources[classes[name]]
-        readers = {_end(graph, folded, classes, nodes, use): Reading(_saves(ops, use), gives_gradient(use, ops)) for use in uses}
-        kept = End(nodes["kept", classes[name]]) if len(uses) > 1 else None
-        counts.update(_flows(classes[name], src, kept, readers, is_held=name in held))
-        for flow, share in _relaxed_flows(classes[name], src, kept, readers, is_held=name in held):
-            seconds, num_bytes = relaxed.get(flow, (0.0, 0.0))
-            relaxed[flow] = seconds + share[0], num_bytes + share[1]
+    for (name, read_by, is_held), count in _alike(graph, folded, classes).items():
+        kept = End(nodes["kept", name]) if len(read_by) > 1 else None
+        for flow in _flows(name, sources[name], kept, [readers[reader] for reader in read_by], is_held=is_held):
+            counts[flow] += count
     values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
     parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
-    return Flows(_with_kept_options(entities, counts), counts, relaxed, parameters, values)
+    ends = _offered(entities, counts)
+    return Flows(tuple(_with_kept_options(entities, ends)), counts, ends, parameters, values)
 
 
-def _flows(value: str, src: End, kept: End | None, readers: Mapping[End, Reading], *, is_held: bool) -> Iterator[Flow]:
+def _alike(graph: Graph, folded: Folded, classes: Mapping[str, str]) -> Counter[tuple[str, tuple[Reader, ...], bool]]:
+    """How many values are of each class, read by the same and held or not."""
+    held = held_values(graph, footprints(graph, folded.representative))
+    return Counter(
+        (classes[name], tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses), name in held)
+        for name, uses in uses_of(graph).items()
+    )
+
+
+def _flows(value: str, src: End, kept: End | None, readers: Sequence[tuple[End, Reading]], *, is_held: bool) -> Iterator[Flow]:
     """The flows of one value, by its kept layout if it has one."""
     if kept is not None:
-        yield _first(value, src, kept, readers, is_held)
+        saved, gives = (any(getattr(reading, field) for _, reading in readers) for field in ("is_saved", "gives_gradient"))
+        yield Flow(value, src, kept, Reading(saved, gives), is_held)
         src, is_held = kept, True
-    yield from (Flow(value, src, end, reading, is_held) for end, reading in readers.items())
-
-
-def _first(value: str, src: End, kept: End, readers: Mapping[End, Reading], is_held: bool) -> Flow:
-    """To the kept layout, for all readers."""
-    saved, gives = (any(getattr(reading, field) for reading in readers.values()) for field in ("is_saved", "gives_gradient"))
-    return Flow(value, src, kept, Reading(saved, gives), is_held)
-
-
-def _relaxed_flows(
-    value: str, src: End, kept: End | None, readers: Mapping[End, Reading], *, is_held: bool
-) -> Iterator[tuple[Flow, tuple[float, float]]]:
-    """Flows as if every reader shared its conversion and its copy with all the others, which never costs more: (flow, shares)."""
-    num_readers, num_savers = 1, 1
-    if kept is not None:
-        first = _first(value, src, kept, readers, is_held)
-        # of a value that is not held, backward has just what its readers want
-        yield replace(first, reading=replace(first.reading, is_saved=first.reading.is_saved and is_held)), (1.0, 1.0)
-        src, num_readers, num_savers = kept, len(readers), max(1, sum(reading.is_saved for reading in readers.values()))
-    for end, reading in readers.items():
-        yield Flow(value, src, end, reading, is_held), (1 / num_readers, 1 / num_savers)
+    yield from (Flow(value, src, end, reading, is_held) for end, reading in readers)
 
 
 def _values(graph: Graph) -> list[Value]:
@@ -148,25 +140,45 @@ def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, En
     return sources
 
 
-def _end(graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int], use: Use) -> End:
-    if use.user == "output":
-        return End(nodes["output", classes[graph.outputs[use.slot].name]])
-    if use.user == "buffer":
-        fqn = graph.mutations[use.slot][0]
-        name = next(item.value.name for item in graph.of_kind("buffer") if item.fqn == fqn)
-        return End(nodes["input", classes[name]])
-    return End(nodes["op", folded.representative[use.user]], "in", use.slot)
+def _readers(
+    graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int]
+) -> dict[Reader, tuple[End, Reading]]:
+    """Where each reader meets what it reads, and what comes of it."""
+    ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
+    found: dict[Reader, tuple[End, Reading]] = {}
+    for index, value in enumerate(graph.outputs):
+        if isinstance(value, Value):
+            found["output", index] = End(nodes["output", classes[value.name]]), Reading(is_saved=False, gives_gradient=True)
+    for index in range(len(graph.mutations)):
+        end = End(nodes["input", classes[written_buffer(graph, index)]])
+        found["buffer", index] = end, Reading(is_saved=False, gives_gradient=False)
+    for op in ops.values():
+        saved = footprint(op).saved_inputs
+        for slot in range(len(op.inputs)):
+            reading = Reading(slot in saved, gives_gradient(Use(op.name, slot), ops))
+            found[op.name, slot] = End(nodes["op", op.name], "in", slot), reading
+    return found
 
 
-def _saves(ops: Mapping[str, Op], use: Use) -> bool:
-    return use.user in ops and use.slot in footprint(ops[use.user]).saved_inputs
-
-
-def _with_kept_options(entities: list[Entity], counts: Mapping[Flow, int]) -> tuple[Entity, ...]:
-    """A kept layout is one the value can be made in or can be wanted in."""
-    options: dict[int, dict[Layout, None]] = {node: {} for node, entity in enumerate(entities) if entity.kind == "kept"}
-    for flow in counts:
+def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Offered]:
+    """The layouts at every end. A kept layout is one the value can be made in or can be wanted in."""
+    found: dict[End, Offered] = {}
+    known: dict[tuple[int, str, int], Offered] = {}  # equal ops have the same tuple of strategies
+    kept: dict[End, dict[Layout, None]] = {}
+    for flow in flows:
+        for end in (flow.src, flow.dst):
+            options = entities[end.node].options
+            if entities[end.node].kind == "kept":
+                kept.setdefault(end, {})
+            elif end not in found:
+                key = id(options), end.port, end.index
+                found[end] = known[key] = known.get(key) or offered(options, end.port, end.index)
         for mine, other in ((flow.src, flow.dst), (flow.dst, flow.src)):
-            if mine.node in options:
-                options[mine.node].update((other.layout(option), None) for option in entities[other.node].options)
-    return tuple(replace(entity, options=tuple(options.get(node, entity.options))) for node, entity in enumerate(entities))
+            if mine in kept:
+                kept[mine].update(dict.fromkeys(found[other].layouts))
+    return found | {end: offered(tuple(layouts), end.port, end.index) for end, layouts in kept.items()}
+
+
+def _with_kept_options(entities: Sequence[Entity], ends: Mapping[End, Offered]) -> Iterator[Entity]:
+    for node, entity in enumerate(entities):
+        yield replace(entity, options=ends[End(node)].layouts) if entity.kind == "kept" else entity

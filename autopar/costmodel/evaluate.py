@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import local_shapes, op_time
+from autopar.costmodel.conversion import copy_bytes
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import held_values, input_bytes, local_bytes, memory_layout, update_bytes
-from autopar.costmodel.price import saved_by_op
-from autopar.costmodel.probe import footprint
-from autopar.ir.graph import Graph, Op
+from autopar.costmodel.memory import held_values, input_bytes, saved_by_op, update_bytes
+from autopar.costmodel.probe import footprints
+from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, buckets, conversions, produced_layouts, uses_of, wanted_layout
+from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
 from autopar.sbp.redistribute import Collective, collectives_together, redistribute
 
 
@@ -56,45 +56,53 @@ class Costs:
 def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, optimizer: str = "adamw") -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
+    found = conversions(graph, assignment)
     times = [op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops]
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer) for item in graph.inputs)
     memory: Counter[str] = Counter()
     for item in graph.inputs:
         memory.update(input_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer))
-    memory["activations"] = _activation_bytes(graph, assignment, mesh)
+    memory["activations"] = _activation_bytes(graph, assignment, found, mesh)
     return Costs(
         compute_forward_s=sum(forward for forward, _ in times),
         compute_backward_s=sum(backward for _, backward in times),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
-        collectives=tuple(_planned(graph, assignment, mesh, cluster)),
+        collectives=(*_converting(found, mesh, cluster), *_inside(graph, assignment, mesh, cluster)),
         memory_bytes=dict(memory),
     )
 
 
-def _planned(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    for bucket in buckets(graph, conversions(graph, assignment)):
+def _converting(found: Mapping[str, tuple[Conversion, ...]], mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
+    """Those of the conversions. A bucket takes the sum of what its members are priced at."""
+    for bucket in buckets(found):
         where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
         for step in redistribute(bucket[0].src, bucket[0].dst):
-            for collective in collectives_together(step, [conversion.value for conversion in bucket], mesh.shape):
-                yield PlannedCollective(where, users, collective, collective_time(cluster, mesh, collective))
+            for number, collective in enumerate(collectives_together(step, [conversion.value for conversion in bucket], mesh.shape)):
+                time_s = 0.0
+                for one in bucket:
+                    alone = collectives_together(step, [one.value], mesh.shape)[number]
+                    time_s += collective_time(cluster, mesh, alone, latency_share=one.latency_share)
+                yield PlannedCollective(where, users, collective, time_s)
+
+
+def _inside(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
+    """Those that ops issue themselves."""
     for op in graph.ops:
         for collective in inner_collectives(op, assignment.strategies[op.name], mesh.shape):
             yield PlannedCollective(op.name, (op.name,), collective, collective_time(cluster, mesh, collective))
 
 
-def _activation_bytes(graph: Graph, assignment: Assignment, mesh: Mesh) -> int:
-    """What backward keeps of forward; a tensor kept by several ops counts once."""
-    produced, held, ops = produced_layouts(graph, assignment), held_values(graph), {op.name: op for op in graph.ops}
-    values = {value.name: value for op in graph.ops for value in op.outputs} | {item.value.name: item.value for item in graph.inputs}
-    total = sum(_saved_by_op(op, assignment, mesh) for op in graph.ops)
-    for name, uses in uses_of(graph).items():
-        savers = [use for use in uses if use.user in ops and use.slot in footprint(ops[use.user]).saved_inputs]
-        kept = {memory_layout(wanted_layout(graph, assignment, use)) for use in savers}
-        if name in held:
-            kept -= {memory_layout(produced[name])}
-        total += sum(local_bytes(values[name].shape, values[name].dtype.itemsize, layout, mesh.shape) for layout in kept)
-    return round(total)
+def _activation_bytes(graph: Graph, assignment: Assignment, found: Mapping[str, tuple[Conversion, ...]], mesh: Mesh) -> int:
+    """What backward keeps of forward: what ops save of their own, and a copy for each conversion that an op saves the result of.
 
-
-def _saved_by_op(op: Op, assignment: Assignment, mesh: Mesh) -> float:
-    return saved_by_op(op, *local_shapes(op, assignment.strategies[op.name], mesh.shape))
+    The kept layout of a value with several uses counts as saved if any of them saves what it reads.
+    """
+    known = footprints(graph)
+    held = held_values(graph, known)
+    total = sum(saved_by_op(op, *local_shapes(op, assignment.strategies[op.name], mesh.shape)) for op in graph.ops)
+    for name, of_value in found.items():
+        for position, conversion in enumerate(of_value):
+            if any(use.user in known and use.slot in known[use.user].saved_inputs for use in conversion.uses):
+                ways = (conversion.src,), (conversion.dst,)
+                total += int(copy_bytes(conversion.value, *ways, mesh.shape, is_held=position > 0 or name in held)[0, 0])
+    return total

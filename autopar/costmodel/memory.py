@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from functools import cache
 
 from autopar.costmodel.hardware import Cluster
-from autopar.costmodel.probe import footprint
+from autopar.costmodel.probe import Footprint, footprint
 from autopar.ir.graph import Graph, Input, Op
-from autopar.sbp.assignment import uses_of
 from autopar.sbp.placement import I, Layout, local_shape
 
 # Bytes of state per element, held in float32 as mixed-precision training does.
@@ -59,27 +58,29 @@ def memory_layout(layout: Layout) -> Layout:
     return tuple(I if placement.kind == "R" else placement for placement in layout)
 
 
-def internal_bytes(op: Op, inputs: tuple[tuple[int, ...], ...]) -> float:
+def saved_by_op(op: Op, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tuple[int, ...], ...]) -> int:
+    """Bytes of results and internal tensors that `op` keeps for backward on these local shapes."""
+    kept = sum(math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs))
+    return kept + internal_bytes(op, inputs)
+
+
+def internal_bytes(op: Op, inputs: tuple[tuple[int, ...], ...]) -> int:
     """Bytes backward needs besides inputs and outputs, when the op runs on local inputs of these shapes: split as its first input is."""
     whole = footprint(op).internal_bytes
     if not whole or not op.inputs:
-        return float(whole)
-    return whole * math.prod(inputs[0]) / max(math.prod(op.inputs[0].shape), 1)
+        return whole
+    return whole * math.prod(inputs[0]) // max(math.prod(op.inputs[0].shape), 1)
 
 
-def held_values(graph: Graph) -> frozenset[str]:
+def held_values(graph: Graph, found: Mapping[str, Footprint]) -> frozenset[str]:
     """Values whose memory is there until backward even if none of their readers saves it: inputs, saved results, views of those and of what
-    another reader saves."""
+    another reader saves. found: footprint of each op, by name."""
     held = {item.value.name for item in graph.inputs}
-    uses, ops = uses_of(graph), {op.name: op for op in graph.ops}
+    saved = {op.inputs[slot].name for op in graph.ops for slot in found[op.name].saved_inputs}
     for op in graph.ops:
-        found = footprint(op)
         for index, value in enumerate(op.outputs):
-            base = op.inputs[found.alias_of[index]].name if found.alias_of[index] >= 0 else None
-            if index in found.saved_outputs or base in held or (base and _is_saved(base, uses, ops)):
+            alias = found[op.name].alias_of[index]
+            is_view_of_held = alias >= 0 and (op.inputs[alias].name in held or op.inputs[alias].name in saved)
+            if index in found[op.name].saved_outputs or is_view_of_held:
                 held.add(value.name)
     return frozenset(held)
-
-
-def _is_saved(name: str, uses: Mapping, ops: Mapping[str, Op]) -> bool:
-    return any(use.user in ops and use.slot in footprint(ops[use.user]).saved_inputs for use in uses[name])

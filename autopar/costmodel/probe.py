@@ -1,5 +1,6 @@
 """What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the meta device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from autopar.ir.graph import Op, Slot, Value, resolve
+from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
@@ -35,6 +36,16 @@ def footprint(op: Op) -> Footprint:
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
     return _footprint(op.target, op.args, op.kwargs, inputs, tuple(_spec(v) for v in op.outputs), is_tracked)
+
+
+def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
+    """The footprint of every op by name; of those that repeat, asked of their representatives."""
+    same = representative or {}
+    found: dict[str, Footprint] = {}
+    for op in graph.ops:
+        if same.get(op.name, op.name) == op.name:
+            found[op.name] = footprint(op)
+    return {op.name: found[same.get(op.name, op.name)] for op in graph.ops}
 
 
 def _spec(value: Value) -> Spec:

@@ -1,7 +1,7 @@
 """The IR: a flat, functional, forward graph over whole (unsharded) tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class Graph:
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)
+
+
+def nameless(op: Op) -> Op:
+    """The op without its names and where it was called, so that equal calls are looked up."""
+    inputs, outputs = (tuple(replace(value, name="") for value in values) for values in (op.inputs, op.outputs))
+    return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
 
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "b8"}

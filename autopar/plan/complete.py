@@ -77,19 +77,18 @@ def _outputs(
 
 
 def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh) -> dict[str, Layout]:
-    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all its members."""
+    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
+    uses of all its members."""
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
-    wanted = {
-        name: tuple(dict.fromkeys(wanted_layout(graph, assignment, use) for use in uses))
-        for name, uses in uses_of(graph).items()
-        if len(uses) > 1
-    }
-    moved: dict[str, Counter[Layout]] = {}
+    several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}
+    wanted = {name: tuple(wanted_layout(graph, assignment, use) for use in uses) for name, uses in several.items()}
+    bases: dict[str, dict[Layout, None]] = {}
     for name, layouts in wanted.items():
-        bases = dict.fromkeys((produced[name], *layouts))
-        found = {base: _bytes_via(values[name], produced[name], base, layouts, mesh) for base in bases}
-        moved.setdefault(classes[name], Counter()).update(found)
+        bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *layouts)))
+    moved: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
+    for name, layouts in wanted.items():
+        moved[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, mesh) for base in bases[classes[name]]})
     best = {name: min(found, key=found.__getitem__) for name, found in moved.items()}
     return {name: best[classes[name]] for name in wanted}
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from autopar.ir.fold import Folded
-from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.graph import Graph, Input, Op, Value, nameless
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
 from autopar.sbp.rules import RULES
@@ -38,19 +38,13 @@ def annotate(
 
 def _strategies(op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int) -> tuple[Strategy, ...]:
     if near is None:
-        return strategies_of(_nameless(op), mesh_shape)
-    return neighbours_of(_nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
-
-
-def _nameless(op: Op) -> Op:
-    """The op without what its strategies do not depend on, so that equal calls are looked up, not derived."""
-    inputs, outputs = (tuple(replace(value, name="") for value in values) for values in (op.inputs, op.outputs))
-    return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
+        return strategies_of(nameless(op), mesh_shape)
+    return neighbours_of(nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
 
 
 def signatures_of_call(op: Op) -> tuple[Signature, ...]:
     """`signatures_of`, derived once for equal calls."""
-    return signatures_of(_nameless(op))
+    return signatures_of(nameless(op))
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +152,7 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
             if all(extent % size for extent in extents.values()):  # else it can be stored in parts
                 yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
-            yield from ((op.name, dim, axis) for dim in _undivided_dims(_nameless(op), size))
+            yield from ((op.name, dim, axis) for dim in _undivided_dims(nameless(op), size))
 
 
 @lru_cache(maxsize=4096)

@@ -9,14 +9,15 @@ from autopar.sbp.placement import I, Layout, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
 
-# Gradients are reduced together up to this many bytes, as DistributedDataParallel does by default (its bucket_cap_mb).
+# Gradients are reduced together once they are this many bytes, as DistributedDataParallel does by default (its bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Assignment:
     """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
-    several uses -> the layout it is converted to once, from which each use is served. outputs: output value name -> layout it leaves in.
+    several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value name -> layout it
+    leaves in.
     """
 
     strategies: Mapping[str, Strategy]
@@ -35,15 +36,22 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`value` in layout `src` is turned into `dst` once, for `uses` (empty: only further conversions start from it).
+    """`value` in layout `src` is turned into `dst` for `uses`: for one of them, or for all to start from.
 
     `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none themselves.
+    `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others.
     """
 
     value: Value
     src: Layout
     dst: Layout
     uses: tuple[Use, ...]
+    is_bucketed: bool = False
+
+    @property
+    def latency_share(self) -> float:
+        """What part of a collective's latency it stands for."""
+        return latency_share(self.value) if self.is_bucketed else 1.0
 
 
 def uses_of(graph: Graph) -> dict[str, list[Use]]:
@@ -69,44 +77,48 @@ def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
     return layouts
 
 
+def written_buffer(graph: Graph, index: int) -> str:
+    """Name of the input value that mutation number `index` writes back to."""
+    fqn = graph.mutations[index][0]
+    return next(item.value.name for item in graph.inputs if item.kind == "buffer" and item.fqn == fqn)
+
+
 def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
     """Layout in which a use reads its value."""
     if use.user == "output":
         return assignment.outputs[graph.outputs[use.slot].name]
     if use.user == "buffer":
-        fqn = graph.mutations[use.slot][0]
-        return next(assignment.layouts[item.value.name] for item in graph.inputs if item.kind == "buffer" and item.fqn == fqn)
+        return assignment.layouts[written_buffer(graph, use.slot)]
     return assignment.strategies[use.user].input_layout(use.slot)
 
 
 def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
-    """For each value, its conversions in order: to the kept layout, then from there one per distinct layout wanted.
+    """For each value that is read, its conversions in order: of several uses, first to the kept layout for all of them, then from
+    there for each use by itself; a single use is served from the layout in which the value comes into being.
 
-    A use that wants the layout in which the value came into being reads it as it is. A conversion with `src == dst` does
-    nothing and is listed so that each use occurs once.
+    Uses share nothing but the kept copy, so that what each costs depends on one pair of layouts. A conversion with `src == dst` does
+    nothing and is listed all the same.
     """
     produced, ops = produced_layouts(graph, assignment), {op.name: op for op in graph.ops}
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
     found: dict[str, tuple[Conversion, ...]] = {}
     for name, uses in uses_of(graph).items():
-        by_layout: dict[Layout, list[Use]] = defaultdict(list)
-        for use in uses:
-            by_layout[wanted_layout(graph, assignment, use)].append(use)
-        needs_base = any(dst != produced[name] for dst in by_layout)
-        base = assignment.kept.get(name, produced[name]) if needs_base else produced[name]
-        rest = [
-            Conversion(_as_read(values[name], served, ops), dst if dst == produced[name] else base, dst, tuple(served))
-            for dst, served in by_layout.items()
-        ]
-        from_base = [use for conversion in rest if conversion.src == base for use in conversion.uses]
-        first = [Conversion(_as_read(values[name], from_base, ops), produced[name], base, ())] if base != produced[name] else []
-        found[name] = tuple(first + rest)
+        wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
+        kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
+        ways = [(produced[name], kept, tuple(uses))] if len(uses) > 1 else []
+        ways += [(kept, dst, use) for dst, use in wanted]
+        made = [Conversion(_as_read(values[name], served, ops), src, dst, served) for src, dst, served in ways]
+        if name in parameters and _only_reduces_gradient(made[0]):
+            made[0] = replace(made[0], is_bucketed=True)
+        found[name] = tuple(made)
     return found
 
 
 def _as_read(value: Value, uses: Iterable[Use], ops: Mapping[str, Op]) -> Value:
     """`value`, with a gradient if it gets one from any of `uses`."""
-    return replace(value, needs_grad=value.needs_grad and any(gives_gradient(use, ops) for use in uses))
+    gives = value.needs_grad and any(gives_gradient(use, ops) for use in uses)
+    return value if gives == value.needs_grad else replace(value, needs_grad=gives)
 
 
 def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
@@ -117,28 +129,37 @@ def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
     return use.user == "output"
 
 
-def buckets(graph: Graph, found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
+def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
     """Those of the `found` conversions that do something, in the groups in which they are made; most are alone.
 
     Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients all-reduced in
-    backward: those of one type and one pair of layouts do it together, in order of first use, up to BUCKET_BYTES.
+    backward: those of one type and one pair of layouts do it together, in order of first use, in buckets that are full with
+    BUCKET_BYTES; a parameter that fills one is alone in it.
     """
-    parameters = {item.value.name for item in graph.of_kind("parameter")}
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
-    for conversion, produced in ((conversion, of_value[0].src) for of_value in found.values() for conversion in of_value):
+    for conversion in (conversion for of_value in found.values() for conversion in of_value):
         if conversion.src == conversion.dst:
             continue
-        if conversion.value.name not in parameters or conversion.src != produced or not _only_reduces_gradient(conversion):
+        if not conversion.is_bucketed or conversion.latency_share == 1.0:
             groups.append([conversion])
             continue
         key = conversion.value.dtype, conversion.src, conversion.dst
         bucket = filling.get(key)
-        if bucket is None or sum(member.value.num_bytes for member in bucket) + conversion.value.num_bytes > BUCKET_BYTES:
+        if bucket is None or sum(member.value.num_bytes for member in bucket) >= BUCKET_BYTES:
             bucket = filling[key] = []
             groups.append(bucket)
         bucket.append(conversion)
     return tuple(map(tuple, groups))
+
+
+def latency_share(value: Value) -> float:
+    """What part of a bucket's latency the gradient of parameter `value` is priced at: its share of a full bucket.
+
+    So the price of a gradient does not depend on the others. All but the last bucket of a type and a pair of layouts hold at least
+    BUCKET_BYTES, so what they cost is at most one latency more.
+    """
+    return min(1.0, value.num_bytes / BUCKET_BYTES)
 
 
 def _only_reduces_gradient(conversion: Conversion) -> bool:

@@ -70,4 +70,8 @@ def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...])
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of one rank's part; `layout` must be even."""
-    return tuple(size // num_parts(layout, mesh_shape, dim) for dim, size in enumerate(shape))
+    local = list(shape)
+    for placement, size in zip(layout, mesh_shape):
+        if placement.kind == "S":
+            local[placement.dim] //= size
+    return tuple(local)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.costmodel.collective import collective_time
-from autopar.costmodel.conversion import conversion_times, layout_bytes, same_tensor
+from autopar.costmodel.conversion import conversion_times, copy_bytes, same_tensor
 from autopar.costmodel.hardware import Cluster, LinkLevel
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
@@ -29,5 +29,7 @@ def test_all_pairs(shape, needs_grad):
 
 def test_bytes_and_what_leaves_the_tensor_as_it_is():
     value, layouts = Value("x", (12, 24), torch.float32, True), ((S(0), I), (S(0), R), (P, S(1)))
-    assert layout_bytes(value, layouts, (2, 3)).tolist() == [576.0, 576.0, 384.0]
     assert same_tensor(layouts, layouts).tolist() == [[True, True, False], [True, True, False], [False, False, True]]
+    copies, held = (copy_bytes(value, layouts, layouts, (2, 3), is_held=is_held).tolist() for is_held in (False, True))
+    assert copies == [[576.0, 576.0, 384.0]] * 3
+    assert held == [[0.0, 0.0, 384.0], [0.0, 0.0, 384.0], [576.0, 576.0, 0.0]]

@@ -1,0 +1,58 @@
+"""The layouts that a list of options can give one value, found without looking at each option by itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.sbp.placement import Layout
+from autopar.sbp.signature import Strategy
+
+Options = tuple[Strategy, ...] | tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offered:
+    """layouts: distinct ones, in the order of the first option that gives each. index: i64[options], which of them an option gives.
+
+    Equal ones are one object, so that what is computed from them is found again by identity.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: np.ndarray
+
+
+def offered(options: Options, port: str, slot: int) -> Offered:
+    """What `options` give the value at an entity's `port` and `slot` (`entities.End`)."""
+    if port == "layout":
+        return _known(options, np.arange(len(options)).tobytes())
+    numbers, signatures = _numbers(options)
+    codes: dict = {}
+    code = [codes.setdefault((s.inputs if port == "in" else s.outputs)[slot], len(codes)) for s in signatures]
+    packed = np.array(code, dtype=np.int64)[numbers] @ len(codes) ** np.arange(numbers.shape[1])
+    first, index = distinct(packed)
+    layouts = (options[k].input_layout(slot) if port == "in" else options[k].output_layout(slot) for k in first)
+    return _known(tuple(layouts), index.tobytes())
+
+
+@lru_cache(maxsize=4096)
+def _known(layouts: tuple[Layout, ...], index: bytes) -> Offered:
+    return Offered(layouts, np.frombuffer(index, dtype=np.int64))
+
+
+def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
+    """i64[strategies, axes] positions in a list of signatures; equal ones that are several objects occur there several times."""
+    found = {id(signature): signature for strategy in strategies for signature in strategy.signatures}
+    number = {key: position for position, key in enumerate(found)}
+    rows = [[number[id(signature)] for signature in strategy.signatures] for strategy in strategies]
+    return np.array(rows, dtype=np.int64), list(found.values())
+
+
+def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Positions of the first of each of equal `keys` (rows, if two-dimensional), and for each key which of these it equals."""
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order].tolist(), rank[inverse.reshape(-1)]
