@@ -161,7 +161,9 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
             code = child.wait()
             for thread in threads:
                 thread.join()
-            child.stdin.close(), child.stdout.close()
+            with suppress(BrokenPipeError):  # what it was killed before it read cannot be flushed
+                child.stdin.close()
+            child.stdout.close()
         if code and not is_running:
             log.seek(0)
             said = log.read()[-2000:].decode(errors="replace")

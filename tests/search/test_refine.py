@@ -51,6 +51,12 @@ def test_a_worker_that_hangs_is_killed_when_the_time_is_up():
     assert time.monotonic() - start < 5.0
 
 
+def test_a_worker_killed_before_it_has_read_its_problem_is_no_error():
+    nodes = tuple(Node(f"n{i}", np.array([2.0, 1.0]), np.zeros(2)) for i in range(2000))  # more bytes than a pipe holds
+    wide = CostTable(nodes, ())
+    assert list(refine(wide, (0,) * 2000, 0.0, time_limit_s=0.3, worker=SLEEPING)) == []
+
+
 def test_what_a_worker_found_before_it_hung_is_kept():
     (only,) = refine(TWO, (0, 0), 0.0, time_limit_s=2.0, worker=ANSWERS_THEN_SLEEPS)
     assert only.strategies == (1, 1)
