@@ -1,0 +1,1 @@
+"""Published comparisons of other planners, reproduced by calculation: `python -m bench.papers`."""
