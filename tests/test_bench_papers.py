@@ -10,10 +10,13 @@ from torch import nn
 
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster, LinkLevel
+from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
-from autopar.mesh import Mesh
+from autopar.mesh import Devices, Mesh
 from autopar.plan.assemble import make_plan
+from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan
+from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
@@ -22,7 +25,7 @@ from bench.papers.__main__ import SECTIONS
 from bench.papers.alpa import ROWS, batch_s
 from bench.papers.grid import Shape, bytes_by_layer, grid_of, linear_ops, sent_bytes, shape_of
 from bench.papers.section import Section, Table, save, to_markdown
-from bench.papers.sweep import ByHand, mesh_shapes, sweep, traced
+from bench.papers.sweep import ByHand, Found, traced, tuned
 
 M, K, N = 32, 48, 16
 GRIDS = [(2, 4, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 1, 8), (2, 2, 2)]
@@ -47,7 +50,7 @@ def linear_graph() -> Graph:
 
 
 def on_grid(graph: Graph) -> Assignment:
-    """Rows split on axis 0, outputs on axis 1, inputs on axis 2; each tensor comes and goes whole in its gradient, nothing is stored twice."""
+    """Rows split on axis 0, outputs on axis 1, inputs on axis 2; gradients come back summed, and the product leaves summed."""
     (op,) = graph.ops
     x, weight, y = op.inputs[0].name, op.inputs[1].name, op.outputs[0].name
     signatures = (
@@ -85,7 +88,7 @@ def test_a_balanced_grid_is_six_bounds_less_what_stays():
 
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_the_plan_found_for_a_layer_moves_what_its_best_grid_does(num_devices):
-    best = sweep(linear_graph(), num_devices, BYTES_ONLY, max_axes=3).best
+    best = make_plan(linear_graph(), Devices(num_devices), BYTES_ONLY)
     moved = sum(bytes_by_layer(best).values())
     assert moved == Shape(M, K, N, 4).moved_bytes(Shape(M, K, N, 4).best_grid(num_devices))
     (op,) = linear_ops(best.graph)
@@ -107,26 +110,25 @@ def test_bytes_by_layer_are_those_of_all_collectives():
     assert set(found) <= {op.name for op in linear_ops(plan.graph)} | {""}
 
 
-def test_meshes_are_all_ordered_factorisations():
-    assert list(mesh_shapes(8, 3)) == [(8,), (2, 4), (4, 2), (2, 2, 2)]
-    assert list(mesh_shapes(1, 2)) == [(1,)] and list(mesh_shapes(6, 2)) == [(6,), (2, 3), (3, 2)]
+def test_tuned_hand_plans_are_the_fastest_of_every_degree_that_fit():
+    graph, folded = two_layers().graph, fold(two_layers().graph)
+    every: dict[str, list[tuple[float, int]]] = {"ddp": [], "megatron": []}
+    for kind, names, shape in (("ddp", ("ddp",), (4,)), *(("megatron", ("megatron", "megatron:sp"), shape) for shape in ((2, 2), (1, 4)))):
+        mesh = Mesh(shape, ("dp", "tp")[: len(shape)])
+        for name in names:
+            by_hand = hand_plan(parse_hand_plan(name, mesh), graph, folded, annotate(graph, mesh, folded), mesh)
+            costs = evaluate(graph, by_hand, mesh, BYTES_ONLY)
+            every[kind].append((costs.step_s, costs.total_memory_bytes))
+    found = tuned(graph, 4, BYTES_ONLY, 2**60)
+    assert {kind: one.step_s for kind, one in found.items()} == {kind: min(all_of)[0] for kind, all_of in every.items()}
+    least = min(num_bytes for _, num_bytes in every["megatron"])
+    assert tuned(graph, 4, BYTES_ONLY, least)["megatron"].memory_bytes == least
 
 
-def test_the_sweep_takes_the_fastest_of_the_plans_one_by_one():
-    graph = two_layers().graph
-    swept = sweep(graph, 4, BYTES_ONLY, max_axes=2)
-    plans = [make_plan(graph, Mesh(shape, tuple("ab"[: len(shape)])), BYTES_ONLY) for shape in ((4,), (2, 2))]
-    assert swept.best.costs.step_s == min(plan.costs.step_s for plan in plans) and swept.num_plans == 2
-    for kind, found in swept.by_hand.items():
-        assert found.step_s == min(plan.hand[kind].step_s for plan in plans)
-    assert swept.fastest("ddp", "megatron") == min((swept.by_hand[kind] for kind in ("ddp", "megatron")), key=lambda x: x.step_s)
-
-
-def test_hand_plans_that_do_not_fit_come_last():
-    swept = sweep(two_layers().graph, 4, BYTES_ONLY, max_axes=1)
-    too_large = ByHand(0.0, 2**61, (4,))
-    swept = type(swept)(swept.best, {**swept.by_hand, "ddp": too_large}, 1)
-    assert not swept.fits(too_large) and swept.fastest("ddp", "megatron") == swept.by_hand["megatron"]
+def test_the_expert_is_the_fastest_that_fits():
+    plan = two_layers()
+    slow, fast, large = ByHand("slow", 2.0, 1), ByHand("fast", 1.0, 1), ByHand("large", 0.5, 2**61)
+    assert Found(plan, {"ddp": slow, "megatron": fast}).expert is fast and Found(plan, {"ddp": slow, "megatron": large}).expert is slow
 
 
 def test_microbatches_repeat_all_but_the_reduction_of_gradients_and_the_update():

@@ -1,7 +1,7 @@
 """Bytes that a linear layer's step moves on a grid of devices, by formula and by counting a plan's collectives.
 
-y[m, n] = x[m, k] w[n, k]^T on p1 x p2 x p3 devices: p1 split the rows (the batch), p2 the outputs, p3 the inputs. Forward sums y over p3, backward
-sums the gradient of x over p2 and that of w over p1; a device sends 2 (q - 1) / q of the buffer in an all-reduce over q of them.
+y[m, n] = x[m, k] w[n, k]^T on p1 x p2 x p3 devices: p1 split the rows (the batch), p2 the outputs, p3 the inputs. Forward sums y over
+p3, backward sums the gradient of x over p2 and that of w over p1; a device sends 2 (q - 1) / q of the buffer in an all-reduce over q.
 Formula and bound: Chen et al., "AutoDDL: Automatic Distributed Deep Learning with Near-Optimal Bandwidth Cost", arXiv:2301.06813.
 """
 
@@ -49,6 +49,14 @@ class Shape:
                 p3 = num_devices // (p1 * p2)
                 if p1 * p2 * p3 == num_devices and not (self.m % p1 or self.n % p2 or self.k % p3):
                     yield p1, p2, p3
+
+
+def shown(grid: Grid) -> str:
+    """
+    >>> shown((8, 1, 2))
+    '8x1x2'
+    """
+    return "x".join(map(str, grid))
 
 
 def linear_ops(graph: Graph) -> list[Op]:

@@ -1,6 +1,5 @@
-"""The best plan over all meshes of so many devices, beside the best of each kind of hand plan on those meshes."""
+"""The plan found when the mesh is left open, beside hand plans tuned over every way to write the devices as data times tensor parallel."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,88 +7,73 @@ from typing import Any
 from torch import nn
 
 from autopar.costmodel.cluster import Cluster
-from autopar.errors import InfeasibleError
+from autopar.costmodel.evaluate import evaluate
+from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
-from autopar.mesh import Mesh, as_mesh
+from autopar.mesh import Devices, Mesh
 from autopar.plan.assemble import make_plan
+from autopar.plan.hand import HandPlan, format_hand_plan, hand_plan
 from autopar.plan.plan import Plan
+from autopar.sbp.annotate import annotate
 
 
 @dataclass(frozen=True)
 class ByHand:
-    """One hand plan and the mesh on which it is fastest."""
+    """The fastest hand plan of one kind, as `name` says; of those that fit in memory if any does."""
 
+    name: str
     step_s: float
     memory_bytes: int
-    mesh: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Swept:
-    """`best`: the fastest of `num_plans` plans. `by_hand`: kind -> the fastest one, within the memory limit where one of that kind is."""
+class Found:
+    """`best`: what the search found; `by_hand`: "ddp", "megatron" (with or without sequence parallel) -> the fastest such plan."""
 
     best: Plan
     by_hand: Mapping[str, ByHand]
-    num_plans: int
 
-    def fastest(self, *kinds: str) -> ByHand:
-        """The fastest of these hand plans that fit."""
-        return min((self.by_hand[kind] for kind in kinds), key=lambda found: (not self.fits(found), found.step_s))
-
-    def fits(self, found: ByHand) -> bool:
-        return found.memory_bytes <= self.best.memory_limit_bytes
+    @property
+    def expert(self) -> ByHand:
+        """The fastest of all hand plans that fit."""
+        limit = self.best.memory_limit_bytes
+        return min(self.by_hand.values(), key=lambda found: (found.memory_bytes > limit, found.step_s))
 
 
 def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Graph:
-    """The graph of one call; traced once for all meshes."""
+    """The graph of one call."""
     return trace(skeleton(model), args, kwargs)
 
 
-def mesh_shapes(num_devices: int, max_axes: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations into at most `max_axes` factors, fewest axes first.
-
-    >>> list(mesh_shapes(4, 2))
-    [(4,), (2, 2)]
-    """
-    if num_devices == 1:
-        yield (1,)
-        return
-    divisors = [size for size in range(2, num_devices + 1) if num_devices % size == 0]
-    for num_axes in range(1, max_axes + 1):
-        yield from (shape for shape in itertools.product(divisors, repeat=num_axes) if _product(shape) == num_devices)
+def compared(graph: Graph, num_devices: int, cluster: Cluster, *, time_limit_s: float) -> Found:
+    """The plan found and the tuned hand plans; InfeasibleError if no plan fits."""
+    best = make_plan(graph, Devices(num_devices), cluster, time_limit_s=time_limit_s)
+    return Found(best, tuned(graph, num_devices, cluster, best.memory_limit_bytes))
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+def tuned(graph: Graph, num_devices: int, cluster: Cluster, memory_limit_bytes: float) -> dict[str, ByHand]:
+    """Data parallelism, and the best Megatron of all degrees with and without sequence parallelism, by the cost of its plan."""
+    folded, found = fold(graph), {}
+    for kind, plan, mesh in _hand_plans(num_devices):
+        one = _evaluated(plan, graph, folded, mesh, cluster)
+        found[kind] = min(found.get(kind, one), one, key=lambda x: (x.memory_bytes > memory_limit_bytes, x.step_s))
+    return found
 
 
-def sweep(
-    graph: Graph, num_devices: int, cluster: Cluster, *, max_axes: int, time_limit_s: float = 30.0, optimizer: str = "adamw"
-) -> Swept | InfeasibleError:
-    """Plan on every mesh. If none holds the model: the error of the mesh that comes nearest."""
-    plans: list[Plan] = []
-    error: InfeasibleError | None = None
-    for shape in mesh_shapes(num_devices, max_axes):
-        try:
-            plans.append(make_plan(graph, as_mesh(shape), cluster, time_limit_s=time_limit_s, optimizer=optimizer))
-        except InfeasibleError as found:
-            error = found
-    if not plans:
-        assert error is not None, "there is always a mesh"
-        return error
-    by_hand: dict[str, ByHand] = {}
-    for plan in plans:
-        for kind, costs in plan.hand.items():
-            found = ByHand(costs.step_s, costs.memory_bytes, plan.mesh.shape)
-            by_hand[kind] = min(by_hand.get(kind, found), found, key=lambda x: (x.memory_bytes > plan.memory_limit_bytes, x.step_s))
-    return Swept(min(plans, key=lambda plan: plan.costs.step_s), by_hand, len(plans))
+def _hand_plans(num_devices: int) -> Iterator[tuple[str, HandPlan, Mesh]]:
+    yield "ddp", HandPlan(), Mesh((num_devices,), ("dp",))
+    for tensor in range(2, num_devices + 1):
+        if num_devices % tensor == 0:
+            mesh = Mesh((num_devices // tensor, tensor), ("dp", "tp"))
+            for is_sequence_parallel in (False, True):
+                yield "megatron", HandPlan((1,), is_sequence_parallel=is_sequence_parallel), mesh
 
 
-def shown_mesh(mesh: Mesh | tuple[int, ...]) -> str:
-    """'2x4'"""
-    return "x".join(map(str, mesh.shape if isinstance(mesh, Mesh) else mesh))
+def _evaluated(plan: HandPlan, graph: Graph, folded: Folded, mesh: Mesh, cluster: Cluster) -> ByHand:
+    assignment = hand_plan(plan, graph, folded, annotate(graph, mesh, folded), mesh)
+    costs = evaluate(graph, assignment, mesh, cluster)
+    return ByHand(format_hand_plan(plan, mesh), costs.step_s, costs.total_memory_bytes)
+
+

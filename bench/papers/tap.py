@@ -26,7 +26,8 @@ def tap(tell: Callable[[str], None], *, is_small: bool = False) -> Section:
             tell(f"{MODEL} on {mesh}, memory limit {named}")
             rows.append({"mesh": mesh, "memory limit": named} | _timed(example, mesh, limit, 1 if is_small else RUNS))
     published = tuple({"planner": name, "s": seconds} for name, seconds in _published())
-    return Section("TAP", PAPER, SETTINGS, (Table("published", published), Table("ours, model in to plan out", tuple(rows))), NOT_FOUND, NOTES)
+    tables = Table("published", published), Table("ours, model in to plan out", tuple(rows))
+    return Section("TAP", PAPER, SETTINGS, tables, NOT_FOUND, NOTES)
 
 
 def _published() -> list[tuple[str, float]]:
@@ -63,7 +64,8 @@ PAPER = 'Shi et al., 2023, "TAP: Accelerating Large-Scale DNN Training Through T
 SETTINGS = {
     "model": "GPT-39B as built in: 48 layers, hidden 8192, 64 heads, sequence 1024, vocabulary 51200, 8 sequences, float16, AdamW",
     "cluster": f"64 V100, preset {CLUSTER}: 8 a node on NVLink, 25 Gbit/s a node",
-    "ours": "autopar.plan(model on the meta device, mesh): tracing, folding, rules, prices, hand plans, search, lower bound; no device is used",
+    "ours": "autopar.plan(model on the meta device, mesh): tracing, folding, rules, prices, hand plans, search, lower bound; no "
+    "device is used",
     "Alpa": "batch 1024; its time includes compiling and profiling stages on the cluster, and pipeline stages, which are not searched here",
 }
 NOT_FOUND = (
