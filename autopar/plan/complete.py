@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
@@ -22,8 +23,12 @@ def complete(
     mesh: Mesh,
     *,
     sharded_axes: tuple[int, ...] = (),
+    counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
-    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide."""
+    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide.
+
+    `counts`: op of a repeat -> how many copies it stands for.
+    """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
     for item in graph.inputs:
@@ -39,7 +44,7 @@ def complete(
         layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
     outputs = _outputs(graph, candidates, strategies, layouts, mesh)
     bare = Assignment(strategies, layouts, {}, outputs)
-    return Assignment(strategies, layouts, _kept(graph, folded, bare, mesh), outputs)
+    return Assignment(strategies, layouts, _kept(graph, folded, bare, mesh, counts), outputs)
 
 
 def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
@@ -76,16 +81,20 @@ def _outputs(
     return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), mesh)) for v in values}
 
 
-def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh) -> dict[str, Layout]:
+def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh, counts: Mapping[str, int]) -> dict[str, Layout]:
     """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
     uses of all its members."""
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
     several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}
-    wanted = {name: tuple(wanted_layout(graph, assignment, use) for use in uses) for name, uses in several.items()}
+    makers = {value.name: counts[op.name] for op in graph.ops if op.name in counts for value in op.outputs}
+    wanted = {
+        name: tuple((wanted_layout(graph, assignment, use), makers.get(name) or counts.get(use.user, 1)) for use in uses)
+        for name, uses in several.items()
+    }
     bases: dict[str, dict[Layout, None]] = {}
     for name, layouts in wanted.items():
-        bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *layouts)))
+        bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *(layout for layout, _ in layouts))))
     moved: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
     for name, layouts in wanted.items():
         moved[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, mesh) for base in bases[classes[name]]})
@@ -93,8 +102,10 @@ def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh) -> d
     return {name: best[classes[name]] for name in wanted}
 
 
-def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[Layout, ...], mesh: Mesh) -> int:
-    return _bytes_to(value, produced, (base,), mesh) + _bytes_to(value, base, wanted, mesh)
+def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], mesh: Mesh) -> int:
+    """To `base` as often as there are values, from there as often as there are uses."""
+    first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), mesh)
+    return first + sum(count * _bytes_to(value, base, (layout,), mesh) for layout, count in wanted)
 
 
 def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], mesh: Mesh) -> int:

@@ -13,9 +13,10 @@ from autopar.mesh import Mesh
 from autopar.plan.complete import complete
 from autopar.plan.propagate import Option, follow_batch, follow_tensors
 from autopar.plan.sequence import batch_arguments, sequence_dims
-from autopar.plan.structure import structure_of
+from autopar.plan.shorten import Short, shorten
+from autopar.plan.structure import Structure, structure_of
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import I, Placement
+from autopar.sbp.placement import I, Layout, Placement
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
 FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
@@ -92,12 +93,11 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
     """The plans to start from and to compare with on this mesh, by name; those that come out the same but once."""
-    found: dict[str, Assignment] = {}
-    for plan in _useful(mesh):
-        assignment = hand_plan(plan, graph, folded, candidates, mesh)
+    outline, found = outlined(graph, folded), {}
+    for plan, assignment in outline.follow(tuple(_useful(mesh)), candidates, mesh).items():
         if assignment not in found.values():
             found[format_hand_plan(plan, mesh)] = assignment
-    return found
+    return {name: outline.short.expand(assignment) for name, assignment in found.items()}
 
 
 def _useful(mesh: Mesh) -> Iterator[HandPlan]:
@@ -109,32 +109,85 @@ def _useful(mesh: Mesh) -> Iterator[HandPlan]:
 
 def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> Assignment:
     """The hand plan as an assignment; where an op cannot follow it, the op is whole."""
-    structure = structure_of(graph)
-    sequence = sequence_dims(graph, structure) if plan.is_sequence_parallel else {}
-    prefixes: dict[str, tuple[Signature, ...]] = {op.name: () for op in graph.ops}
-    arguments = {item.value.name: () for item in graph.of_kind("argument")}
-    for axis in range(mesh.ndim):
-        options = partial(_options, axis=axis, prefixes=prefixes, folded=folded, candidates=candidates, mesh=mesh)
-        if axis in plan.tensor_axes:
-            batch = dict.fromkeys(arguments, I)
-            signatures = follow_tensors(graph, structure, folded.representative, options, sequence)
+    outline = outlined(graph, folded)
+    return outline.short.expand(outline.follow((plan,), candidates, mesh)[plan])
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a person sees in a model before writing a plan for any mesh."""
+
+    short: Short
+    structure: Structure
+    sequence: Mapping[str, int]
+
+    def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
+        """The plans as assignments of the short graph; what they do alike on the first axes is worked out once."""
+        graph, walks = self.short.graph, {}
+        walks[()] = _Walk({op.name: () for op in graph.ops}, {item.value.name: () for item in graph.of_kind("argument")})
+        for kinds in (_kinds(plan, mesh) for plan in plans):
+            for axis in range(mesh.ndim):
+                if kinds[: axis + 1] not in walks:
+                    walks[kinds[: axis + 1]] = self._extended(walks[kinds[:axis]], kinds[axis], axis, candidates, mesh)
+        return {plan: self._completed(plan, walks[_kinds(plan, mesh)], candidates, mesh) for plan in plans}
+
+    def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
+        """`walk` with one more axis."""
+        graph, same = self.short.graph, self.short.folded.representative
+        options = partial(_options, axis=axis, prefixes=walk.signatures, representative=same, candidates=candidates, mesh=mesh)
+        if kind == "batch":
+            batch = _place_batch(graph, candidates, walk.arguments)
+            signatures = follow_batch(graph, same, options, batch)
         else:
-            batch = _place_batch(graph, candidates, arguments)
-            signatures = follow_batch(graph, folded.representative, options, batch)
-        prefixes = {name: (*prefix, signatures[name]) for name, prefix in prefixes.items()}
-        arguments = {name: (*prefix, batch[name]) for name, prefix in arguments.items()}
-    strategies = {name: Strategy(prefix) for name, prefix in prefixes.items()}
-    data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
-    sharded_axes = data_axes if plan.flavour != "ddp" else ()
-    return complete(graph, folded, candidates, strategies, arguments, mesh, sharded_axes=sharded_axes)
+            batch = dict.fromkeys(walk.arguments, I)
+            signatures = follow_tensors(graph, self.structure, same, options, self.sequence if kind == "tensors, sequence" else {})
+        return _Walk(
+            {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
+            {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
+        )
+
+    def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh) -> Assignment:
+        strategies = {name: Strategy(signatures) for name, signatures in walk.signatures.items()}
+        data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
+        return complete(
+            self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh,
+            sharded_axes=data_axes if plan.flavour != "ddp" else (), counts=self.short.counts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What is chosen on the first axes: op -> signatures, argument -> placements."""
+
+    signatures: Mapping[str, tuple[Signature, ...]]
+    arguments: Mapping[str, Layout]
+
+
+def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
+    """What each mesh axis splits."""
+    tensors = "tensors, sequence" if plan.is_sequence_parallel else "tensors"
+    return tuple(tensors if axis in plan.tensor_axes else "batch" for axis in range(mesh.ndim))
+
+
+def outlined(graph: Graph, folded: Folded) -> Outline:
+    """Looks at the graph once for all plans and meshes."""
+    short = shorten(graph, folded)
+    structure = structure_of(short.graph)
+    return Outline(short, structure, sequence_dims(short.graph, structure))
 
 
 def _options(
-    op: Op, *, axis: int, prefixes: Mapping[str, tuple[Signature, ...]], folded: Folded, candidates: Candidates, mesh: Mesh
+    op: Op,
+    *,
+    axis: int,
+    prefixes: Mapping[str, tuple[Signature, ...]],
+    representative: Mapping[str, str],
+    candidates: Candidates,
+    mesh: Mesh,
 ) -> tuple[Option, ...]:
     """What the op's strategies still allow on `axis` once `prefixes` are chosen on the axes before it."""
     found: dict[Signature, Option] = {}
-    for strategy in candidates.strategies[folded.representative[op.name]]:
+    for strategy in candidates.strategies[representative[op.name]]:
         signature = strategy.signatures[axis]
         if strategy.signatures[:axis] == prefixes[op.name] and signature not in found:
             found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh))

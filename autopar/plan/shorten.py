@@ -1,0 +1,99 @@
+"""A graph with few copies of each repeat: as many as it takes to see every way in which a value is used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.ir.fold import Folded, Repeat, value_classes
+from autopar.ir.graph import Graph, Op, Value
+from autopar.sbp.assignment import Assignment, uses_of
+
+# The first copy reads what comes before, the last is read by what comes after; the second stands for all between.
+_NUM_KEPT = 3
+
+
+@dataclass(frozen=True)
+class Short:
+    """`graph` lacks all but the first, second and last copy of each repeat; the names are those of the `whole` graph.
+
+    counts: op of a repeat that lacks some -> how many ops of the whole it stands for. several: (value with several uses in the whole, its class).
+    """
+
+    whole: Graph
+    graph: Graph
+    folded: Folded
+    counts: Mapping[str, int]
+    several: tuple[tuple[str, str], ...]
+
+    def expand(self, assignment: Assignment) -> Assignment:
+        """The assignment of the whole graph that gives every member of a class what the class has in `graph`."""
+        same = self.folded.representative
+        classes = value_classes(self.graph, self.folded)
+        kept = {classes[name]: layout for name, layout in assignment.kept.items()}
+        return Assignment(
+            strategies={op.name: assignment.strategies[same[op.name]] for op in self.whole.ops},
+            layouts={item.value.name: assignment.layouts[same[item.value.name]] for item in self.whole.inputs},
+            kept={name: kept[of_class] for name, of_class in self.several},
+            outputs=assignment.outputs,
+        )
+
+
+def shorten(graph: Graph, folded: Folded) -> Short:
+    """Drop the copies that are like the second; repeats from which other ops read or whose copies are outputs stay as they are."""
+    uses, classes = uses_of(graph), value_classes(graph, folded)
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    dropped: dict[str, Op] = {}  # op -> its like in the second copy
+    counts: dict[str, int] = {}
+    for repeat in folded.repeats:
+        found = _dropped(graph, repeat, position)
+        if _is_used_in_turn(graph, repeat, found, uses, position):
+            dropped |= found
+            counts |= _counts(graph, repeat, position)
+    several = tuple((name, classes[name]) for name, found in uses.items() if len(found) > 1)
+    return Short(graph, _without(graph, dropped), folded, counts, several)
+
+
+def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, Op]:
+    if repeat.count <= _NUM_KEPT:
+        return {}
+    block = len(repeat.ops)
+    second = position[repeat.ops[0]] + block
+    between = graph.ops[second + block : second + (repeat.count - 2) * block]
+    return {op.name: graph.ops[second + number % block] for number, op in enumerate(between)}
+
+
+def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, int]:
+    start, block = position[repeat.ops[0]], len(repeat.ops)
+    copies = {0: 1, 1: repeat.count - 2, repeat.count - 1: 1}
+    return {op.name: count for copy, count in copies.items() for op in graph.ops[start + copy * block : start + (copy + 1) * block]}
+
+
+def _is_used_in_turn(
+    graph: Graph, repeat: Repeat, dropped: Mapping[str, Op], uses: Mapping[str, list], position: Mapping[str, int]
+) -> bool:
+    """Whether only its own copy and the next read what a dropped copy makes."""
+    if not dropped:
+        return False
+    start, block = position[repeat.ops[0]], len(repeat.ops)
+
+    def copy_of(name: str) -> int:
+        return (position[name] - start) // block if name in position else -1
+
+    names = [(value.name, copy_of(name)) for name in dropped for value in graph.ops[position[name]].outputs]
+    return all(copy_of(use.user) - copy in (0, 1) for name, copy in names for use in uses.get(name, ()))
+
+
+def _without(graph: Graph, dropped: Mapping[str, Op]) -> Graph:
+    like: dict[str, Value] = {}
+    for op in graph.ops:
+        if op.name in dropped:
+            like.update((value.name, same) for value, same in zip(op.outputs, dropped[op.name].outputs))
+    ops = tuple(_reading(op, like) for op in graph.ops if op.name not in dropped)
+    unread = {value.name for op in graph.ops if op.name in dropped for value in op.inputs}
+    unread -= {value.name for op in ops for value in op.inputs}
+    return replace(graph, ops=ops, inputs=tuple(item for item in graph.inputs if item.value.name not in unread))
+
+
+def _reading(op: Op, like: Mapping[str, Value]) -> Op:
+    if not any(value.name in like for value in op.inputs):
+        return op
+    return replace(op, inputs=tuple(like.get(value.name, value) for value in op.inputs))
