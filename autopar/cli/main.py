@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from torch import nn
 
 from autopar.cli.target import load_target
 from autopar.cli.verify import DTYPES, verify
@@ -25,7 +26,8 @@ from autopar.mesh import Mesh, parse_devices
 from autopar.models import MODELS, Example
 from autopar.plan.assemble import make_plan
 from autopar.plan.factorise import factorise
-from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.hand import NO_STYLES, hand_plan, parse_hand_plan
+from autopar.plan.hf import hf_styles
 from autopar.plan.plan import Plan, plan_of
 from autopar.sbp.annotate import annotate
 
@@ -70,7 +72,7 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--cluster", default=default_cluster, required=default_cluster is None, help=f"a preset's name or a JSON file{cluster}"
     )
-    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3 or e.g. megatron:dp=8,tp=8,sp instead of searching")
+    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching")
     parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
     limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
     parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)
@@ -141,7 +143,7 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
     if options.hand:
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return _by_hand(options.hand, graph, mesh, cluster, options.optimizer, limit)
+        return _by_hand(options.hand, example.model, graph, mesh, cluster, options.optimizer, limit)
     return make_plan(
         graph,
         options.mesh,
@@ -154,10 +156,11 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
     )
 
 
-def _by_hand(kind: str, graph: Graph, mesh: Mesh, cluster: Cluster, optimizer: str, limit: float) -> Plan:
+def _by_hand(kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, optimizer: str, limit: float) -> Plan:
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
-    assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
+    plan = parse_hand_plan(kind, mesh)
+    assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
     return plan_of(graph, assignment, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit, found_by=f"hand plan {kind}")
 
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from autopar.costmodel.inner import inner_collectives
 from autopar.errors import PlanError
@@ -11,6 +12,7 @@ from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plan.complete import complete
+from autopar.plan.hf import hf_structure
 from autopar.plan.propagate import Option, follow_batch, follow_tensors
 from autopar.plan.sequence import batch_arguments, sequence_dims
 from autopar.plan.shorten import Short, shorten
@@ -19,12 +21,14 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, Layout, Placement
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
+NO_STYLES: Mapping[str, str] = MappingProxyType({})
 FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), all other mesh axes split the batch.
+    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), or, if `is_hf`, as the model's own plan says; all other mesh axes
+    split the batch.
 
     is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198). flavour: how the
     data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). With one backward a
@@ -34,16 +38,18 @@ class HandPlan:
     tensor_axes: tuple[int, ...] = ()
     is_sequence_parallel: bool = False
     flavour: str = "ddp"
+    is_hf: bool = False
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options after a colon:
-    'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its data axes.
+    'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its data axes. 'hf' is read like
+    'megatron' and stands for the plan that a transformers model has of its own.
 
     PlanError if it is none of these or the degrees are no products of mesh axes.
 
     >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
-    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3')
+    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False)
     """
     name, _, rest = text.partition(":")
     if name in FLAVOURS and not rest:
@@ -51,13 +57,13 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     words = [word.strip() for word in rest.split(",") if word.strip()]
     flavours = [word for word in words if word in FLAVOURS]
     degrees = {key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")}
-    if name != "megatron" or len(flavours) > 1 or len(words) != len(flavours) + len(degrees) + ("sp" in words):
+    if name not in ("megatron", "hf") or len(flavours) > 1 or len(words) != len(flavours) + len(degrees) + ("sp" in words):
         example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
         raise PlanError(
             f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp' (sequence parallel), "
-            f"'{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by +)"
+            f"'{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by +), or hf with the same options"
         )
-    return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp")
+    return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp", name == "hf")
 
 
 def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int, ...]:
@@ -88,7 +94,7 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
     by_name = "tp=" + "+".join(mesh.axis_names[axis] for axis in plan.tensor_axes)
     words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name]
     words += ["sp"] * plan.is_sequence_parallel + [plan.flavour] * (plan.flavour != "ddp")
-    return f"megatron:{','.join(words)}"
+    return f"{'hf' if plan.is_hf else 'megatron'}:{','.join(words)}"
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
@@ -107,9 +113,15 @@ def _useful(mesh: Mesh) -> Iterator[HandPlan]:
         yield from (HandPlan((mesh.ndim - 1,), is_sp, flavour) for is_sp in (False, True))
 
 
-def hand_plan(plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> Assignment:
-    """The hand plan as an assignment; where an op cannot follow it, the op is whole."""
+def hand_plan(
+    plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, styles: Mapping[str, str] = NO_STYLES
+) -> Assignment:
+    """The hand plan as an assignment; where an op cannot follow it, the op is whole. `styles`: `hf_styles` of the model, for `is_hf`."""
+    if plan.is_hf and not styles:
+        raise PlanError("hand plan 'hf' is the model's own: it needs the styles that hf_styles(model) finds")
     outline = outlined(graph, folded)
+    if plan.is_hf:
+        outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
     return outline.short.expand(outline.follow((plan,), candidates, mesh)[plan])
 
 

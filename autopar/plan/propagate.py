@@ -96,6 +96,8 @@ def _seeded(
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
         fits = [option for option in options if _stays_inside(op, option.signature, placed)]
+    elif any(value.name in structure.gathered for value in op.inputs):
+        fits = [option for option in options if all(p == I for p in option.signature.inputs)]
     elif not fits or kind == "whole":
         fits = _along_sequence(op, options, placed, sequence) or fits
     return tuple(fits) or options

@@ -1,7 +1,7 @@
 """What a person sees in a graph before writing a tensor-parallel plan: which products pair up, which lookup is the vocabulary."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Op
 
@@ -15,6 +15,7 @@ class Structure:
     """kinds: product -> "column", "row" or "whole". region: ops between a column product and its row product.
     vocabulary: the lookups in the table to split over its rows. from_parameters: values computed from parameters alone.
     positional: values looked up in parameters by no argument, and what is computed from them (positions, relative biases).
+    gathered: results of column products that are brought together at once.
     """
 
     kinds: Mapping[str, str]
@@ -22,6 +23,7 @@ class Structure:
     vocabulary: frozenset[str]
     from_parameters: frozenset[str]
     positional: frozenset[str]
+    gathered: frozenset[str] = frozenset()
 
 
 def structure_of(graph: Graph) -> Structure:
@@ -31,17 +33,26 @@ def structure_of(graph: Graph) -> Structure:
     """
     from_parameters = values_from_parameters(graph)
     positional = _positional_values(graph, from_parameters)
-    sources, rows = _pair(graph, from_parameters, positional)
+    _, rows = _pair(graph, from_parameters, positional)
     columns = {name for row in rows.values() for name in row}
-    feeding_row, feeding_any = _feeders(graph, set(rows), from_parameters)
+    _, feeding_any = _feeders(graph, set(rows), from_parameters)
     kinds = {}
     for op in graph.ops:
         if product_slots(op, from_parameters) is None:
             continue
         is_column = op.name in columns or (op.name not in rows and op.name not in feeding_any)
         kinds[op.name] = "row" if op.name in rows else "column" if is_column else "whole"
+    found = Structure(kinds, frozenset(), _vocabulary(graph), from_parameters, positional)
+    return with_kinds(found, graph, kinds)
+
+
+def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> Structure:
+    """`structure` with other kinds of products, and the region that they bound."""
+    sources, _ = _pair(graph, structure.from_parameters, structure.positional)
+    rows = {name for name, kind in kinds.items() if kind == "row"}
+    feeding_row, _ = _feeders(graph, rows, structure.from_parameters)
     region = {op.name for op in graph.ops if op.name in feeding_row and op.name not in kinds and sources.get(op.outputs[0].name)}
-    return Structure(kinds, frozenset(region), _vocabulary(graph), from_parameters, positional)
+    return replace(structure, kinds=kinds, region=frozenset(region))
 
 
 def base_name(op: Op) -> str:
