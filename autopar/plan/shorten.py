@@ -15,7 +15,8 @@ _NUM_KEPT = 3
 class Short:
     """`graph` lacks all but the first, second and last copy of each repeat; the names are those of the `whole` graph.
 
-    counts: op of a repeat that lacks some -> how many ops of the whole it stands for. several: (value with several uses in the whole, its class).
+    counts: op of a repeat that lacks copies -> how many ops of the whole it stands for. several: (value with several uses in the whole,
+    its class).
     """
 
     whole: Graph

@@ -90,6 +90,8 @@ def _priced(
     graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, optimizer: str
 ) -> Iterator[tuple[Tried, Assignment]]:
     """The plans, priced by a table that offers what they take and nothing else."""
+    if not plans:
+        return
     short = outline.short
     followed = outline.follow(plans, annotate(short.graph, mesh, short.folded), mesh)
     priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, optimizer=optimizer)
