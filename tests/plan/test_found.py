@@ -31,19 +31,19 @@ def vgg13_graph(num_images: int) -> Graph:
 
 
 @functools.cache
-def large_llama() -> Graph:
-    """Two wide layers and so many tokens that splitting them pays between nodes, and splitting parameters inside."""
+def llama(*, hidden: int = HIDDEN, batch: int = BATCH, sequence: int = SEQUENCE) -> Graph:
+    """By default two wide layers and so many tokens that splitting them pays between nodes, and splitting parameters inside."""
     config = LlamaConfig(
         vocab_size=WORDS,
-        hidden_size=HIDDEN,
-        intermediate_size=12288,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3 // 2,
         num_hidden_layers=LAYERS,
-        num_attention_heads=64,
-        num_key_value_heads=64,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=hidden // 128,
         use_cache=False,
     )
     with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(batch, sequence, dtype=torch.long)
         kwargs = {"input_ids": ids, "labels": torch.zeros_like(ids), "use_cache": False}
     return trace(skeleton(model), (), kwargs)
 
@@ -101,7 +101,7 @@ def megatron_s(plan: Plan) -> float:
 
 def test_fast_links_get_column_and_row_pairs_in_every_layer():
     """Shoeybi et al., "Megatron-LM", arXiv:1909.08053: two sums each way a layer, here scattered and gathered (arXiv:2205.05198)."""
-    plan = make_plan(large_llama(), Mesh((2, 4), ("dp", "tp")), two_levels(600e9, 100e9))
+    plan = make_plan(llama(), Mesh((2, 4), ("dp", "tp")), two_levels(600e9, 100e9))
     placed = layouts(plan)
     for layer in range(LAYERS):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
@@ -124,6 +124,19 @@ def test_slow_links_get_data_parallelism():
         x = torch.zeros(64, 1024, 512)
     plan = make_plan(trace(skeleton(model), (x,), {}), Mesh((2, 4), ("dp", "tp")), two_levels(1e9, 1e9))
     for op in ops_of(plan, "linear"):
+        for axis in range(2):
+            signature = axis_signatures(plan, op, axis)
+            assert signature.inputs[0] == signature.outputs[0] == S(0) and not signature.inputs[1].is_split
+    assert plan.costs.step_s <= plan.hand["ddp"].step_s
+    assert plan.costs.step_s < 0.5 * megatron_s(plan)
+
+
+def test_slow_links_get_data_parallelism_in_transformers_too():
+    """Two layers of Llama and a million tokens."""
+    plan = make_plan(llama(hidden=2048, batch=512, sequence=2048), Mesh((2, 4), ("dp", "tp")), two_levels(1e9, 1e9))
+    linear = ops_of(plan, "linear")
+    assert len(linear) == 7 * LAYERS + 1
+    for op in linear:
         for axis in range(2):
             signature = axis_signatures(plan, op, axis)
             assert signature.inputs[0] == signature.outputs[0] == S(0) and not signature.inputs[1].is_split
