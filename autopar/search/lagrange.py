@@ -17,7 +17,7 @@ from autopar.search.messages import Passed, pass_messages
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
 # Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error each.
-_ROUNDING = 1e-13
+ROUNDING = 1e-13
 
 # Of the choices that messages meet at a price, these are worth a descent.
 _MOST_MET = 2
@@ -45,6 +45,7 @@ class Dual:
     """
 
     step: Step
+    price: float
     rebate_s: float
     met: tuple[tuple[int, ...], ...]
     is_best: bool
@@ -86,10 +87,10 @@ def maximise(
     `feasible`: a choice within the limit, without which there is no other price to try. The bound is valid, if not the best, after any
     number of steps; no step begins after `deadline` (of `time.monotonic`).
     """
-    light = _from_least_memory(table)
+    light = from_least_memory(table)
     limit = light.memory_limit_bytes
     free = evaluate(light, 0.0)
-    best, over = Dual(free, 0.0, free.met, is_best=True), free.met[0]
+    best, over = Dual(free, 0.0, 0.0, free.met, is_best=True), free.met[0]
     if feasible is None or not np.isfinite(cost_of(light, over)) or memory_of(light, over) <= limit:
         return best
     within = feasible
@@ -100,7 +101,7 @@ def maximise(
         if monotonic() > deadline:
             break
         step = evaluate(light, price)
-        latest = Dual(step, price * limit * (1 + _ROUNDING), (*best.met, *step.met), is_best=False)
+        latest = Dual(step, price, price * limit * (1 + ROUNDING), (*best.met, *step.met), is_best=False)
         best = latest if latest.bound_s > best.bound_s else replace(best, met=latest.met, is_best=False)
         line = cost_of(light, within) + price * memory_of(light, within)
         met = step.met[0]
@@ -123,7 +124,7 @@ def memory_only(table: CostTable) -> CostTable:
     return replace(table, nodes=nodes, edges=edges)
 
 
-def _from_least_memory(table: CostTable) -> CostTable:
+def from_least_memory(table: CostTable) -> CostTable:
     """Memory counted from each node's and edge's least: price * limit would otherwise drown the costs it is compared with."""
     if np.isinf(table.memory_limit_bytes):
         return table

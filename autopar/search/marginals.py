@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.eliminate import Bucket, Elimination
+from autopar.search.eliminate import Elimination
 from autopar.search.factors import Factor, contract
 
 
@@ -23,24 +23,27 @@ class Marginals:
 
 def min_marginals(elimination: Elimination, pairs: frozenset[tuple[int, int]] = frozenset()) -> Marginals:
     """The marginals of every node and of the given edges of the eliminated table."""
-    outside: dict[Factor, Factor] = {}
+    outside = outside_messages(elimination)
     nodes: dict[int, np.ndarray] = {}
     joint: dict[tuple[int, int], np.ndarray] = {}
-    roots = [bucket.message for bucket in elimination.buckets if not bucket.message.scope]
-    messages = {bucket.message for bucket in elimination.buckets}
-    for bucket in reversed(elimination.buckets):
-        terms = (*bucket.factors, _outside_of(bucket, outside, roots))
+    for bucket in elimination.buckets:
+        terms = (*bucket.factors, outside[bucket.message])
         nodes[bucket.node] = contract(terms, (bucket.node,)).values
         for factor in bucket.factors:
-            if factor in messages:
-                outside[factor] = contract([term for term in terms if term is not factor], factor.scope)
-            elif factor.scope in pairs:
+            if factor.scope in pairs and factor not in outside:
                 joint[factor.scope] = contract(terms, factor.scope).values
     return Marginals(tuple(nodes[v] for v in range(len(nodes))), joint)
 
 
-def _outside_of(bucket: Bucket, outside: Mapping[Factor, Factor], roots: list[Factor]) -> Factor:
-    """For the last bucket of a connected component: the optimum of the other components."""
-    if bucket.message.scope:
-        return outside[bucket.message]
-    return Factor((), np.array(sum(float(root.values) for root in roots if root is not bucket.message)))
+def outside_messages(elimination: Elimination) -> dict[Factor, Factor]:
+    """For each bucket's message: the least of all that is not part of it, as a function of the same nodes."""
+    roots = [bucket.message for bucket in elimination.buckets if not bucket.message.scope]
+    messages = {bucket.message for bucket in elimination.buckets}
+    # For the last bucket of a connected component: the optimum of the other components.
+    outside = {root: Factor((), np.array(sum(float(other.values) for other in roots if other is not root))) for root in roots}
+    for bucket in reversed(elimination.buckets):
+        terms = (*bucket.factors, outside[bucket.message])
+        for factor in bucket.factors:
+            if factor in messages:
+                outside[factor] = contract([term for term in terms if term is not factor], factor.scope)
+    return outside

@@ -1,4 +1,4 @@
-"""The search in one function: descend, bound, refine."""
+"""The search in one function: descend, bound, close, refine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -7,12 +7,13 @@ from time import monotonic
 from autopar.errors import InfeasibleError
 from autopar.search.bound import cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
 from autopar.search.check import checked
+from autopar.search.close import close
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.refine import WORKER, refine
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
-# What one elimination may take of the time limit: about a quarter, at 2e9 additions a second.
-_ADDITIONS_PER_S = 5e8
+# What one elimination may take: about a twentieth of the time limit, at 2e9 additions a second, and no more than half a second.
+_ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 # CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
 _MOST_VARIABLES = 500_000
 
@@ -61,9 +62,14 @@ def _choices(
     best = cheapest(table, (*starts, *(descend(land, start) for start in (*starts, *own_starts(land)))))
     if best is not None:
         yield "descent", _choice(table, best, trivial_bound(table))
-    for state in squeeze(table, best, additions=_ADDITIONS_PER_S * max(1.0, time_limit_s), deadline=deadline):
+    additions = min(_ADDITIONS_PER_S * max(1.0, time_limit_s), _MOST_ADDITIONS)
+    for state in squeeze(table, best, additions=additions, deadline=deadline):
         if state.best is not None:
             yield "bound", _choice(table, state.reduced.lift(state.best), state.lower_bound_s)
+    if not is_solved(state):
+        squeezed = state
+        for state in close(squeezed, deadline=deadline):
+            yield "labels", _choice(table, state.reduced.lift(state.best), state.lower_bound_s)
     if is_solved(state) or num_entries(state.reduced.table) > _MOST_VARIABLES or monotonic() > deadline:
         return
     remaining_s = deadline - monotonic()

@@ -20,11 +20,19 @@ pytestmark = pytest.mark.filterwarnings("error")
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
-def hard_table() -> CostTable:
+def limited_table() -> CostTable:
     """Dense, limited, and beyond what bounds alone close."""
     table = random_table(1, num_nodes=6, num_edges=15, sizes=(4, 4), forbidden=0.0)
     memory = sorted(memory_of(table, choice) for choice in every_choice(table))
     return replace(table, memory_limit_bytes=memory[len(memory) // 20])
+
+
+def hard_table() -> CostTable:
+    """Limited, and too dense for bounds and labels to close the gap."""
+    table = random_table(1, num_nodes=14, num_edges=91, sizes=(5, 5), forbidden=0.0)
+    rng = np.random.default_rng(0)
+    memory = sorted(memory_of(table, tuple(rng.integers(0, 5, 14))) for _ in range(1000))
+    return replace(table, memory_limit_bytes=memory[50])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,13 +86,13 @@ def test_never_worse_than_a_start_even_without_time(table):
 
 
 def test_the_same_table_gives_the_same_choice():
-    assert solve(hard_table()) == solve(hard_table())
+    assert solve(limited_table()) == solve(limited_table())
 
 
 def test_progress_only_ever_improves():
     seen = []
-    found = solve(hard_table(), progress=lambda *state: seen.append(state))
-    assert [stage for stage, _, _ in seen] == sorted((stage for stage, _, _ in seen), key=["descent", "bound", "refine"].index)
+    found = solve(limited_table(), progress=lambda *state: seen.append(state))
+    assert [stage for stage, _, _ in seen] == sorted((stage for stage, _, _ in seen), key=["descent", "bound", "labels", "refine"].index)
     ranks = [(cost_s, -bound_s) for _, cost_s, bound_s in seen]
     assert ranks == sorted(ranks, reverse=True)
     assert seen[-1] == (seen[-1][0], found.cost_s, found.lower_bound_s)
@@ -93,14 +101,14 @@ def test_progress_only_ever_improves():
 def test_a_solver_that_hangs_costs_the_time_limit_and_no_more():
     start = time.monotonic()
     found = solve(hard_table(), time_limit_s=1.0, worker=SLEEPING)
-    assert 0.9 < time.monotonic() - start < 10.0
+    assert 0.9 < time.monotonic() - start < 20.0
     assert found.gap > 1e-9
     assert found.memory_bytes <= hard_table().memory_limit_bytes
 
 
 def test_ctrl_c_returns_the_best_known():
     stages = []
-    interrupt = threading.Timer(1.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt = threading.Timer(2.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     interrupt.start()
     start = time.monotonic()
     found = solve(hard_table(), time_limit_s=60.0, worker=SLEEPING, progress=lambda stage, *_: stages.append(stage))
