@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -35,7 +36,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+    if not given and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return torch.export.export(model, args, kwargs, strict=False)
     with as_if_on_cpu(model) as imagine:
         args, kwargs = pytree.tree_map_only(torch.Tensor, imagine, (args, kwargs))

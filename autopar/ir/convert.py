@@ -1,7 +1,7 @@
 """From the exported fx graph to functional ops: regions inlined, tuples unpacked, in-place writes and views resolved."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,14 @@ from torch.fx import GraphModule, Node
 
 from autopar.errors import TraceError
 from autopar.ir import functionalise, inplace
-from autopar.ir.emitter import Emitter, Origin
+from autopar.ir.emitter import Emitter, Origin, stem_of
 from autopar.ir.functionalise import Storage, View, read, whole
 from autopar.ir.graph import Value
 from autopar.ir.infer import Meta
+from autopar.ir.outline import INNER
 from autopar.ir.slots import map_leaves
 from autopar.ir.source import line_of_stack, module_of, quote_stack
+from autopar.ir.standin import TARGET as CALL
 from autopar.ir.views import part_steps, step_of
 
 # Ops that only check or describe; their results are not used.
@@ -35,13 +37,24 @@ _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order
 _PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
 
 
+# (call of a module that stands in the graph as one op, region it is in, where to emit) -> what its results stand for.
+Expand = Callable[[Node, "Region", Emitter], tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class Region:
-    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode it runs."""
+    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode it runs.
+
+    `expand` converts calls of modules that were exported by themselves. In the body of one, `inside` is the FQN of its module and `line`
+    the model's line that called it.
+    """
 
     module: GraphModule
     env: dict[Node, Any]
     is_no_grad: bool
+    expand: Expand | None = None
+    inside: str = ""
+    line: str = ""
 
 
 def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
@@ -63,17 +76,24 @@ def _target_of(node: Node) -> str:
     return str(node.target)
 
 
-def _origin_of(node: Node, is_no_grad: bool) -> Origin:
-    return Origin(node.name, module_of(node.meta.get("nn_module_stack")), line_of_stack(node.meta.get("stack_trace") or ""), is_no_grad)
+def origin_of(node: Node, region: Region) -> Origin:
+    """Its name, module and line; numbers that only tell names of one graph apart are left out, as the emitter has its own."""
+    module = module_of(node.meta.get("nn_module_stack"))
+    if region.inside:
+        module = region.inside + module.removeprefix(INNER)
+    line = line_of_stack(node.meta.get("stack_trace") or "") or region.line
+    return Origin(stem_of(node.name), module, line, region.is_no_grad)
 
 
 def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
-    at = _origin_of(node, region.is_no_grad)
     if node.target is operator.getitem:
         return region.env[node.args[0]][node.args[1]]
     target = _target_of(node)
     if target in _NOISE:
         return None
+    if target == CALL and region.expand is not None:
+        return region.expand(node, region, emitter)
+    at = origin_of(node, region)
     if target.startswith("higher_order."):
         return _inline(node, target, region, emitter)
     _check_sizes(node, target)
@@ -109,7 +129,7 @@ def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[
         raise TraceError(f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead")
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
-    return convert_region(Region(module, env, is_no_grad), emitter)
+    return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), emitter)
 
 
 def _quote(node: Node) -> str:
@@ -142,7 +162,7 @@ def _bind(leaf: Any, env: Mapping[Node, Any], emitter: Emitter, at: Origin) -> A
     if not isinstance(leaf, Node):
         return leaf
     found = env[leaf]
-    return read(found, emitter, replace(at, name=leaf.name)) if isinstance(found, View) else found
+    return read(found, emitter, replace(at, name=stem_of(leaf.name))) if isinstance(found, View) else found
 
 
 def _fallback(node: Node) -> tuple[Meta, ...]:

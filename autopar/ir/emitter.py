@@ -1,5 +1,6 @@
 """Building a list of ops: unique names, inferred outputs, where each op comes from."""
 
+import builtins
 import keyword
 import re
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from autopar.errors import TraceError
 from autopar.ir.graph import Op, Value
 from autopar.ir.infer import PLACEMENT_KWARGS, Inference, Meta
 from autopar.ir.slots import take_slots
+
+_NUMBERS = re.compile(r"(_\d+)+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +25,32 @@ class Origin:
     is_no_grad: bool = False
 
 
+def stem_of(name: str) -> str:
+    """A name without the numbers that tell it from others of its kind.
+
+    >>> stem_of("conv2d_1_0")
+    'conv2d'
+    """
+    return _NUMBERS.sub("", name)
+
+
 @dataclass(frozen=True)
 class Emitter:
     """Collects `ops` in order. The only mutable thing in a conversion besides the storages of `functionalise`."""
 
     ops: list[Op] = field(default_factory=list)
     used_names: set[str] = field(default_factory=set)
+    next_number: dict[str, int] = field(default_factory=dict)
     inference: Inference = field(default_factory=Inference)
 
     def unique(self, wish: str) -> str:
-        """A fresh Python identifier close to `wish`."""
+        """A fresh Python identifier close to `wish`, that of no builtin."""
         stem = re.sub(r"\W", "_", wish).rstrip("_")
         stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
-        name, count = stem, 0
-        while name in self.used_names:
+        count = self.next_number.get(stem, 1 if hasattr(builtins, stem) else 0)
+        while (name := f"{stem}_{count}" if count else stem) in self.used_names:
             count += 1
-            name = f"{stem}_{count}"
+        self.next_number[stem] = count + 1
         self.used_names.add(name)
         return name
 

@@ -14,17 +14,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch.export takes i
 
 @contextmanager
 def as_if_on_cpu(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Swap every parameter and buffer for a CPU fake and swap them back at the end; yields what makes such a fake of a tensor."""
+    """Swap every parameter and buffer for a fake and swap them back at the end; yields what makes such a fake of a tensor."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {}
 
     def imagine(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+            return imagine_like(tensor)
 
+    with imagined(model, imagine):
+        yield imagine
+
+
+def imagine_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor like this one, but on the CPU if it is on the meta device; a fake one if a FakeTensorMode is active."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def imagined(model: nn.Module, imagine: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Put what `imagine` makes of it in the place of every parameter and buffer, and put them back at the end; ties are kept."""
+    fakes: dict[int, torch.Tensor] = {}
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     originals = [dict(table) for table in tables]
     try:
@@ -33,7 +46,7 @@ def as_if_on_cpu(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Te
                 if tensor is not None and id(tensor) not in fakes:
                     fakes[id(tensor)] = imagine(tensor)
                 table[name] = None if tensor is None else fakes[id(tensor)]
-        yield imagine
+        yield
     finally:
         for table, original in zip(tables, originals):
             table.update(original)

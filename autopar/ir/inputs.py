@@ -15,20 +15,17 @@ from autopar.ir.emitter import Emitter
 from autopar.ir.functionalise import View, whole
 from autopar.ir.graph import Input, Value
 
-_KINDS = {
-    InputKind.PARAMETER: "parameter",
-    InputKind.BUFFER: "buffer",
-    InputKind.CONSTANT_TENSOR: "constant",
-    InputKind.USER_INPUT: "argument",
-}
-
 
 @dataclass(frozen=True)
 class Placeholders:
-    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its constant."""
+    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its constant.
+
+    `state`: FQN of a parameter or buffer, by each of its names -> what stands for it.
+    """
 
     inputs: list[Input] = field(default_factory=list)
     views: dict[str, View] = field(default_factory=dict)
+    state: dict[str, View] = field(default_factory=dict)
     env: dict[Node, Any] = field(default_factory=dict)
     arguments: list[Any] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,10 +37,12 @@ class Placeholders:
 
 
 def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[Any], emitter: Emitter) -> Placeholders:
-    """One Input for each tensor: tied parameters share one. `leaves` are the flat arguments of the call."""
+    """One Input for each tensor: tied parameters share one. `leaves` are the flat arguments of the call.
+
+    All parameters and buffers of the model come first, also those that the program does not know.
+    """
     found = Placeholders()
-    fqns = _fqns_by_tensor(model)
-    by_tensor: dict[int, View] = {}
+    _add_state(found, model, emitter)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     remaining = iter(leaves)
     for node, spec in zip(nodes, program.graph_signature.input_specs):
@@ -51,41 +50,34 @@ def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[A
             _add_argument(found, node, next(remaining), emitter)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             _add_constant(found, node, spec, program, emitter)
-        elif spec.kind in _KINDS:
-            tensor = _lookup(model, spec.target or "")
-            if id(tensor) not in by_tensor:
-                by_tensor[id(tensor)] = _add_state(found, node, spec, tensor, fqns[id(tensor)], emitter)
-            found.env[node] = by_tensor[id(tensor)]
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            found.env[node] = found.state[spec.target or ""]
         else:
             raise TraceError(f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a mesh")
     return found
 
 
-def _fqns_by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    fqns: dict[int, list[str]] = {}
-    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        fqns.setdefault(id(tensor), []).append(fqn)
-    return fqns
+def _add_state(found: Placeholders, model: nn.Module, emitter: Emitter) -> None:
+    transient = {f"{path}.{name}".removeprefix(".") for path, module in model.named_modules(remove_duplicate=False)
+                 for name in module._non_persistent_buffers_set}  # fmt: skip
+    for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+        fqns: dict[int, list[str]] = {}
+        tensors = {}
+        for fqn, tensor in named(remove_duplicate=False):
+            fqns.setdefault(id(tensor), []).append(fqn)
+            tensors[id(tensor)] = tensor
+        for key, (first, *aliases) in fqns.items():
+            x = tensors[key]
+            value = Value(emitter.unique(first.replace(".", "_")), tuple(x.shape), x.dtype, x.requires_grad)
+            view = _add(found, Input(kind, value, first, tuple(aliases), first not in transient), f"{kind} {first}")
+            found.state.update((fqn, view) for fqn in (first, *aliases))
 
 
-def _lookup(model: nn.Module, fqn: str) -> torch.Tensor:
-    owner, _, name = fqn.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
-
-
-def _add(found: Placeholders, node: Node, item: Input, owner: str) -> View:
+def _add(found: Placeholders, item: Input, owner: str) -> View:
     view = whole(item.value, owner)
     found.inputs.append(item)
     found.views[item.value.name] = view
-    found.env[node] = view
     return view
-
-
-def _add_state(found: Placeholders, node: Node, spec: InputSpec, tensor: torch.Tensor, fqns: list[str], emitter: Emitter) -> View:
-    kind = _KINDS[spec.kind]
-    value = Value(emitter.unique(fqns[0].replace(".", "_")), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-    item = Input(kind, value, fqns[0], tuple(fqns[1:]), spec.persistent is not False)
-    return _add(found, node, item, f"{kind} {fqns[0]}")
 
 
 def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, emitter: Emitter) -> None:
@@ -95,7 +87,7 @@ def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: Exp
     # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is not.
     owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
     found.constants[value.name] = tensor
-    _add(found, node, Input("constant", value, name), owner)
+    found.env[node] = _add(found, Input("constant", value, name), owner)
 
 
 def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) -> None:
@@ -105,7 +97,7 @@ def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) 
         return
     value = Value(emitter.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     found.arguments.append(value.name)
-    _add(found, node, Input("argument", value, node.name), f"argument {node.name}")
+    found.env[node] = _add(found, Input("argument", value, node.name), f"argument {node.name}")
 
 
 def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -11,11 +11,12 @@ import torch
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
 
 
 @lru_cache(maxsize=4096)
 def line_of_stack(stack_trace: str) -> str:
-    """ "model.py:41": the innermost line outside torch, a model file of transformers before its shared helpers.
+    """ "model.py:41": the innermost line outside torch, a model file of transformers before its shared helpers; "" if there is none.
 
     >>> line_of_stack('File "/a/model.py", line 41, in forward')
     'model.py:41'
@@ -30,14 +31,13 @@ def quote_stack(stack_trace: str) -> str:
 
 
 def _frames(stack_trace: str) -> list[tuple[str, int]]:
-    return [(path, int(line)) for path, line in _FRAME.findall(stack_trace)]
+    return [(path, int(line)) for path, line in _FRAME.findall(stack_trace) if not path.startswith(_HERE)]
 
 
 def line_of_error(error: BaseException) -> tuple[str, str]:
     """("model.py:41", its source text) where the error was raised, outside torch; ("", "") if it names no such line."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    here = os.path.dirname(__file__) + os.sep
-    return _innermost([frame for frame in frames if not frame[0].startswith(here)])
+    return _innermost([frame for frame in frames if not frame[0].startswith(_HERE)])
 
 
 def module_of(nn_module_stack: Any) -> str:

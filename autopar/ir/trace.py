@@ -4,13 +4,14 @@ from typing import Any
 
 from torch import nn
 
-from autopar.ir.capture import export
 from autopar.ir.convert import Region, convert_region
 from autopar.ir.emitter import Emitter, Origin
+from autopar.ir.expand import expander
 from autopar.ir.functionalise import View, read
 from autopar.ir.graph import Graph
 from autopar.ir.inputs import flat_arguments, read_placeholders
 from autopar.ir.normalise import normalise
+from autopar.ir.outline import Outline, export_outline
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
@@ -24,11 +25,16 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
 
 def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The exported forward as functional ops, nothing simplified yet."""
-    program = export(model, args, kwargs)
-    emitter = Emitter()
+    return outline_to_graph(export_outline(model, args, kwargs), model, args, kwargs)
+
+
+def outline_to_graph(outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """`to_graph` of what was exported of the model for this call."""
+    program, emitter = outline.program, Emitter()
     spec = program.call_spec
     found = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), emitter)
-    results = convert_region(Region(program.graph_module, found.env, False), emitter)
+    region = Region(program.graph_module, found.env, False, expander(outline, found.state))
+    results = convert_region(region, emitter)
     outputs = tuple(read(item, emitter, Origin("output")) if isinstance(item, View) else item for item in results)
     return Graph(
         inputs=tuple(found.inputs),
