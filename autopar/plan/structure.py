@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Op
 
-_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d"})
+_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "_grouped_mm", "grouped_mm_fallback"})
 # A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
 _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
 
@@ -75,7 +75,7 @@ def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | 
     if base_name(op) not in _PRODUCTS:
         return None
     weights = [slot for slot, value in enumerate(op.inputs) if value.name in from_parameters and len(value.shape) > 1]
-    others = [slot for slot, value in enumerate(op.inputs) if value.name not in from_parameters]
+    others = [slot for slot, value in enumerate(op.inputs) if value.name not in from_parameters and value.dtype.is_floating_point]
     return (others[0], weights[0]) if len(weights) == 1 and len(others) == 1 else None
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3Config
 
 from autopar.errors import PlanError
 from autopar.ir.fold import fold
+from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.plan.check import check_assignment
@@ -15,6 +16,7 @@ from autopar.plan.hf import hf_styles
 from autopar.plan.plan import plan_of
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import S, format_layout
 from tests.codegen.training import train_under
 from tests.plan.cases import CPU, MESH, annotated, by_hand, folded, tally, traced
 from tests.workers import Ranks
@@ -39,20 +41,37 @@ def test_llama_gathers_its_logits():
     assert found["backward", "all_reduce", "tp"] == megatron["backward", "all_reduce", "tp"]
 
 
-def test_norms_inside_attention_follow():
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "head_dim": 8, "max_position_embeddings": SEQUENCE}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2, use_cache=False, **sizes
-    )
-    model, tokens = Qwen3ForCausalLM(config), torch.zeros(8, SEQUENCE, dtype=torch.long)
-    graph = trace(skeleton(model), (), {"input_ids": tokens, "labels": tokens.clone()})
+def hf_of(config: PreTrainedConfig) -> tuple[Graph, Assignment, Assignment]:
+    """The model's own plan beside Megatron's, both checked."""
+    model, tokens = AutoModelForCausalLM.from_config(config), torch.zeros(8, SEQUENCE, dtype=torch.long)
+    graph = trace(skeleton(model.train()), (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False})
     folded = fold(graph)
     candidates = annotate(graph, MESH, folded)
-    found = hand_plan(parse_hand_plan("hf", MESH), graph, folded, candidates, MESH, hf_styles(model))
-    check_assignment(found, graph, folded, candidates, MESH)
-    assert found == hand_plan(parse_hand_plan("hf", MESH), graph, folded, candidates, MESH, hf_styles(model))
-    heads = [op for op in graph.ops if "sdpa" in op.target or "scaled_dot_product_attention" in op.target]
-    assert heads and all(str(found.strategies[op.name].output_layout(0)[1]) == "S(1)" for op in heads)
+    plans = [hand_plan(parse_hand_plan(kind, MESH), graph, folded, candidates, MESH, hf_styles(model)) for kind in ("hf", "megatron")]
+    for plan in plans:
+        check_assignment(plan, graph, folded, candidates, MESH)
+    return graph, *plans
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "max_position_embeddings": SEQUENCE}
+HEADS_EACH = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+
+
+def test_norms_inside_attention_follow():
+    graph, found, megatron = hf_of(Qwen3Config(**SIZES, **HEADS_EACH, head_dim=8))
+    assert found.layouts == megatron.layouts
+    heads = [op for op in graph.ops if "scaled_dot_product_attention" in op.target]
+    assert len(heads) == LAYERS and all(found.strategies[op.name].output_layout(0)[1] == S(1) for op in heads)
+
+
+def test_experts_are_split_inside():
+    graph, found, megatron = hf_of(MixtralConfig(**SIZES, **HEADS_EACH, num_local_experts=4, num_experts_per_tok=2))
+    assert found.layouts == megatron.layouts
+    layouts = {item.fqn: format_layout(found.layouts[item.value.name]) for item in graph.of_kind("parameter")}
+    for layer in range(LAYERS):
+        assert layouts[f"model.layers.{layer}.mlp.experts.gate_up_proj"] == "BS(1)"
+        assert layouts[f"model.layers.{layer}.mlp.experts.down_proj"] == "BS(2)"
+        assert layouts[f"model.layers.{layer}.mlp.gate.weight"] == "BB"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "mlp"])
@@ -63,8 +82,8 @@ def test_models_without_a_plan_say_so(name):
 
 def test_styles_without_a_like_are_named():
     model = nn.Linear(2, 2)
-    model._tp_plan = {"experts": "moe_tp_experts"}
-    with pytest.raises(PlanError, match=r"experts has style 'moe_tp_experts', expected one of .*colwise"):
+    model._tp_plan = {"experts": "ep_dispatch_experts"}
+    with pytest.raises(PlanError, match=r"experts has style 'ep_dispatch_experts', expected one of .*colwise"):
         hf_styles(model)
 
 
