@@ -14,18 +14,19 @@ from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plan.assemble import make_plan
-from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.hand import HandPlan
 from autopar.plan.plan import Plan
-from autopar.sbp.annotate import annotate
+from autopar.plan.store import HandCosts
+from autopar.plan.tuned import Tried, tuned
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
 from bench.papers import section as written
 from bench.papers.__main__ import SECTIONS
 from bench.papers.alpa import ROWS, batch_s
+from bench.papers.compare import compare, fastest, traced
 from bench.papers.grid import Shape, bytes_by_layer, grid_of, linear_ops, sent_bytes, shape_of
 from bench.papers.section import Section, Table, save, to_markdown
-from bench.papers.sweep import ByHand, Found, traced, tuned
 
 M, K, N = 32, 48, 16
 GRIDS = [(2, 4, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 1, 8), (2, 2, 2)]
@@ -110,25 +111,19 @@ def test_bytes_by_layer_are_those_of_all_collectives():
     assert set(found) <= {op.name for op in linear_ops(plan.graph)} | {""}
 
 
-def test_tuned_hand_plans_are_the_fastest_of_every_degree_that_fit():
-    graph, folded = two_layers().graph, fold(two_layers().graph)
-    every: dict[str, list[tuple[float, int]]] = {"ddp": [], "megatron": []}
-    for kind, names, shape in (("ddp", ("ddp",), (4,)), *(("megatron", ("megatron", "megatron:sp"), shape) for shape in ((2, 2), (1, 4)))):
-        mesh = Mesh(shape, ("dp", "tp")[: len(shape)])
-        for name in names:
-            by_hand = hand_plan(parse_hand_plan(name, mesh), graph, folded, annotate(graph, mesh, folded), mesh)
-            costs = evaluate(graph, by_hand, mesh, BYTES_ONLY)
-            every[kind].append((costs.step_s, costs.total_memory_bytes))
-    found = tuned(graph, 4, BYTES_ONLY, 2**60)
-    assert {kind: one.step_s for kind, one in found.items()} == {kind: min(all_of)[0] for kind, all_of in every.items()}
-    least = min(num_bytes for _, num_bytes in every["megatron"])
-    assert tuned(graph, 4, BYTES_ONLY, least)["megatron"].memory_bytes == least
+def test_what_is_compared_is_data_parallelism_megatron_and_the_best_of_all():
+    graph = two_layers().graph
+    found = compare(graph, 4, BYTES_ONLY, time_limit_s=10.0)
+    tried = {one.name: one.costs.step_s for one in tuned(graph, fold(graph), Devices(4), BYTES_ONLY).tried}
+    assert found.ddp.name == "ddp" and found.ddp.costs.step_s == tried["ddp"]
+    plain = {name: step_s for name, step_s in tried.items() if name.startswith("megatron") and "zero" not in name}
+    assert len(plain) > 2 and found.megatron.costs.step_s == min(plain.values())
+    assert found.expert.costs.step_s == min(tried.values()) >= found.plan.costs.step_s
 
 
-def test_the_expert_is_the_fastest_that_fits():
-    plan = two_layers()
-    slow, fast, large = ByHand("slow", 2.0, 1), ByHand("fast", 1.0, 1), ByHand("large", 0.5, 2**61)
-    assert Found(plan, {"ddp": slow, "megatron": fast}).expert is fast and Found(plan, {"ddp": slow, "megatron": large}).expert is slow
+def test_the_fastest_is_one_that_fits():
+    slow, large = (Tried("x", HandPlan(), Mesh((4,), ("a",)), costs) for costs in (HandCosts(2.0, 1), HandCosts(1.0, 9)))
+    assert fastest((slow, large), 9) is large and fastest((slow, large), 8) is slow and fastest((slow, large), 0) is large
 
 
 def test_microbatches_repeat_all_but_the_reduction_of_gradients_and_the_update():
@@ -137,8 +132,8 @@ def test_microbatches_repeat_all_but_the_reduction_of_gradients_and_the_update()
     plan = make_plan(graph, mesh, BYTES_ONLY, pins={"weight": "BBS(1)"})
     once = sum(p.time_s for p in plan.costs.collectives if p.where == "weight")
     step_s = plan.costs.step_s
-    assert once > 0 and batch_s(plan, 1) == pytest.approx(step_s)
-    assert batch_s(plan, 5) == pytest.approx(5 * step_s - 4 * (once + plan.costs.optimizer_s))
+    assert once > 0 and batch_s(graph, plan.costs, 1) == pytest.approx(step_s)
+    assert batch_s(graph, plan.costs, 5) == pytest.approx(5 * step_s - 4 * (once + plan.costs.optimizer_s))
 
 
 def test_published_rates_and_seconds_of_alpa_agree_with_its_own_latencies():

@@ -1,7 +1,7 @@
 """Plans as people write them by hand, as points of the space the search chooses from."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -107,11 +107,10 @@ def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh)
 
 
 def _useful(mesh: Mesh) -> Iterator[HandPlan]:
-    """Data parallel on all axes, tensor parallel on the last ones, with what saves memory."""
+    """Data parallel on all axes, tensor parallel on the last, with what saves memory."""
     yield from (HandPlan(), HandPlan(flavour="zero3"))
-    for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
-        for flavour in ("ddp", "zero3") if first else ("ddp",):
-            yield from (HandPlan(tuple(range(first, mesh.ndim)), is_sp, flavour) for is_sp in (False, True))
+    for flavour in ("ddp", "zero3") if mesh.ndim > 1 else ("ddp",):
+        yield from (HandPlan((mesh.ndim - 1,), is_sp, flavour) for is_sp in (False, True))
 
 
 def hand_plan(
@@ -137,8 +136,7 @@ class Outline:
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
         """The plans as assignments of the short graph; what they do alike on the first axes is worked out once."""
         graph, walks = self.short.graph, {}
-        arguments = {item.value.name: () for item in graph.of_kind("argument")}
-        walks[()] = _Walk({op.name: () for op in graph.ops}, arguments, candidates.strategies)
+        walks[()] = _Walk({op.name: () for op in graph.ops}, {item.value.name: () for item in graph.of_kind("argument")})
         for kinds in (_kinds(plan, mesh) for plan in plans):
             for axis in range(mesh.ndim):
                 if kinds[: axis + 1] not in walks:
@@ -148,8 +146,7 @@ class Outline:
     def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
         """`walk` with one more axis."""
         graph, same = self.short.graph, self.short.folded.representative
-        classes = {same[op.name] for op in graph.ops}
-        options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
+        options = partial(_options, axis=axis, prefixes=walk.signatures, representative=same, candidates=candidates, mesh=mesh)
         if kind == "batch":
             batch = _place_batch(graph, candidates, walk.arguments)
             signatures = follow_batch(graph, same, options, batch)
@@ -159,7 +156,6 @@ class Outline:
         return _Walk(
             {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
             {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
-            {name: [one for one in walk.left[name] if one.signatures[axis] == signatures[name]] for name in classes},
         )
 
     def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh) -> Assignment:
@@ -173,11 +169,10 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies that begin so."""
+    """What is chosen on the first axes: op -> signatures, argument -> placements."""
 
     signatures: Mapping[str, tuple[Signature, ...]]
     arguments: Mapping[str, Layout]
-    left: Mapping[str, Sequence[Strategy]]
 
 
 def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
@@ -194,13 +189,21 @@ def outlined(graph: Graph, folded: Folded) -> Outline:
 
 
 def _options(
-    op: Op, *, axis: int, left: Mapping[str, Sequence[Strategy]], representative: Mapping[str, str], mesh: Mesh
+    op: Op,
+    *,
+    axis: int,
+    prefixes: Mapping[str, tuple[Signature, ...]],
+    representative: Mapping[str, str],
+    candidates: Candidates,
+    mesh: Mesh,
 ) -> tuple[Option, ...]:
-    """What the strategies that are left allow on `axis`."""
-    first: dict[Signature, Strategy] = {}
-    for strategy in left[representative[op.name]]:
-        first.setdefault(strategy.signatures[axis], strategy)
-    return tuple(Option(signature, _inner_bytes(op, axis, strategy, mesh)) for signature, strategy in first.items())
+    """What the op's strategies still allow on `axis` once `prefixes` are chosen on the axes before it."""
+    found: dict[Signature, Option] = {}
+    for strategy in candidates.strategies[representative[op.name]]:
+        signature = strategy.signatures[axis]
+        if strategy.signatures[:axis] == prefixes[op.name] and signature not in found:
+            found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh))
+    return tuple(found.values())
 
 
 def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:

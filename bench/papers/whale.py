@@ -11,8 +11,8 @@ from autopar.ir.graph import Graph, Op
 from autopar.plan.plan import Plan
 from autopar.sbp.placement import S, format_layout
 from autopar.vision import Classifier, resnet50
+from bench.papers.compare import compare, traced
 from bench.papers.section import Cells, Section, Table
-from bench.papers.sweep import compared, traced
 
 CLUSTER = "v100-50g"
 CLASSES = 100_000
@@ -36,11 +36,11 @@ def whale(tell: Callable[[str], None], *, is_small: bool = False) -> Section:
             graph = resnet_graph(per_device * count, 1000 if is_small else CLASSES)
             row: dict[str, Any] = {"V100": count, "batch a device": per_device}
             try:
-                found = compared(graph, count, load_cluster(CLUSTER), time_limit_s=TIME_LIMIT_S)
+                found = compare(graph, count, load_cluster(CLUSTER), time_limit_s=TIME_LIMIT_S)
             except InfeasibleError:
                 rows.append(row | dict.fromkeys(COLUMNS, "no plan fits"))
                 continue
-            plan, ddp_s = found.best, found.by_hand["ddp"].step_s
+            plan, ddp_s = found.plan, found.ddp.costs.step_s
             step_s = plan.costs.step_s
             values = 1e3 * ddp_s, 1e3 * step_s, str(plan.mesh), ddp_s / step_s, PUBLISHED[count], is_hybrid(plan)
             rows.append(row | dict(zip(COLUMNS, values)))
