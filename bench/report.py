@@ -32,15 +32,43 @@ class Row:
         return sum(collective.num_bytes for collective in self.collectives)
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: what it shows in words, a table for people, and the same measurements for machines."""
+
+    title: str
+    text: str
+    header: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    rows: tuple[dict[str, Any], ...]
+
+
+def save_sections(name: str, sections: list[Section], settings: dict[str, Any]) -> str:
+    """Write `RESULTS/name.md` and `.json`; return the markdown."""
+    facts = {**settings, "commit": commit(), **machine()}
+    text = "\n".join([*map(_section_text, sections), *_facts(facts), ""])
+    document = {"settings": settings, "commit": commit(), **machine(), **{section.title: section.rows for section in sections}}
+    _write(name, text, document)
+    return text
+
+
+def _section_text(section: Section) -> str:
+    table = tabulate(section.cells, section.header, tablefmt="github", disable_numparse=True)
+    return f"## {section.title}\n\n{section.text}\n\n{table}\n"
+
+
+def _write(name: str, text: str, document: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
 def save(name: str, rows: list[Row], settings: dict[str, Any]) -> str:
     """Write `RESULTS/name.md` and `.json`; return the markdown."""
     where = {"commit": commit(), **machine()}
     text = to_markdown(rows, {**settings, **where})
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text)
     figures = [asdict(row) | {"median_s": median(row.seconds), "num_bytes": row.num_bytes} for row in rows]
-    document = {"settings": settings, **where, "rows": figures}
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    _write(name, text, {"settings": settings, **where, "rows": figures})
     return text
 
 
@@ -48,8 +76,11 @@ def to_markdown(rows: list[Row], facts: dict[str, Any]) -> str:
     """One table; the spread is the range of the middle half of the rounds."""
     header = ["model", "variant", "step, ms (median)", "middle half", "collectives", "MB in their buffers"]
     table = [(row.model, row.variant, *_times(row), len(row.collectives), f"{row.num_bytes / 1e6:.2f}") for row in rows]
-    lines = [f"- {key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in facts.items()]
-    return "\n".join([tabulate(table, header, tablefmt="github", disable_numparse=True), "", *lines, ""])
+    return "\n".join([tabulate(table, header, tablefmt="github", disable_numparse=True), "", *_facts(facts), ""])
+
+
+def _facts(facts: dict[str, Any]) -> list[str]:
+    return [f"- {key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in facts.items()]
 
 
 def _times(row: Row) -> tuple[str, str]:

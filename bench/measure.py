@@ -1,0 +1,137 @@
+"""One row of a benchmark, measured in this process: `python -m bench.measure KIND CASE STARTED` prints it as JSON.
+
+CASE: a `suite.Case` as JSON; STARTED: `time.monotonic()` when this process was started. See `bench.spawn`.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from time import monotonic, process_time
+from typing import Any, TypeVar
+
+import autopar
+from autopar.costmodel.cluster import load_cluster
+from autopar.errors import InfeasibleError
+from autopar.mesh import as_mesh
+from autopar.plan.assemble import make_plan
+from autopar.plan.plan import Plan
+from autopar.search.solve import solve
+from bench.alone import PARTS, binding_limit
+from bench.problem import example_of, graph_of, problem_of
+from bench.simulated import one_rank_of
+from bench.suite import Case
+
+Result = TypeVar("Result")
+Row = dict[str, Any]
+
+# CP-SAT alone may run for ever; together the parts have more time than they should need.
+PART_LIMIT_S = 20.0
+SEARCH_LIMIT_S = 60.0
+
+
+def measure_plan(case: Case, started: float) -> Row:
+    """Model in to plan out: seconds by stage, and what was found."""
+    times = {"start": monotonic() - started}
+    example = _timed(times, "build", partial(example_of, case))
+    before = monotonic(), process_time()
+    graph = _timed(times, "trace", partial(graph_of, example))
+    mesh, cluster = as_mesh(case.mesh), load_cluster(case.cluster)
+    try:
+        plan = make_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s)
+    except InfeasibleError as error:
+        return {"error": str(error)}
+    return {
+        "times_s": {**times, **plan.timings},
+        "plan_s": monotonic() - before[0],
+        "cpu_s": process_time() - before[1],
+        "ops": len(graph.ops),
+        **_found(plan),
+    }
+
+
+def _found(plan: Plan) -> Row:
+    fitting = {name: costs.step_s for name, costs in plan.hand.items() if costs.memory_bytes <= plan.memory_limit_bytes}
+    return {
+        "mesh": "x".join(map(str, plan.mesh.shape)),
+        "step_s": plan.costs.step_s,
+        "bound_s": plan.lower_bound_s,
+        "gap": plan.gap,
+        "memory_bytes": plan.costs.total_memory_bytes,
+        "hand": min(fitting, key=fitting.__getitem__, default=None),
+        "hand_s": min(fitting.values(), default=None),
+    }
+
+
+def measure_compile(case: Case, started: float) -> Row:
+    """Model in to runnable sharded module out, as one rank of the mesh; then one step, to show that it runs."""
+    times = {"start": monotonic() - started}
+    example = _timed(times, "build", partial(example_of, case))
+    with one_rank_of(as_mesh(case.mesh)) as mesh:
+        work = partial(autopar.compile, example.model, mesh, args=example.args, kwargs=dict(example.kwargs), cluster=case.cluster)
+        before = process_time()
+        module = _timed(times, "compile", work)
+        used_s = process_time() - before
+        _timed(times, "first step", lambda: module(*example.args, **example.kwargs)[0].backward())
+        num_lines = len(module.code.splitlines())
+        return {"times_s": times, "plan_s": times["compile"], "cpu_s": used_s, "lines": num_lines, **_found(module.plan)}
+
+
+def measure_parts(case: Case, started: float) -> Row:
+    """What each part of the search finds and takes by itself, without and with a memory limit that binds."""
+    problem = problem_of(case)
+    limits = {"none": math.inf, "binding": binding_limit(problem.table, SEARCH_LIMIT_S)}
+    rows = []
+    for limit, num_bytes in limits.items():
+        limited = replace(problem, table=replace(problem.table, memory_limit_bytes=num_bytes))
+        for name, part in PARTS.items():
+            times: dict[str, float] = {}
+            found = _timed(times, "search", partial(part, limited, PART_LIMIT_S))
+            row = {"limit": limit, "part": name, "search_s": times["search"]}
+            rows.append({**row, "step_s": _finite(found.cost_s), "bound_s": _finite(found.bound_s)})
+    return {"rows": rows}
+
+
+def measure_scope(case: Case, started: float) -> Row:
+    """The search alone, without and with a memory limit that binds."""
+    problem = problem_of(case)
+    sizes = [node.cost_s.size for node in problem.table.nodes]
+    row: Row = {"nodes": len(sizes), "most_options": max(sizes)}
+    for limit in ("none", "binding"):
+        num_bytes = math.inf if limit == "none" else binding_limit(problem.table, SEARCH_LIMIT_S)
+        table, times = replace(problem.table, memory_limit_bytes=num_bytes), {}
+        choice = _timed(times, "search", partial(solve, table, starts=problem.starts, time_limit_s=SEARCH_LIMIT_S))
+        row[limit] = {"search_s": times["search"], "step_s": choice.cost_s, "gap": choice.gap}
+    return row
+
+
+MEASURES: Mapping[str, Callable[[Case, float], Row]] = {
+    "plan": measure_plan,
+    "compile": measure_compile,
+    "parts": measure_parts,
+    "scope": measure_scope,
+}
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if math.isfinite(x) else None
+
+
+def _timed(times: dict[str, float], stage: str, work: Callable[[], Result]) -> Result:
+    start = monotonic()
+    result = work()
+    times[stage] = monotonic() - start
+    return result
+
+
+def main() -> None:
+    """Measure what the arguments say."""
+    kind, case, started = sys.argv[1:]
+    print(json.dumps(MEASURES[kind](Case(**json.loads(case)), float(started))))
+
+
+if __name__ == "__main__":
+    main()

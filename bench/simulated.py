@@ -1,0 +1,45 @@
+"""One rank of a large mesh in one process: process groups without peers, tensors without data.
+
+The generated module runs, on the meta device, with the shapes of this rank's parts; collectives give tensors of the right shapes. What
+the ranks tell one another while a program is loaded (same model, same plan) is taken to be what this rank says. Initial weights are not
+drawn: on the meta device there are none.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autopar.mesh import Mesh
+
+
+@contextmanager
+def one_rank_of(mesh: Mesh) -> Iterator[DeviceMesh]:
+    """This process as the first rank of `mesh`."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_devices)
+    with ExitStack() as patches:
+        for name, stand_in in _STAND_INS.items():
+            patches.enter_context(mock.patch(f"autopar.codegen.{name}", stand_in))
+        yield init_device_mesh("meta", mesh.shape, mesh_dim_names=mesh.axis_names)
+    dist.destroy_process_group()
+
+
+def _gather(mesh: DeviceMesh, item: Any) -> list[Any]:
+    return [item] * mesh.size()
+
+
+def _from_first(mesh: DeviceMesh, item: Any) -> Any:
+    return item
+
+
+_STAND_INS = {
+    "agree.gather": _gather,
+    "agree.from_first": _from_first,
+    "module.from_first": _from_first,
+    "state.from_first": _from_first,
+    "module.meet": lambda *_: None,
+}
