@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint verify-examples bench bench-step clean
+.PHONY: help setup demo test test-fast lint verify-examples bench bench-step bench-search bench-scaling clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -15,7 +15,7 @@ setup: $(READY) ## create .venv with the pinned versions (once; a few minutes)
 $(READY): pyproject.toml constraints.txt
 	test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv .venv
 	$(PYTHON) -m pip install "$$(grep '^torch==' constraints.txt)"
-	$(PYTHON) -m pip install -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m pip install -c constraints.txt -e '.[bench,dev]'
 	touch $(READY)
 
 demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
@@ -33,10 +33,16 @@ lint: $(READY) ## ruff over everything
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2
 
-bench: bench-step ## every benchmark; results go to bench/results
+bench: bench-step bench-search bench-scaling ## every benchmark; results go to bench/results
 
 bench-step: $(READY) ## real training steps: autopar beside DDP, FSDP2 and parallelize_module
 	$(PYTHON) -m bench.step
+
+bench-search: $(READY) ## plan times, costs, bounds and gains over hand plans; some twenty minutes
+	$(PYTHON) -m bench.search
+
+bench-scaling: $(READY) ## plan time against depth, devices and mesh axes, as a figure
+	$(PYTHON) -m bench.scaling
 
 clean: ## remove the environment and caches
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build *.egg-info

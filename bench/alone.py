@@ -3,16 +3,20 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from autopar.search.bound import cheapest, trivial_bound
 from autopar.search.descent import descend, landscape, own_starts
-from autopar.search.eliminate import Limits
-from autopar.search.lagrange import least_memory, maximise
+from autopar.search.eliminate import Limits, elimination_order
+from autopar.search.lagrange import by_elimination, by_messages, maximise, memory_only
+from autopar.search.messages import pass_messages
 from autopar.search.refine import refine
-from autopar.search.relax import tractable
 from autopar.search.solve import solve
-from autopar.search.table import CostTable, cost_of
+from autopar.search.table import CostTable, cost_of, memory_of
 from bench.problem import Problem
+
+# Elimination is tried up to so much work; above it takes longer than the second that a search may take.
+_EXACT = Limits(additions=1e9)
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ def by_descent(problem: Problem, time_limit_s: float) -> Found:
     return Found(_cost(problem.table, cheapest(problem.table, (*problem.starts, *(descend(land, start) for start in starts)))), -math.inf)
 
 
-def by_elimination(problem: Problem, time_limit_s: float) -> Found:
-    """Elimination in min-plus algebra, a price on memory carrying the limit; the best choice that a price met."""
-    relaxed, order = tractable(problem.table, Limits())
-    known = [] if problem.table.memory_limit_bytes == math.inf else [least_memory(relaxed, order)[1]]
-    dual = maximise(relaxed, order, feasible=cheapest(problem.table, known))
-    return Found(_cost(problem.table, cheapest(problem.table, (*known, *dual.met))), dual.bound_s)
+def by_bound(problem: Problem, time_limit_s: float) -> Found:
+    """Elimination in min-plus algebra, messages where that takes too long; a price on memory carries the limit. The best choice met."""
+    table, order = problem.table, elimination_order(problem.table, _EXACT)
+    known = [] if table.memory_limit_bytes == math.inf else [lightest(table)]
+    feasible = cheapest(table, known)
+    evaluate = by_messages(feasible) if order is None else by_elimination(order)
+    dual = maximise(table, evaluate, feasible=feasible, deadline=monotonic() + time_limit_s)
+    return Found(_cost(table, cheapest(table, (*known, *dual.met))), dual.bound_s)
 
 
 def by_cp_sat(problem: Problem, time_limit_s: float) -> Found:
@@ -54,7 +60,7 @@ def together(problem: Problem, time_limit_s: float) -> Found:
 
 PARTS: Mapping[str, Callable[[Problem, float], Found]] = {
     "coordinate descent": by_descent,
-    "exact elimination": by_elimination,
+    "bound": by_bound,
     "CP-SAT": by_cp_sat,
     "all three": together,
 }
@@ -64,8 +70,12 @@ def _cost(table: CostTable, choice: tuple[int, ...] | None) -> float:
     return math.inf if choice is None else cost_of(table, choice)
 
 
+def lightest(table: CostTable) -> tuple[int, ...]:
+    """A choice of nearly the least memory."""
+    return pass_messages(memory_only(table)).met[0]
+
+
 def binding_limit(table: CostTable, time_limit_s: float) -> float:
-    """Bytes half way from the least that would do to what the cheapest choice takes."""
+    """Bytes half way from nearly the least that would do to what the cheapest choice takes."""
     free = replace(table, memory_limit_bytes=math.inf)
-    least, _ = least_memory(*tractable(free, Limits()))
-    return (least + solve(free, time_limit_s=time_limit_s).memory_bytes) / 2
+    return (memory_of(table, lightest(free)) + solve(free, time_limit_s=time_limit_s).memory_bytes) / 2
