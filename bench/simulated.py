@@ -21,11 +21,11 @@ from autopar.mesh import Mesh
 def one_rank_of(mesh: Mesh) -> Iterator[DeviceMesh]:
     """This process as the first rank of `mesh`."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_devices)
-    with ExitStack() as patches:
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
         for name, stand_in in _STAND_INS.items():
-            patches.enter_context(mock.patch(f"autopar.codegen.{name}", stand_in))
+            stack.enter_context(mock.patch(f"autopar.codegen.{name}", stand_in))
         yield init_device_mesh("meta", mesh.shape, mesh_dim_names=mesh.axis_names)
-    dist.destroy_process_group()
 
 
 def _gather(mesh: DeviceMesh, item: Any) -> list[Any]:
