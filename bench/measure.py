@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import autopar
 from autopar.costmodel.cluster import load_cluster
 from autopar.errors import InfeasibleError
+from autopar.ir.fold import fold
 from autopar.mesh import as_mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.plan import Plan
+from autopar.plan.tuned import tuned
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit
 from bench.problem import example_of, graph_of, problem_of
@@ -43,25 +45,19 @@ def measure_plan(case: Case, started: float) -> Row:
         plan = make_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s)
     except InfeasibleError as error:
         return {"error": str(error)}
-    return {
-        "times_s": {**times, **plan.timings},
-        "plan_s": monotonic() - before[0],
-        "cpu_s": process_time() - before[1],
-        "ops": len(graph.ops),
-        **_found(plan),
-    }
+    used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
+    by_hand = _timed(times, "sweep", partial(tuned, graph, fold(graph), mesh, cluster, memory_limit_bytes=plan.memory_limit_bytes)).best
+    hand = {"hand": by_hand and by_hand.name, "hand_s": by_hand and by_hand.costs.step_s}
+    return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan), **hand}
 
 
 def _found(plan: Plan) -> Row:
-    fitting = {name: costs.step_s for name, costs in plan.hand.items() if costs.memory_bytes <= plan.memory_limit_bytes}
     return {
         "mesh": "x".join(map(str, plan.mesh.shape)),
         "step_s": plan.costs.step_s,
         "bound_s": plan.lower_bound_s,
         "gap": plan.gap,
         "memory_bytes": plan.costs.total_memory_bytes,
-        "hand": min(fitting, key=fitting.__getitem__, default=None),
-        "hand_s": min(fitting.values(), default=None),
     }
 
 
