@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 import autopar
 from autopar.costmodel.cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.ir.fold import fold
 from autopar.mesh import as_mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.tuned import tuned
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit
+from bench.by_hand import best_by_hand, model_own
 from bench.problem import example_of, graph_of, problem_of
 from bench.simulated import one_rank_of
 from bench.suite import Case
@@ -46,8 +45,9 @@ def measure_plan(case: Case, started: float) -> Row:
     except InfeasibleError as error:
         return {"error": str(error)}
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
-    by_hand = _timed(times, "sweep", partial(tuned, graph, fold(graph), mesh, cluster, memory_limit_bytes=plan.memory_limit_bytes)).best
-    hand = {"hand": by_hand and by_hand.name, "hand_s": by_hand and by_hand.costs.step_s}
+    by_hand = _timed(times, "sweep", partial(best_by_hand, graph, mesh, plan))
+    own = model_own(example.model, graph, plan)
+    hand = {"hand": by_hand.name, "hand_s": by_hand.step_s, "hf": own.name, "hf_s": own.step_s}
     return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan), **hand}
 
 

@@ -44,7 +44,8 @@ def format_plan(case: Case, row: Row) -> Iterable[Cells]:
     stages = (seconds(times.get(stage, 0.0)) for stage in STAGES)
     cost = milliseconds(row["step_s"]), milliseconds(row["bound_s"]), percent(row["gap"])
     total = seconds(rest), seconds(row["plan_s"]), mib(row["peak_bytes"])
-    yield (*named(case, row), *stages, *total, *cost, *by_hand(row), seconds(times["sweep"]))
+    hf = "-" if row["hf_s"] is None else milliseconds(row["hf_s"])
+    yield (*named(case, row), *stages, *total, *cost, *by_hand(row), seconds(times["sweep"]), hf)
 
 
 def format_module(case: Case, row: Row) -> Iterable[Cells]:
@@ -111,15 +112,16 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f}"
 
 
-_FOUND = ("step, ms", "at least, ms", "gap", "best by hand", "its step, ms", "gain", "sweep, s")
+_FOUND = ("step, ms", "at least, ms", "gap", "best by hand", "its step, ms", "gain", "sweep, s", "hf, ms")
 _STAGES = (*(f"{stage}, s" for stage in STAGES), "rest, s", "model to plan, s")
 KINDS: Mapping[str, Kind] = {
     "plans": Kind(
         "plan", SUITE, QUICK,
         "Model in to plan out; the model is built and the interpreter started before. A mesh given as a number of devices is factorised by "
-        "the search. Peak memory is that of the process and its children. The best by hand is the fastest that fits of data parallel, ZeRO and "
-        "Megatron in all flavours, on every grid of dp x tp where the mesh is left open and else with every choice of the mesh's axes, priced "
-        "alike; sweep is the time that took, not part of planning. Gain is its step over that of the plan found.",
+        "the search. Peak memory is that of the process and its children. The best by hand is the fastest that fits the devices, of data "
+        "parallel, ZeRO and Megatron in all flavours, priced alike: on every grid of dp x tp where the mesh is left open, else with every "
+        "choice of the mesh's axes; sweep is the time that took, no part of planning. Gain is its step over that of the plan found. hf is "
+        "the model's own tensor-parallel plan in transformers, if it has one that fits, within nodes of 8 with ddp or ZeRO-3 between them.",
         ("model", "cluster", "mesh", "batch", *_STAGES, "peak, MiB", *_FOUND), format_plan,
     ),
     "modules": Kind(
@@ -131,7 +133,8 @@ KINDS: Mapping[str, Kind] = {
     "parts": Kind(
         "parts", (TABLES[0], TABLES[2], TABLES[4], TABLES[6], TABLES[8]), QUICK_TABLES,
         "Each part of the search by itself, on the same tables; costs and bounds are relative to the cost found by all three. The binding "
-        "limit is half way from the least memory that would do to what the cheapest plan takes. CP-SAT alone has 20 s, and the best hand plan as its hint.",
+        "limit is half way from the least memory that would do to what the cheapest plan takes. CP-SAT alone has 20 s, and the best hand "
+        "plan as its hint.",
         ("table", "memory limit", "part", "cost", "bound", "time, s"), format_parts,
     ),
     "scope": Kind(
