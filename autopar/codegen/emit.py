@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.program import Call, Convert, Program, Release, UseTogether, Variable, reads
+from autopar.codegen.program import Again, Call, Convert, Program, Release, UseTogether, Variable, reads
 from autopar.ir.graph import Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
-from autopar.sbp.redistribute import Collective, Step, collectives_of, collectives_together
+from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
 _RESERVED = {
-    "aten", "convert", "declare", "inf", "local", "move", "nan", "seed", "seeded", "self", "torch", "use_together", "I", "P", "R", "S",
+    "aten", "convert", "declare", "inf", "local", "move", "nan", "regathered", "seed", "seeded", "self", "torch", "use_together",
+    "I", "P", "R", "S",
 }  # fmt: skip
 
 
@@ -78,9 +79,8 @@ class _Emitter:
 
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
-        before = step.after[: step.axis] + (step.src,) + step.after[step.axis + 1 :]
         done = collectives_of(
-            Step(step.axis, step.src, step.dst, before), step.value.shape, step.value.dtype.itemsize,
+            _planned(step), step.value.shape, step.value.dtype.itemsize,
             self.program.mesh.shape, step.value.needs_grad,
         )  # fmt: skip
         note = _note(done)
@@ -102,9 +102,17 @@ class _Emitter:
         line = f"{left} = {self._function(step)}({', '.join(self._arguments(step))})"
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
+        notes = [f"# {variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}" for one in step.again]
         declared = [text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)]
         needed = [text for name, layout in step.reads for text in self._declare(name, layout)]
-        return [f"# {described}  {step.origin}".rstrip(), *needed, line, *declared]
+        return [f"# {described}  {step.origin}".rstrip(), *notes, *needed, line, *declared]
+
+    def _regathered(self, again: Again) -> str:
+        steps = [f"({self._axis(step.axis)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
+        return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
+
+    def _issued_again(self, again: Again) -> tuple[Collective, ...]:
+        return again_in_backward([_planned(step) for step in again.steps], again.steps[0].value, self.program.mesh.shape)
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []
@@ -113,6 +121,8 @@ class _Emitter:
             scopes.append(f"seeded(seed, {step.random}{axes})")
         if step.is_no_grad:
             scopes.append("torch.no_grad()")
+        if step.again:
+            scopes.append(f"regathered({', '.join(map(self._regathered, step.again))})")
         return [", ".join(scopes)] if scopes else []
 
     def _function(self, step: Call) -> str:
@@ -132,6 +142,12 @@ class _Emitter:
 
     def _axis(self, axis: int) -> str:
         return f"axis_{self.program.mesh.axis_names[axis]}"
+
+
+def _planned(step: Convert) -> Step:
+    """The step of the plan."""
+    before = step.after[: step.axis] + (step.src,) + step.after[step.axis + 1 :]
+    return Step(step.axis, step.src, step.dst, before)
 
 
 def _note(collectives: tuple[Collective, ...]) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from autopar.codegen.emit import emit, local_name
 from autopar.codegen.program import Program
 from autopar.codegen.random import draw_seed, seeded
+from autopar.codegen.regather import regathered
 from autopar.ir.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.sbp.collectives import Axis, convert, move, use_together
@@ -79,7 +80,7 @@ def namespace() -> dict[str, Any]:
     local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
     return {
         "torch": torch, "aten": torch.ops.aten, "convert": convert, "move": move, "local": local, "seeded": seeded,
-        "use_together": use_together,
+        "use_together": use_together, "regathered": regathered,
         "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
     }  # fmt: skip
 

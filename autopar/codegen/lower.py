@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.codegen.program import Call, Convert, Program, Release, UseTogether, Variable, reads, writes
+from autopar.codegen.program import Again, Call, Convert, Program, Release, UseTogether, Variable, reads, writes
+from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
 from autopar.mesh import Mesh
@@ -41,6 +42,7 @@ class _Lowering:
         self._conversions = conversions(self.graph, self.assignment)
         self._buckets = {_key(member): bucket for bucket in buckets(self._conversions) for member in bucket}
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
+        self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
 
     def read(self, value: Value, use: Use) -> str:
@@ -68,6 +70,7 @@ class _Lowering:
         copies = [self._copy_of(value.name) for value in values]
         if len(bucket) == 1:
             self.steps.append(Convert(copies[0], sources[0], values[0], step.axis, step.src, step.dst, step.after))
+            self._steps_of.setdefault(_key(bucket[0]), []).append(self.steps[-1])
         else:
             self.steps.append(UseTogether(tuple(copies), tuple(sources), values, step.axis, step.after))
         return copies
@@ -75,6 +78,14 @@ class _Lowering:
     def _copy_of(self, name: str) -> str:
         self._num_copies[name] = self._num_copies.get(name, 0) + 1
         return f"{name}__{self._num_copies[name]}"
+
+    def _again(self, op: Op, names: list[str]) -> Iterator[Again]:
+        """The operands that are not kept for backward."""
+        for slot in sorted(footprint(op).saved_inputs):
+            conversion = self._conversions[op.inputs[slot].name][-1]
+            steps = self._steps_of.get(_key(conversion))
+            if conversion.is_regathered and steps:
+                yield Again(names[slot], steps[0].source, tuple(steps))
 
     def call(self, op: Op) -> None:
         strategy = self.assignment.strategies[op.name]
@@ -90,7 +101,7 @@ class _Lowering:
         origin = " ".join(filter(None, (op.module, op.line)))
         self.steps.append(
             Call(op.outputs, op.target, _fill(args, names), kwargs, operands, layouts, _roles(strategy), random, split_axes,
-                 op.is_no_grad, op.is_tuple, origin)
+                 op.is_no_grad, op.is_tuple, origin, tuple(self._again(op, names)))
         )  # fmt: skip
 
     def output(self, index: int, value: Any) -> tuple[Any, Layout]:

@@ -13,7 +13,8 @@ class Call:
     """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take it.
 
     `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random numbers, differ.
-    `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs.
+    `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs. `again`: what of its operands is
+    not kept for backward, but made once more.
     """
 
     outputs: tuple[Value, ...]
@@ -28,6 +29,16 @@ class Call:
     is_no_grad: bool
     is_tuple: bool
     origin: str
+    again: tuple["Again", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Variable `whole` is made of the stored parameter `source` by `steps`, in forward and again in backward."""
+
+    whole: str
+    source: str
+    steps: tuple["Convert", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +102,8 @@ def reads(step: Call | Convert | UseTogether | Release) -> set[str]:
             return {source}
         case UseTogether(sources=sources):
             return set(sources)
-        case Call(reads=operands):
-            return {name for name, _ in operands}
+        case Call(reads=operands, again=again):
+            return {name for name, _ in operands} | {one.source for one in again}
     return set()
 
 

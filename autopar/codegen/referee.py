@@ -5,6 +5,7 @@ claim "P" turns an inferred V into P; every other disagreement is an error.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import spmd_types as spmd
@@ -57,6 +58,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
     return {
         "aten": _Ops(torch.ops.aten, "aten", referee), "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
         "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
+        "regathered": lambda *_: nullcontext(),
         "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
     }  # fmt: skip
 

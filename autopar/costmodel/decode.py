@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.costmodel.entities import Entity
+from autopar.costmodel.offered import Stored
 from autopar.costmodel.price import Priced
 from autopar.errors import PlanError
 from autopar.ir.fold import Folded, value_classes
@@ -19,9 +20,10 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
     classes = value_classes(graph, folded)
     return Assignment(
         strategies={op.name: chosen["op", folded.representative[op.name]] for op in graph.ops},
-        layouts={item.value.name: chosen["input", classes[item.value.name]] for item in graph.inputs},
+        layouts={item.value.name: chosen["input", classes[item.value.name]].layout for item in graph.inputs},
         kept={name: chosen["kept", classes[name]] for name, uses in uses_of(graph).items() if len(uses) > 1},
         outputs={value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)},
+        regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
     )
 
 
@@ -54,6 +56,8 @@ def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> in
     """Number of the option taken; None if the assignment leaves it open."""
     taken = {"op": assignment.strategies, "input": assignment.layouts, "kept": assignment.kept, "output": assignment.outputs}[entity.kind]
     option = next((taken[name] for name in names if name in taken), None)
+    if entity.kind == "input":
+        option = Stored(option, entity.name in assignment.regathered)
     if option in entity.options:
         return entity.options.index(option)
     if entity.kind == "kept":

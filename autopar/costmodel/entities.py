@@ -5,19 +5,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.memory import held_values
-from autopar.costmodel.offered import Offered, Options, offered
-from autopar.costmodel.probe import footprint, footprints
+from autopar.costmodel.offered import Offered, Options, Stored, offered
+from autopar.costmodel.probe import footprint, footprints, regatherable
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
 from autopar.sbp.placement import Layout
-from autopar.sbp.signature import Candidates, Strategy
+from autopar.sbp.signature import Candidates
 
 
 @dataclass(frozen=True)
 class Entity:
-    """One thing to choose for all members of a class. kind "op": options are strategies; "input", "kept" and "output": layouts
-    (see `Assignment`). `name` is that of the class: its representative op or value.
+    """One thing to choose for all members of a class. kind "op": options are strategies; "input": what is stored; "kept" and "output":
+    layouts (see `Assignment`). `name` is that of the class: its representative op or value.
     """
 
     kind: str
@@ -27,17 +27,11 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "layout" of the other kinds."""
+    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "stored" of an input; "layout" of the others."""
 
     node: int
     port: str = "layout"
     index: int = 0
-
-    def layout(self, option: Strategy | Layout) -> Layout:
-        """The value's layout if the entity takes `option`."""
-        if self.port == "in":
-            return option.input_layout(self.index)
-        return option.output_layout(self.index) if self.port == "out" else option
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +115,8 @@ def _values(graph: Graph) -> list[Value]:
 def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mapping[str, str]) -> list[Entity]:
     """The entities; the kept ones still without options."""
     ops = [Entity("op", op.name, candidates.strategies[op.name]) for op in graph.ops if folded.representative[op.name] == op.name]
-    names = [item.value.name for item in graph.inputs]
-    inputs = [Entity("input", name, candidates.layouts[name]) for name in names if folded.representative[name] == name]
+    names, again = [item.value.name for item in graph.inputs], regatherable(graph, folded.representative)
+    inputs = [Entity("input", n, _stored(candidates.layouts[n], n in again)) for n in names if folded.representative[n] == n]
     several = {classes[name]: None for name, uses in uses_of(graph).items() if len(uses) > 1}
     outputs: dict[str, Entity] = {}
     for value in graph.outputs:
@@ -131,9 +125,16 @@ def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mappi
     return ops + inputs + [Entity("kept", name, ()) for name in several] + list(outputs.values())
 
 
+def _stored(layouts: tuple[Layout, ...], is_regatherable: bool) -> tuple[Stored, ...]:
+    """Each layout, and those that have something to gather once more, regathered."""
+    again = [layout for layout in layouts if is_regatherable and any(placement.is_split for placement in layout)]
+    return (*map(Stored, layouts), *(Stored(layout, is_regathered=True) for layout in again))
+
+
 def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, End]:
     """Where the values of each class are made."""
-    sources = {item.value.name: End(nodes["input", item.value.name]) for item in graph.inputs if ("input", item.value.name) in nodes}
+    names = [item.value.name for item in graph.inputs if ("input", item.value.name) in nodes]
+    sources = {name: End(nodes["input", name], "stored") for name in names}
     for op in graph.ops:
         if ("op", op.name) in nodes:
             sources.update((value.name, End(nodes["op", op.name], "out", index)) for index, value in enumerate(op.outputs))
@@ -150,7 +151,7 @@ def _readers(
         if isinstance(value, Value):
             found["output", index] = End(nodes["output", classes[value.name]]), Reading(is_saved=False, gives_gradient=True)
     for index in range(len(graph.mutations)):
-        end = End(nodes["input", classes[written_buffer(graph, index)]])
+        end = End(nodes["input", classes[written_buffer(graph, index)]], "stored")
         found["buffer", index] = end, Reading(is_saved=False, gives_gradient=False)
     for op in ops.values():
         saved = footprint(op).saved_inputs

@@ -10,11 +10,11 @@ from autopar.costmodel.conversion import copy_bytes
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import held_values, input_bytes, saved_by_op, update_bytes
-from autopar.costmodel.probe import footprints
+from autopar.costmodel.probe import Footprint, footprints
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
-from autopar.sbp.redistribute import Collective, collectives_together, redistribute
+from autopar.sbp.redistribute import Collective, again_in_backward, collectives_together, redistribute
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Costs:
 def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, optimizer: str = "adamw") -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
-    found = conversions(graph, assignment)
+    found, known = conversions(graph, assignment), footprints(graph)
     times = [op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops]
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer) for item in graph.inputs)
     memory: Counter[str] = Counter()
     for item in graph.inputs:
         memory.update(input_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer))
-    memory["activations"] = _activation_bytes(graph, assignment, found, mesh)
+    memory["activations"] = _activation_bytes(graph, assignment, found, known, mesh)
     return Costs(
         compute_forward_s=sum(forward for forward, _ in times),
         compute_backward_s=sum(backward for _, backward in times),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
-        collectives=(*_converting(found, mesh, cluster), *_inside(graph, assignment, mesh, cluster)),
+        collectives=(*_converting(found, mesh, cluster), *_again(found, known, mesh, cluster), *_inside(graph, assignment, mesh, cluster)),
         memory_bytes=dict(memory),
     )
 
@@ -85,6 +85,21 @@ def _converting(found: Mapping[str, tuple[Conversion, ...]], mesh: Mesh, cluster
                 yield PlannedCollective(where, users, collective, time_s)
 
 
+def _again(
+    found: Mapping[str, tuple[Conversion, ...]], known: Mapping[str, Footprint], mesh: Mesh, cluster: Cluster
+) -> Iterator[PlannedCollective]:
+    """Those that make once more, in backward, what was not kept."""
+    for conversion in (conversion for of_value in found.values() for conversion in of_value):
+        if conversion.is_regathered and _is_saved(conversion, known):
+            for collective in again_in_backward(redistribute(conversion.src, conversion.dst), conversion.value, mesh.shape):
+                users = tuple(use.user for use in conversion.uses)
+                yield PlannedCollective(conversion.value.name, users, collective, collective_time(cluster, mesh, collective))
+
+
+def _is_saved(conversion: Conversion, known: Mapping[str, Footprint]) -> bool:
+    return any(use.user in known and use.slot in known[use.user].saved_inputs for use in conversion.uses)
+
+
 def _inside(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
     """Those that ops issue themselves."""
     for op in graph.ops:
@@ -92,17 +107,18 @@ def _inside(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) 
             yield PlannedCollective(op.name, (op.name,), collective, collective_time(cluster, mesh, collective))
 
 
-def _activation_bytes(graph: Graph, assignment: Assignment, found: Mapping[str, tuple[Conversion, ...]], mesh: Mesh) -> int:
+def _activation_bytes(
+    graph: Graph, assignment: Assignment, found: Mapping[str, tuple[Conversion, ...]], known: Mapping[str, Footprint], mesh: Mesh
+) -> int:
     """What backward keeps of forward: what ops save of their own, and a copy for each conversion that an op saves the result of.
 
-    The kept layout of a value with several uses counts as saved if any of them saves what it reads.
+    The kept layout of a value with several uses counts as saved if any of them saves what it reads; what is regathered is not kept.
     """
-    known = footprints(graph)
     held = held_values(graph, known)
     total = sum(saved_by_op(op, *local_shapes(op, assignment.strategies[op.name], mesh.shape)) for op in graph.ops)
     for name, of_value in found.items():
         for position, conversion in enumerate(of_value):
-            if any(use.user in known and use.slot in known[use.user].saved_inputs for use in conversion.uses):
+            if _is_saved(conversion, known) and not conversion.is_regathered:
                 ways = (conversion.src,), (conversion.dst,)
                 total += int(copy_bytes(conversion.value, *ways, mesh.shape, is_held=position > 0 or name in held)[0, 0])
     return total

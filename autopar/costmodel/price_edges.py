@@ -78,7 +78,11 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster) -> Matrices:
     cost_s = times(meeting.value, *pair, mesh.shape, cluster)
     if not meeting.is_saved:
         return cost_s, np.zeros_like(cost_s)
-    return cost_s, copy_bytes(meeting.value, *pair, mesh.shape, is_held=meeting.is_held)
+    memory = copy_bytes(meeting.value, *pair, mesh.shape, is_held=meeting.is_held)
+    again = np.logical_and.outer(meeting.src.again, meeting.dst.again)
+    if again.any():
+        cost_s = cost_s + np.where(again, conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster), 0.0)
+    return cost_s, np.where(again, 0.0, memory)
 
 
 def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Matrices]) -> Node:

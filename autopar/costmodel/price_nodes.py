@@ -8,12 +8,11 @@ import numpy as np
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import shapes_time
-from autopar.costmodel.conversion import Layouts
 from autopar.costmodel.entities import End, Flows
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
-from autopar.costmodel.offered import Offered, distinct, offered
+from autopar.costmodel.offered import Offered, Stored, distinct, offered
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
@@ -86,7 +85,8 @@ def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cl
     return np.array([sum(collective_time(cluster, mesh, collective) for collective in found) for found in inner])
 
 
-def _price_input(item: Input, layouts: Layouts, mesh: Mesh, cluster: Cluster, optimizer: str) -> Prices:
+def _price_input(item: Input, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, optimizer: str) -> Prices:
+    layouts = [option.layout for option in options]
     cost_s = [update_bytes(item, layout, mesh.shape, optimizer) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
     memory = [sum(input_bytes(item, layout, mesh.shape, optimizer).values()) for layout in layouts]
     return np.array(cost_s), np.array(memory, dtype=np.float64)

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
+from autopar.sbp.assignment import uses_of
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
@@ -17,13 +18,14 @@ Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of the whole op.
-    alias_of: for each output the input whose memory it shares, -1 if it has its own.
+    alias_of: for each output the input whose memory it shares, -1 if it has its own. is_assumed: not asked of the op.
     """
 
     saved_inputs: frozenset[int]
     saved_outputs: frozenset[int]
     internal_bytes: int
     alias_of: tuple[int, ...]
+    is_assumed: bool = False
 
     @property
     def is_view(self) -> bool:
@@ -48,6 +50,21 @@ def footprints(graph: Graph, representative: Mapping[str, str] | None = None) ->
     return {op.name: found[same.get(op.name, op.name)] for op in graph.ops}
 
 
+def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
+    """Classes of parameters each member of which is read once, by an op that saves it for backward: these may be gathered again there.
+
+    What is read several times is kept, as FSDP keeps what its root holds.
+    """
+    known, readings = footprints(graph, representative), uses_of(graph)
+    classes: dict[str, bool] = {}
+    for item in graph.of_kind("parameter"):
+        uses, name = readings.get(item.value.name, []), representative[item.value.name]
+        found = known.get(uses[0].user) if len(uses) == 1 else None
+        is_fit = found is not None and not found.is_assumed and uses[0].slot in found.saved_inputs
+        classes[name] = classes.get(name, True) and is_fit
+    return frozenset(name for name, is_fit in classes.items() if is_fit)
+
+
 def _spec(value: Value) -> Spec:
     return value.shape, value.dtype, value.needs_grad
 
@@ -61,16 +78,16 @@ def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], ou
     except (RuntimeError, NotImplementedError):
         # ops that look at values (nonzero, unique) have no meta kernel: assume that everything is kept
         saved = frozenset(range(len(inputs))) if is_tracked else frozenset()
-        return Footprint(saved, frozenset(), 0, (-1,) * len(outputs))
+        return Footprint(saved, frozenset(), 0, (-1,) * len(outputs), is_assumed=True)
 
 
 def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
     """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta device the
     unfused one would run."""
     if not is_tracked:
-        return Footprint(frozenset(), frozenset(), 0, (-1,))
+        return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
     log_sum_exp_bytes = 4 * torch.Size(outputs[0][0][:-1]).numel()
-    return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,))
+    return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,), is_assumed=True)
 
 
 def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Footprint:

@@ -172,7 +172,7 @@ def _input_rows(plan: Explained) -> Iterator[InputRow]:
     for item in plan.graph.inputs:
         name = item.value.name
         if plan.folded.representative[name] == name:
-            layout = format_layout(plan.assignment.layouts[name])
+            layout = format_layout(plan.assignment.layouts[name]) + (" regathered" if name in plan.assignment.regathered else "")
             value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
 

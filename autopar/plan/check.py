@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from autopar.costmodel.probe import regatherable
 from autopar.errors import PlanError
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
@@ -27,6 +28,9 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
     for name, layout in assignment.outputs.items():
         _check_offered(name, layout, candidates.outputs[name])
     _check_kept(assignment.kept, graph, mesh)
+    unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
+    if unfit:
+        raise PlanError(f"the plan gathers {min(unfit)!r} again in backward, which is no parameter that just one op saves; {_AGAIN}")
 
 
 def check_names(assignment: Assignment, graph: Graph) -> None:

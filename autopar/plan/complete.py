@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from autopar.costmodel.probe import regatherable
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
@@ -23,10 +24,12 @@ def complete(
     mesh: Mesh,
     *,
     sharded_axes: tuple[int, ...] = (),
+    regathered: bool = False,
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
     """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide.
 
+    `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
     `counts`: op of a repeat -> how many copies it stands for.
     """
     wanted = _wanted(graph, strategies)
@@ -44,7 +47,20 @@ def complete(
         layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
     outputs = _outputs(graph, candidates, strategies, layouts, mesh)
     bare = Assignment(strategies, layouts, {}, outputs)
-    return Assignment(strategies, layouts, _kept(graph, folded, bare, mesh, counts), outputs)
+    kept = _kept(graph, folded, bare, mesh, counts)
+    return Assignment(strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset())
+
+
+def _regathered(
+    graph: Graph, folded: Folded, layouts: Mapping[str, Layout], wanted: Mapping[str, tuple[Layout, ...]]
+) -> frozenset[str]:
+    """The parameters that are stored split where their one reader wants them otherwise."""
+    classes = folded.representative
+    again = {
+        name for name in regatherable(graph, classes) for want in wanted[name]
+        if any(stored.is_split and stored != other for stored, other in zip(layouts[name], want))
+    }  # fmt: skip
+    return frozenset(item.value.name for item in graph.of_kind("parameter") if classes[item.value.name] in again)
 
 
 def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:

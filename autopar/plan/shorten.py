@@ -30,11 +30,13 @@ class Short:
         same = self.folded.representative
         classes = value_classes(self.graph, self.folded)
         kept = {classes[name]: layout for name, layout in assignment.kept.items()}
+        again = {same[name] for name in assignment.regathered}
         return Assignment(
             strategies={op.name: assignment.strategies[same[op.name]] for op in self.whole.ops},
             layouts={item.value.name: assignment.layouts[same[item.value.name]] for item in self.whole.inputs},
             kept={name: kept[of_class] for name, of_class in self.several},
             outputs=assignment.outputs,
+            regathered=frozenset(item.value.name for item in self.whole.inputs if same[item.value.name] in again),
         )
 
 

@@ -63,6 +63,7 @@ def dumps(saved: SavedPlan) -> str:
         "layouts": _layouts_text(saved.assignment.layouts),
         "kept": _layouts_text(saved.assignment.kept),
         "outputs": _layouts_text(saved.assignment.outputs),
+        "regathered": sorted(saved.assignment.regathered),
     }
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
 
@@ -84,6 +85,7 @@ def loads(text: str) -> SavedPlan:
             assignment=Assignment(
                 {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
                 *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
+                frozenset(map(str, content["regathered"])),
             ),
         )
     except KeyError as error:

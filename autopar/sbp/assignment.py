@@ -17,13 +17,15 @@ BUCKET_BYTES = 25 * 2**20
 class Assignment:
     """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
     several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value name -> layout it
-    leaves in.
+    leaves in. regathered: parameters that are not kept as their one reader has them, but converted again for its backward
+    (unless it takes a role).
     """
 
     strategies: Mapping[str, Strategy]
     layouts: Mapping[str, Layout]
     kept: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
+    regathered: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Conversion:
     """`value` in layout `src` is turned into `dst` for `uses`: for one of them, or for all to start from.
 
     `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none themselves.
-    `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others.
+    `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others. `is_regathered`: what it makes
+    is not kept for backward, but made again.
     """
 
     value: Value
@@ -47,6 +50,7 @@ class Conversion:
     dst: Layout
     uses: tuple[Use, ...]
     is_bucketed: bool = False
+    is_regathered: bool = False
 
     @property
     def latency_share(self) -> float:
@@ -111,8 +115,16 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
         made = [Conversion(_as_read(values[name], served, ops), src, dst, served) for src, dst, served in ways]
         if name in parameters and _only_reduces_gradient(made[0]):
             made[0] = replace(made[0], is_bucketed=True)
+        elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
+            made[0] = replace(made[0], is_regathered=True)
         found[name] = tuple(made)
     return found
+
+
+def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:
+    """Whether an op reads, and not by a local implementation, which may save other tensors than the op does."""
+    strategy = assignment.strategies.get(use.user)
+    return strategy is not None and not any(signature.role for signature in strategy.signatures)
 
 
 def _as_read(value: Value, uses: Iterable[Use], ops: Mapping[str, Op]) -> Value:

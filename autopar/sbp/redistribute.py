@@ -109,6 +109,12 @@ def collectives_together(step: Step, values: Sequence[Value], mesh_shape: tuple[
     return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 
+def again_in_backward(steps: Sequence[Step], value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+    """The collectives of making a value anew while backward runs: what forward issued, without a gradient."""
+    found = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, False) for step in steps)
+    return tuple(replace(collective, phase="backward") for of_step in found for collective in of_step)
+
+
 def _local_bytes(shape: tuple[int, ...], layout: Layout, itemsize: int, mesh_shape: tuple[int, ...]) -> int:
     size = itemsize
     for extent in local_shape(shape, layout, mesh_shape):

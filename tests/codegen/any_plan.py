@@ -15,6 +15,7 @@ from autopar.codegen.load import axes_of, compile_source, namespace
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.probe import regatherable
 from autopar.ir.graph import Graph, Value
 from autopar.ir.slots import call
 from autopar.mesh import Mesh
@@ -84,7 +85,13 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
         layouts={name: draw.choice(found) for name, found in candidates.layouts.items()},
         kept={name: _any_layout(draw, values[name], mesh) for name in uses_of(graph) if draw.random() < 0.5},
         outputs={name: draw.choice(found) for name, found in candidates.outputs.items()},
+        regathered=frozenset(name for name in sorted(regatherable(graph, _same(graph))) if draw.random() < 0.5),
     )
+
+
+def _same(graph: Graph) -> dict[str, str]:
+    """Everything stands for itself."""
+    return {name: name for name in (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs))}
 
 
 def _any_layout(draw: Random, value: Value, mesh: Mesh) -> Layout:
