@@ -35,6 +35,10 @@ class Mesh:
             raise MeshError(f"no mesh axis {name!r}; the mesh has {', '.join(self.axis_names)}")
         return self.axis_names.index(name)
 
+    def name_of(self, axes: tuple[int, ...]) -> str:
+        """Several axes as one are written `dp+tp`."""
+        return "+".join(self.axis_names[axis] for axis in axes)
+
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape))
 

@@ -105,9 +105,9 @@ def run_rank(rank: int, folder: str, steps: int, mesh_text: str, cluster: str) -
 def compare_collectives(planned: list[Collective], everywhere: list[list[Collective]], names: tuple[str, ...]) -> tuple[str, bool]:
     """Planned beside counted, by kind, axis and phase; whether they are equal, one by one and on every rank."""
     rows = []
-    for key in sorted({(c.phase, c.axis, c.kind) for c in (*planned, *everywhere[0])}, reverse=True):
-        sizes = [[c.num_bytes for c in found if (c.phase, c.axis, c.kind) == key] for found in (planned, everywhere[0])]
-        axis = names[key[1]] if key[1] >= 0 else "another group"
+    for key in sorted({(c.phase, c.axes, c.kind) for c in (*planned, *everywhere[0])}, reverse=True):
+        sizes = [[c.num_bytes for c in found if (c.phase, c.axes, c.kind) == key] for found in (planned, everywhere[0])]
+        axis = "+".join(names[axis] for axis in key[1]) or "another group"
         rows.append((key[0], axis, key[2], *(text for found in sizes for text in (len(found), f"{sum(found):,}"))))
     header = ("phase", "axis", "collective", "planned", "bytes", "counted", "bytes")
     is_equal = all(Counter(issued) == Counter(planned) for issued in everywhere)

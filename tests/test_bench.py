@@ -12,7 +12,7 @@ from bench.problem import example_of
 from bench.suite import Case
 
 ROWS = [
-    report.Row("gpt", "autopar", (0.010, 0.020, 0.030), (Collective("all_reduce", 0, 1_500_000, "backward"),)),
+    report.Row("gpt", "autopar", (0.010, 0.020, 0.030), (Collective("all_reduce", (0,), 1_500_000, "backward"),)),
     report.Row("gpt", "ddp", (0.040, 0.040, 0.040), ()),
 ]
 

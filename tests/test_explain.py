@@ -108,7 +108,7 @@ def test_every_collective_is_in_exactly_one_row(name):
         for row in owner.collectives:
             rows[row.phase, row.kind, row.axis, row.num_bytes] += row.count
     collectives = [planned.collective for planned in plan.costs.collectives]
-    assert rows == Counter((c.phase, c.kind, plan.mesh.axis_names[c.axis], c.num_bytes) for c in collectives)
+    assert rows == Counter((c.phase, c.kind, plan.mesh.name_of(c.axes), c.num_bytes) for c in collectives)
     assert sum(row.num_bytes for row in found.totals) == sum(c.num_bytes for c in collectives)
     assert sum(found.time_s.values()) == pytest.approx(found.step_s) == pytest.approx(plan.costs.step_s)
 

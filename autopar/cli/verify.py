@@ -185,17 +185,16 @@ def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
     """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
     keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
-    names = (*mesh.axis_names, "other")  # "other" is axis -1
-    rows = [[key[0], names[key[1]], key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys]
+    rows = [[key[0], mesh.name_of(key[1]) or "other", key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys]
     headers = ["phase", "axis", "kind", "planned", "bytes", "counted", "bytes"]
     text = tabulate(rows, headers, disable_numparse=True) if rows else "No collective is planned, none was issued."
     return text, Counter(planned) == Counter(issued)
 
 
-def _key(collective: Collective) -> tuple[str, int, str]:
-    return collective.phase, collective.axis, collective.kind
+def _key(collective: Collective) -> tuple[str, tuple[int, ...], str]:
+    return collective.phase, collective.axes, collective.kind
 
 
-def _sums(collectives: Iterable[Collective], key: tuple[str, int, str]) -> list[Any]:
+def _sums(collectives: Iterable[Collective], key: tuple[str, tuple[int, ...], str]) -> list[Any]:
     found = [collective.num_bytes for collective in collectives if _key(collective) == key]
     return [len(found), sum(found)]

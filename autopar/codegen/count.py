@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from autopar.codegen.groups import find_joint_axes
 from autopar.sbp.redistribute import Collective
 
 # Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
@@ -39,20 +40,20 @@ WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", 
 def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
     """Collect every collective this rank issues inside the block, in order, as the plan would write it.
 
-    `axis` is the index of the axis of `mesh` whose process group was used, -1 for any other group. What autograd issues has phase
+    `axes` are the axes of `mesh` whose process group was used, () for any other group. What autograd issues has phase
     "backward", all else "forward". Barriers and waits move no tensor and are left out.
     """
-    axes = {mesh.get_group(axis).group_name: axis for axis in range(mesh.ndim)}
     issued: list[Collective] = []
-    with _Counter(axes, issued):
+    with _Counter(mesh, issued):
         yield issued
 
 
 class _Counter(TorchDispatchMode):
     # Below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all pass here.
-    def __init__(self, axes: dict[str, int], issued: list[Collective]) -> None:
+    def __init__(self, mesh: DeviceMesh, issued: list[Collective]) -> None:
         super().__init__()
-        self.axes = axes
+        self.axes = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
+        self.mesh = mesh
         self.issued = issued
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -65,8 +66,9 @@ class _Counter(TorchDispatchMode):
 
     def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
         if name not in WITHOUT_DATA:
-            axis = self.axes.get(_group_name(arguments), -1)
-            self.issued.append(Collective(KINDS.get(name, name), axis, _num_bytes(arguments, out), _phase()))
+            group = _group_name(arguments)
+            axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
+            self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), _phase()))
 
 
 def _group_name(arguments: tuple[Any, ...]) -> str:

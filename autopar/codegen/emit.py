@@ -41,7 +41,7 @@ class _Emitter:
         return [f"def forward({', '.join(['self', *arguments])}):", *("    " + line for line in body)]
 
     def _prologue(self) -> list[str]:
-        axes = ", ".join(self._axis(axis) for axis in range(self.program.mesh.ndim))
+        axes = ", ".join(map(self._axis, [*((axis,) for axis in range(self.program.mesh.ndim)), *self.program.joint_axes]))
         lines = [f"({axes},) = self.axes"]
         return lines + ["seed = self.draw_seed()"] if self.program.has_random_ops else lines
 
@@ -80,19 +80,18 @@ class _Emitter:
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
         done = collectives_of(
-            _planned(step), step.value.shape, step.value.dtype.itemsize,
+            _planned(step, step.src, step.dst), step.value.shape, step.value.dtype.itemsize,
             self.program.mesh.shape, step.value.needs_grad,
         )  # fmt: skip
         note = _note(done)
         placements = f"{code(step.src)}, {code(step.dst)}"
-        call = f"{function}({variable(step.source)}, {self._axis(step.axis)}, {placements})"
+        call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
         return f"{variable(step.output)} = {call}  # {format_layout(step.after)}: {note}"
 
     def _use_together(self, step: UseTogether) -> list[str]:
-        before = step.after[: step.axis] + (I,) + step.after[step.axis + 1 :]
-        done = collectives_together(Step(step.axis, I, R, before), step.values, self.program.mesh.shape)
+        done = collectives_together(_planned(step, I, R), step.values, self.program.mesh.shape)
         left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
-        line = f"({left}) = use_together({self._axis(step.axis)}, {right})  # {format_layout(step.after)}: {_note(done)}"
+        line = f"({left}) = use_together({self._axis(step.axes)}, {right})  # {format_layout(step.after)}: {_note(done)}"
         return [line, *(text for name in step.outputs for text in self._declare(name, step.after))]
 
     def _call(self, step: Call) -> list[str]:
@@ -108,16 +107,16 @@ class _Emitter:
         return [f"# {described}  {step.origin}".rstrip(), *notes, *needed, line, *declared]
 
     def _regathered(self, again: Again) -> str:
-        steps = [f"({self._axis(step.axis)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
+        steps = [f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
         return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
 
     def _issued_again(self, again: Again) -> tuple[Collective, ...]:
-        return again_in_backward([_planned(step) for step in again.steps], again.steps[0].value, self.program.mesh.shape)
+        return again_in_backward([_planned(step, step.src, step.dst) for step in again.steps], again.steps[0].value, self.program.mesh.shape)
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []
         if step.random >= 0:
-            axes = "".join(f", {self._axis(axis)}" for axis in step.split_axes)
+            axes = "".join(f", {self._axis((axis,))}" for axis in step.split_axes)
             scopes.append(f"seeded(seed, {step.random}{axes})")
         if step.is_no_grad:
             scopes.append("torch.no_grad()")
@@ -132,7 +131,7 @@ class _Emitter:
 
     def _arguments(self, step: Call) -> list[str]:
         args = [code(arg) for arg in step.args] + [f"{key}={code(arg)}" for key, arg in step.kwargs]
-        return args + [f"{role}=({', '.join(map(self._axis, axes))},)" for role, axes in step.roles]
+        return args + [f"{role}=({', '.join(self._axis((axis,)) for axis in axes)},)" for role, axes in step.roles]
 
     def _declare(self, name: str, layout: Layout) -> list[str]:
         return [f"{variable(name)} = declare({variable(name)}, {', '.join(map(code, layout))})"] if self.is_typed else []
@@ -140,14 +139,14 @@ class _Emitter:
     def _output(self, item: Any) -> str:
         return variable(item.name) if isinstance(item, Variable) else repr(item)
 
-    def _axis(self, axis: int) -> str:
-        return f"axis_{self.program.mesh.axis_names[axis]}"
+    def _axis(self, axes: tuple[int, ...]) -> str:
+        return "axis_" + "_and_".join(self.program.mesh.axis_names[axis] for axis in axes)
 
 
-def _planned(step: Convert) -> Step:
-    """The step of the plan."""
-    before = step.after[: step.axis] + (step.src,) + step.after[step.axis + 1 :]
-    return Step(step.axis, step.src, step.dst, before)
+def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> Step:
+    """The step of the plan, less the axes of size 1."""
+    before = tuple(src if axis in step.axes else placement for axis, placement in enumerate(step.after))
+    return Step(step.axes, src, dst, before)
 
 
 def _note(collectives: tuple[Collective, ...]) -> str:

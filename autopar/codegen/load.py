@@ -3,7 +3,7 @@
 import itertools
 import linecache
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.codegen.emit import emit, local_name
+from autopar.codegen.groups import joint_group
 from autopar.codegen.program import Program
 from autopar.codegen.random import draw_seed, seeded
 from autopar.codegen.regather import regathered
 from autopar.ir.graph import Graph
 from autopar.plan.plan import Plan
-from autopar.sbp.collectives import Axis, convert, move, use_together
+from autopar.sbp.collectives import Axis, convert, joint_axis, move, use_together
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
 
@@ -85,10 +86,11 @@ def namespace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """The mesh's axes as this rank sees them."""
+def axes_of(mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = ()) -> tuple[Axis, ...]:
+    """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with the same sets."""
     names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
-    return tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
+    single = tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
+    return single + tuple(joint_axis([single[i] for i in axes], joint_group(mesh, axes)) for axes in joint)
 
 
 def torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:

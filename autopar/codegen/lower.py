@@ -12,7 +12,7 @@ from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
-from autopar.sbp.redistribute import Step, redistribute
+from autopar.sbp.redistribute import Step, live_axes, redistribute
 from autopar.sbp.signature import Strategy
 
 
@@ -54,8 +54,8 @@ class _Lowering:
             bucket = self._buckets.get(_key(conversion), (conversion,))
             sources = [self._source(member) for member in bucket]
             for step in redistribute(conversion.src, conversion.dst):
-                if self.mesh.shape[step.axis] > 1:
-                    sources = self._step(step, bucket, sources)
+                if axes := live_axes(step.axes, self.mesh.shape):
+                    sources = self._step(step, axes, bucket, sources)
             self._converted.update({_key(member): source for member, source in zip(bucket, sources)})
         return self._converted[_key(conversion)]
 
@@ -65,14 +65,14 @@ class _Lowering:
         first = self._conversions[name][0]
         return name if conversion is first else self._emit(first)
 
-    def _step(self, step: Step, bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
+    def _step(self, step: Step, axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
         if len(bucket) == 1:
-            self.steps.append(Convert(copies[0], sources[0], values[0], step.axis, step.src, step.dst, step.after))
+            self.steps.append(Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after))
             self._steps_of.setdefault(_key(bucket[0]), []).append(self.steps[-1])
         else:
-            self.steps.append(UseTogether(tuple(copies), tuple(sources), values, step.axis, step.after))
+            self.steps.append(UseTogether(tuple(copies), tuple(sources), values, axes, step.after))
         return copies
 
     def _copy_of(self, name: str) -> str:

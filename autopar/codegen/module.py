@@ -143,10 +143,10 @@ class Runtime:
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, self.mesh))
             install(module, graph, parts, is_in_use=self.is_in_use)
             self.source = module
+        with peers_alive():
+            axes = axes_of(self.mesh, program.joint_axes)
         constants = run_constants(graph, torch.device(self.mesh.device_type))
-        return load(
-            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes_of(self.mesh), constants=constants, owners=owners(module)
-        )  # fmt: skip
+        return load(program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module))
 
     def _trace(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
         bare = skeleton(module)

@@ -43,12 +43,12 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """Turn variable `source` from placement `src` to `dst` on mesh axis `axis`."""
+    """Turn variable `source` from placement `src` to `dst` on mesh axes `axes`, as one axis; none of them has size 1."""
 
     output: str
     source: str
     value: Value
-    axis: int
+    axes: tuple[int, ...]
     src: Placement
     dst: Placement
     after: Layout
@@ -56,12 +56,12 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class UseTogether:
-    """Turn several parameters from I to R on mesh axis `axis`: their gradients are all-reduced as one."""
+    """Turn several parameters from I to R on mesh axes `axes`: their gradients are all-reduced as one."""
 
     outputs: tuple[str, ...]
     sources: tuple[str, ...]
     values: tuple[Value, ...]
-    axis: int
+    axes: tuple[int, ...]
     after: Layout
 
 
@@ -89,6 +89,11 @@ class Program:
     steps: tuple[Call | Convert | UseTogether | Release, ...]
     outputs: tuple[tuple[Any, Layout], ...]
     mutations: tuple[tuple[str, str], ...]
+
+    @property
+    def joint_axes(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of several mesh axes that conversions take as one, sorted."""
+        return tuple(sorted({step.axes for step in self.steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1}))
 
     @property
     def has_random_ops(self) -> bool:

@@ -67,7 +67,8 @@ class _Referee:
     """`self` of the generated function."""
 
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
-        self.axes: tuple[Axis, ...] = axes_of(mesh)
+        self.mesh_axes = axes_of(mesh)
+        self.axes = (*self.mesh_axes, *(tuple(self.mesh_axes[axis] for axis in axes) for axes in program.joint_axes))
         self.program = program
         self.expanded: dict[int, torch.Tensor] = {}
         self.inputs = {item.fqn: (item.value, layout) for item, layout in program.inputs}
@@ -92,7 +93,7 @@ class _Referee:
 
     def declare(self, x: torch.Tensor, *layout: Placement) -> torch.Tensor:
         """`x`, inferred to lie as `layout` says; a value not typed yet is given that type."""
-        types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.axes, layout) if axis.size > 1}
+        types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.mesh_axes, layout) if axis.size > 1}
         is_expanded = id(x) in self.expanded
         known = spmd.get_local_type(x) if spmd.has_local_type(x) else {}
         if not known:
@@ -108,12 +109,14 @@ class _Referee:
                 raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {found}")
         return x
 
-    def convert(self, x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-        """The checker's own conversion of the same name."""
-        if axis.size == 1:
-            return x
-        function, options = _conversion(src.kind, dst.kind)
-        return function(x.contiguous(), axis.group, src=_spmd(src), dst=_spmd(dst), **options)
+    def convert(self, x: torch.Tensor, axis: Axis | tuple[Axis, ...], src: Placement, dst: Placement) -> torch.Tensor:
+        """The checker's own conversion of the same name, which knows one axis at a time."""
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        for one in axes if dst.is_split else reversed(axes):  # parts are nested outermost first
+            if one.size > 1:
+                function, options = _conversion(src.kind, dst.kind)
+                x = function(x.contiguous(), one.group, src=_spmd(src), dst=_spmd(dst), **options)
+        return x
 
 
 def _spmd(placement: Placement) -> Any:
@@ -159,7 +162,7 @@ class _Ops:
 
     def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        groups = [axis.group for axis in self._referee.axes if axis.size > 1]
+        groups = [axis.group for axis in self._referee.mesh_axes if axis.size > 1]
         types = {g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index) for g in groups}
         result = _Untyped.call(self._found, args, kwargs)
         for x in tree_leaves(result):
@@ -173,7 +176,7 @@ class _Ops:
             product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
         else:
             product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
-        for group in (axis.group for axis in self._referee.axes if axis.size > 1):
+        for group in (axis.group for axis in self._referee.mesh_axes if axis.size > 1):
             types = spmd.get_axis_local_type(bias, group), spmd.get_axis_local_type(product, group)
             if types == (spmd.P, spmd.V):
                 product = spmd.reinterpret(product, group, src=spmd.V, dst=spmd.P)

@@ -2,9 +2,10 @@
 
 Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (ring, pairwise exchange);
 NCCL's documentation of ring and double binary tree; hierarchical: reduce-scatter inside, all-reduce across, all-gather inside, each level
-at its own rate. All groups of a mesh axis run at the same time, so each device has its fair share of a link.
+at its own rate. All groups of the same mesh axes run at the same time, so each device has its fair share of a link.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,17 +35,19 @@ class Pieces:
 
 
 @cache
-def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis: int) -> tuple[Span, ...]:
-    """Link levels, from the inside out, that the groups of mesh axis `axis` span; ranks are laid out row-major.
+def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Span, ...]:
+    """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out row-major.
 
     >>> node, network = LinkLevel(8, 1e-6, 1e11), LinkLevel(0, 1e-5, 1e10)
-    >>> [span.num_children for span in spans((node, network), (4, 8), 0)]  # stride 8: over the network only
+    >>> [span.num_children for span in spans((node, network), (4, 8), (0,))]  # stride 8: over the network only
     [4]
-    >>> [span.num_children for span in spans((node, network), (32,), 0)]
+    >>> [span.num_children for span in spans((node, network), (32,), (0,))]
+    [8, 4]
+    >>> [span.num_children for span in spans((node, network), (4, 8), (0, 1))]
     [8, 4]
     """
-    stride = int(np.prod(mesh_shape[axis + 1 :], dtype=np.int64))
-    members = np.arange(mesh_shape[axis], dtype=np.int64) * stride
+    others = tuple(0 if axis not in axes else slice(None) for axis in range(len(mesh_shape)))
+    members = np.arange(math.prod(mesh_shape), dtype=np.int64).reshape(mesh_shape)[others].ravel()
     found, inside, capacity = [], 1, 1
     for level in levels:
         capacity = capacity * level.size or int(members[-1]) + 1
@@ -88,13 +91,17 @@ def _exchange(found: tuple[Span, ...]) -> Pieces:
     return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, found)))
 
 
+def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    return math.prod([mesh_shape[axis] for axis in axes])
+
+
 @cache
-def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis: int, kind: str) -> tuple[Pieces, ...]:
-    """The algorithms for collective `kind` on a mesh axis of more than one device."""
-    found = spans(levels, mesh_shape, axis)
+def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str) -> tuple[Pieces, ...]:
+    """The algorithms for collective `kind` on mesh axes of more than one device together."""
+    found = spans(levels, mesh_shape, axes)
     if kind == "all_to_all":
         return (_exchange(found),)
-    half = (_ring(found, mesh_shape[axis]), _hierarchical(found))
+    half = (_ring(found, _num_members(mesh_shape, axes)), _hierarchical(found))
     if kind == "all_reduce":
         return tuple(Pieces(2 * p.alpha_s, 2 * p.beta_s_per_byte) for p in half) + (_tree(found),)
     assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
@@ -102,15 +109,15 @@ def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axis:
 
 
 def collective_times(
-    cluster: Cluster, mesh_shape: tuple[int, ...], axis: int, kind: str, num_bytes: np.ndarray, *, latency_share: float = 1.0
+    cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str, num_bytes: np.ndarray, *, latency_share: float = 1.0
 ) -> np.ndarray:
-    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on an axis of one device.
+    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on one device.
 
     latency_share: what part of the latency a member of a larger collective stands for.
     """
-    if mesh_shape[axis] == 1:
+    if _num_members(mesh_shape, axes) == 1:
         return np.zeros(np.shape(num_bytes))
-    choices = algorithms(cluster.levels, mesh_shape, axis, kind)
+    choices = algorithms(cluster.levels, mesh_shape, axes, kind)
     best = np.min([p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices], axis=0)
     return best * cluster.kind_factors.get(kind, 1.0)
 
@@ -118,4 +125,4 @@ def collective_times(
 def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:
     """Seconds of one collective."""
     num_bytes = np.float64(collective.num_bytes)
-    return float(collective_times(cluster, mesh.shape, collective.axis, collective.kind, num_bytes, latency_share=latency_share))
+    return float(collective_times(cluster, mesh.shape, collective.axes, collective.kind, num_bytes, latency_share=latency_share))

@@ -193,26 +193,26 @@ def _grouped(planned: list[PlannedCollective], mesh: Mesh) -> tuple[CollectiveRo
     times: Counter[Collective] = Counter()
     for item in planned:
         times[item.collective] += item.time_s
-    rows = [CollectiveRow(c.phase, c.kind, mesh.axis_names[c.axis], c.num_bytes, counts[c], times[c]) for c in counts]
+    rows = [CollectiveRow(c.phase, c.kind, mesh.name_of(c.axes), c.num_bytes, counts[c], times[c]) for c in counts]
     return tuple(sorted(rows, key=lambda row: row.phase != "forward"))
 
 
 def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
-    """All collectives by phase, axis and kind; `num_bytes` is the sum."""
-    found: dict[tuple[bool, int, str], list[PlannedCollective]] = {}
+    """All collectives by phase, axes and kind; `num_bytes` is the sum."""
+    found: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
     for planned in plan.costs.collectives:
         c = planned.collective
-        found.setdefault((c.phase == "backward", c.axis, c.kind), []).append(planned)
+        found.setdefault((c.phase == "backward", c.axes, c.kind), []).append(planned)
     return tuple(
         CollectiveRow(
             "backward" if is_backward else "forward",
             kind,
-            plan.mesh.axis_names[axis],
+            plan.mesh.name_of(axes),
             sum(item.collective.num_bytes for item in planned),
             len(planned),
             sum(item.time_s for item in planned),
         )
-        for (is_backward, axis, kind), planned in sorted(found.items())
+        for (is_backward, axes, kind), planned in sorted(found.items())
     )
 
 

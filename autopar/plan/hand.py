@@ -207,7 +207,7 @@ def _options(
 
 
 def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
-    return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axis == axis)
+    return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axes == (axis,))
 
 
 def _place_batch(graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]) -> dict[str, Placement]:

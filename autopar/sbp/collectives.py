@@ -1,9 +1,11 @@
-"""Differentiable conversions of one placement to another on one mesh axis: the runtime of `sbp.redistribute`.
+"""Differentiable conversions of one placement to another on mesh axes: the runtime of `sbp.redistribute`.
 
 `spmd_types` has the same conversions; ours exist because its backward all-reduce asserts a contiguous gradient, which
 autograd does not promise (the gradient of `sum` is an expanded view).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +20,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A mesh axis as one rank sees it: `index` is this rank's coordinate on it."""
+    """A mesh axis, or several as one, as one rank sees it: `index` is this rank's coordinate on it."""
 
     name: str
     size: int
     index: int
     group: dist.ProcessGroup | None  # None only on an axis of size 1
+
+
+def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup) -> Axis:
+    """All ranks of `axes` as one axis, in row-major order, which must be their order in `group`."""
+    index = 0
+    for axis in axes:
+        index = index * axis.size + axis.index
+    return Axis("+".join(axis.name for axis in axes), math.prod(axis.size for axis in axes), index, group)
 
 
 class _Convert(torch.autograd.Function):

@@ -32,6 +32,30 @@ def S(dim: int) -> Placement:
     return Placement("S", dim)
 
 
+Codes = tuple[int, ...]  # a layout as numbers, which compare fast: per axis the dim of a split, a negative number for the others
+PENDING, WHOLE, USED = -1, -2, -3
+_OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED}
+_OF_CODE = {PENDING: P, WHOLE: I, USED: R}
+
+
+def codes_of(layout: Layout) -> Codes:
+    """
+    >>> codes_of((S(1), P, I, R))
+    (1, -1, -2, -3)
+    """
+    return tuple([placement.dim if placement.kind == "S" else _OF_KIND[placement.kind] for placement in layout])
+
+
+def kind_of(code: int) -> str:
+    """Kind of the placement that `codes_of` writes as `code`."""
+    return _OF_CODE[code].kind if code < 0 else "S"
+
+
+def placement_of(code: int) -> Placement:
+    """The placement that `codes_of` writes as `code`."""
+    return _OF_CODE[code] if code < 0 else Placement("S", code)
+
+
 def format_layout(layout: Layout) -> str:
     """
     >>> format_layout((S(0), I))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.ir.graph import Value
-from autopar.sbp.placement import I, Layout, Placement, local_shape
+from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, local_shape, placement_of
 
 # (src kind, dst kind) -> collective in forward, collective in backward (DESIGN's conversion table); "" is local.
 CONVERSIONS = {
@@ -25,81 +25,130 @@ CONVERSIONS = {
 }
 
 
+Move = tuple[tuple[int, ...], int, int, Codes]  # axes, code before, code after, the whole layout before; see `Step`
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """On mesh axis `axis`, turn `src` into `dst`; `layout` is the whole layout before the step."""
+    """On mesh axes `axes` (ascending), taken as one axis of all their ranks in row-major order, turn `src` into `dst`; `layout` is the
+    whole layout before the step."""
 
-    axis: int
+    axes: tuple[int, ...]
     src: Placement
     dst: Placement
     layout: Layout
 
     @property
     def after(self) -> Layout:
-        return self.layout[: self.axis] + (self.dst,) + self.layout[self.axis + 1 :]
+        return tuple([self.dst if axis in self.axes else placement for axis, placement in enumerate(self.layout)])
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective on one mesh axis. `num_bytes`: the larger side of its buffers on one rank (all-reduce: the buffer)."""
+    """One collective over all ranks of some mesh axes. `num_bytes`: the larger side of its buffers on one rank (all-reduce: the buffer)."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
-    axis: int
+    axes: tuple[int, ...]
     num_bytes: int
     phase: str  # "forward" or "backward"
 
 
-def _is_ready(layout: Layout, dst: Layout, axis: int) -> bool:
-    """Parts of a dim lie in mesh order, so a split is made or undone only while no inner axis splits the same dim,
-    and made only after every outer axis that still has to split or unsplit that dim has done so."""
-    moved = {p.dim for p in (layout[axis], dst[axis]) if p.is_split}
-    if any(inner.is_split and inner.dim in moved for inner in layout[axis + 1 :]):
-        return False
-    waiting = {p.dim for a in range(axis) if layout[a] != dst[a] for p in (layout[a], dst[a]) if p.is_split}
-    return not (dst[axis].is_split and dst[axis].dim in waiting)
-
-
-def _urgency(src: Placement, dst: Placement) -> int:
-    """Steps that shrink the local tensor come first, those that grow it last."""
-    order = {("I", "S"): 0, ("R", "S"): 0, ("P", "S"): 1, ("S", "S"): 2, ("S", "R"): 4, ("S", "I"): 4, ("S", "P"): 4}
-    return order.get((src.kind, dst.kind), 3)
-
-
 @cache
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on one axis."""
-    steps: list[Step] = []
+    """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on as many axes as make it together."""
+    found = moves(codes_of(src), codes_of(dst))
+    return tuple(Step(axes, *map(placement_of, (have, want)), tuple(map(placement_of, before))) for axes, have, want, before in found)
+
+
+def moves(src: Codes, dst: Codes) -> list[Move]:
+    """`redistribute` for layouts and steps as `placement.codes_of` writes them: planning asks for the steps of very many pairs."""
+    found: list[Move] = []
     layout = src
     while layout != dst:
-        axis, placement = _next_move(layout, dst)
-        steps.append(Step(axis, layout[axis], placement, layout))
-        layout = steps[-1].after
-    return tuple(steps)
+        axes, want = _next_move(layout, dst)
+        have = layout[axes[0]]
+        before = layout
+        if found and found[-1][1:3] == (have, want):
+            # what axes may do one after the other they may do as one: neither splits the dim within the other when its turn comes
+            others, _, _, before = found.pop()
+            axes = tuple(sorted(others + axes))
+        found.append((axes, have, want, before))
+        layout = tuple([want if axis in axes else code for axis, code in enumerate(before)])
+    return found
 
 
-def _next_move(layout: Layout, dst: Layout) -> tuple[int, Placement]:
-    pending = [axis for axis in range(len(dst)) if layout[axis] != dst[axis]]
-    ready = [axis for axis in pending if _is_ready(layout, dst, axis)]
-    if ready:
-        # among equals the innermost axis first: inner links are the faster ones
-        axis = min(ready, key=lambda a: (_urgency(layout[a], dst[a]), -a))
-        return axis, dst[axis]
-    blocked = {p.dim for a in pending for p in (layout[a], dst[a]) if p.is_split}
-    return max(a for a, p in enumerate(layout) if p.is_split and p.dim in blocked), I
+def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
+    """Which axes change next, and to what."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for axis, pair in enumerate(zip(layout, dst)):
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(axis)
+    best, best_key, target = None, None, 0
+    for (have, want), group in groups.items():
+        axes = _most_ready(layout, dst, tuple(group))
+        # among equals the innermost axes first: inner links are the faster ones, and gathers end with the largest group
+        if axes and (best is None or (_urgency(have, want), -axes[0]) < best_key):
+            best, best_key, target = axes, (_urgency(have, want), -axes[0]), want
+    if best is not None:
+        return best, target
+    blocked = {code for pair in groups for code in pair}
+    return (max(axis for axis, code in enumerate(layout) if code >= 0 and code in blocked),), WHOLE
+
+
+def _urgency(have: int, want: int) -> int:
+    """Steps that shrink the local tensor come first, those that grow it last."""
+    if want >= 0:
+        return 2 if have >= 0 else int(have == PENDING)
+    return 4 if have >= 0 else 3
+
+
+def _most_ready(layout: Codes, dst: Codes, group: tuple[int, ...]) -> tuple[int, ...]:
+    """The most neighbours in `group` that are ready, if any."""
+    for size in range(len(group), 0, -1):
+        for start in range(len(group) - size, -1, -1):
+            if _is_ready(layout, dst, group[start : start + size]):
+                return group[start : start + size]
+    return ()
+
+
+def _is_ready(layout: Codes, dst: Codes, axes: tuple[int, ...]) -> bool:
+    """Whether `axes`, which all make the same change, may make it now as one axis.
+
+    Parts of a dim lie in mesh order, and the ranks of `axes` in row-major order: they stand in the place of their outermost axis. So a
+    split is made or undone only while no other axis further in splits the same dim, and made only after every other axis outside their
+    innermost that still has to split or unsplit that dim has done so.
+    """
+    have, want = layout[axes[0]], dst[axes[0]]
+    if have < 0 and want < 0:
+        return True
+    for axis in range(axes[0] + 1, len(layout)):
+        if layout[axis] >= 0 and layout[axis] in (have, want) and axis not in axes:
+            return False
+    if want >= 0:
+        for axis in range(axes[-1]):
+            if layout[axis] != dst[axis] and want in (layout[axis], dst[axis]) and axis not in axes:
+                return False
+    return True
+
+
+def live_axes(axes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of more than one rank: the others have nobody to talk to."""
+    return tuple([axis for axis in axes if mesh_shape[axis] > 1])
 
 
 def collectives_of(
     step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
 ) -> tuple[Collective, ...]:
-    """The collectives of one step on a tensor of global `shape`, forward then backward; none on an axis of size 1."""
-    if mesh_shape[step.axis] == 1:
+    """The collectives of one step on a tensor of global `shape`, forward then backward; axes of size 1 take no part."""
+    axes = live_axes(step.axes, mesh_shape)
+    if not axes:
         return ()
     forward, backward = CONVERSIONS[step.src.kind, step.dst.kind]
     before, after = (_local_bytes(shape, layout, itemsize, mesh_shape) for layout in (step.layout, step.after))
     num_bytes = max(before, after)
-    found = [Collective(forward, step.axis, num_bytes, "forward")] if forward else []
+    found = [Collective(forward, axes, num_bytes, "forward")] if forward else []
     if backward and needs_grad:
-        found.append(Collective(backward, step.axis, num_bytes, "backward"))
+        found.append(Collective(backward, axes, num_bytes, "backward"))
     return tuple(found)
 
 

@@ -133,14 +133,15 @@ _CLUSTER = load_cluster("free-links")
 
 
 def _text(collectives: Counter[Collective]) -> str:
-    return ", ".join(f"{count} x {c.kind} a{c.axis} {c.num_bytes} B {c.phase}" for c, count in collectives.items()) or "none"
+    return ", ".join(f"{count} x {c.kind} a{c.axes} {c.num_bytes} B {c.phase}" for c, count in collectives.items()) or "none"
 
 
 def run_on_threads(example: Example) -> dict[Coordinate, Found]:
     """What every rank issues and computes, ranks being threads."""
     rank = rank_of(example)
+    joint = lower(example.graph, example.mesh, example.assignment).joint_axes
     with record(example.mesh.shape) as issued:
-        found = on_threads(lambda at, axes: (threading.get_ident(), rank(at, axes)), example.mesh.shape)
+        found = on_threads(lambda at, axes: (threading.get_ident(), rank(at, axes)), example.mesh.shape, joint)
     return {at: (issued.get(thread, Counter()), tensors) for at, (thread, tensors) in found.items()}
 
 
@@ -149,9 +150,11 @@ def run_on_gloo(seeds: Sequence[int], num_calls: int, shape: tuple[int, ...]) ->
     mesh = device_mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     results = []
     for seed in seeds:
-        rank = rank_of(draw_example(Random(seed), num_calls, (shape,)))
+        example = draw_example(Random(seed), num_calls, (shape,))
+        rank = rank_of(example)
+        axes = axes_of(mesh, lower(example.graph, example.mesh, example.assignment).joint_axes)
         with count_collectives(mesh) as issued:
-            tensors = rank(tuple(mesh.get_coordinate()), axes_of(mesh))
+            tensors = rank(tuple(mesh.get_coordinate()), axes)
         results.append((tuple(mesh.get_coordinate()), (Counter(issued), tensors)))
     return results
 

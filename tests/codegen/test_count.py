@@ -61,34 +61,34 @@ def train_a_linear(wrap: str) -> list[Collective]:
 
 def test_each_kind_with_its_axis_and_larger_side(ranks4):
     expected = [
-        Collective("all_reduce", 0, 64, "forward"),
-        Collective("all_gather", 1, 128, "forward"),
-        Collective("reduce_scatter", 1, 64, "forward"),
-        Collective("all_to_all", 1, 64, "forward"),
-        Collective("all_gather", 1, 128, "forward"),
-        Collective("all_reduce", -1, 64, "forward"),
+        Collective("all_reduce", (0,), 64, "forward"),
+        Collective("all_gather", (1,), 128, "forward"),
+        Collective("reduce_scatter", (1,), 64, "forward"),
+        Collective("all_to_all", (1,), 64, "forward"),
+        Collective("all_gather", (1,), 128, "forward"),
+        Collective("all_reduce", (), 64, "forward"),
     ]
     assert ranks4.run(issue_each_kind) == [expected] * 4
 
 
 def test_autograd_is_the_backward_phase(ranks4):
     expected = [
-        Collective("all_gather", 1, 64, "forward"),
-        Collective("all_reduce", 1, 64, "backward"),
-        Collective("reduce_scatter", 1, 64, "backward"),
+        Collective("all_gather", (1,), 64, "forward"),
+        Collective("all_reduce", (1,), 64, "backward"),
+        Collective("reduce_scatter", (1,), 64, "backward"),
     ]
     assert ranks4.run(convert_and_back) == [expected] * 4
 
 
 def test_collectives_inside_dtensor_are_seen(ranks4):
-    assert ranks4.run(gather_a_dtensor) == [[Collective("all_gather", 1, 64, "forward")]] * 4
+    assert ranks4.run(gather_a_dtensor) == [[Collective("all_gather", (1,), 64, "forward")]] * 4
 
 
 def test_ddp_reduces_its_gradient(ranks4):
-    assert ranks4.run(train_a_linear, "ddp") == [[Collective("all_reduce", 0, 128, "backward")]] * 4
+    assert ranks4.run(train_a_linear, "ddp") == [[Collective("all_reduce", (0,), 128, "backward")]] * 4
 
 
 def test_fsdp_gathers_and_scatters(ranks4):
     issued = ranks4.run(train_a_linear, "fsdp")[0]
-    assert Collective("all_gather", 0, 128, "forward") in issued
-    assert Collective("reduce_scatter", 0, 128, "backward") in issued
+    assert Collective("all_gather", (0,), 128, "forward") in issued
+    assert Collective("reduce_scatter", (0,), 128, "backward") in issued

@@ -51,4 +51,4 @@ def tally(name: str, assignment: Assignment, mesh: Mesh = MESH) -> Counter[tuple
     """(phase, kind, axis) -> how many collectives a step."""
     costs = evaluate(traced(name), assignment, mesh, CPU)
     found = [planned.collective for planned in costs.collectives]
-    return Counter((c.phase, c.kind, mesh.axis_names[c.axis]) for c in found)
+    return Counter((c.phase, c.kind, mesh.name_of(c.axes)) for c in found)

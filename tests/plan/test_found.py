@@ -89,7 +89,7 @@ def two_levels(inner_bytes_per_s: float, outer_bytes_per_s: float) -> Cluster:
 def num_sums(plan: Plan, axis: str, phase: str, least_bytes: int) -> float:
     """Collectives of tensors of at least that size, in sums: one that scatters or gathers is half of one."""
     found = [planned.collective for planned in plan.costs.collectives if planned.collective.phase == phase]
-    kinds = Counter(c.kind for c in found if plan.mesh.axis_names[c.axis] == axis and c.num_bytes >= least_bytes)
+    kinds = Counter(c.kind for c in found if plan.mesh.name_of(c.axes) == axis and c.num_bytes >= least_bytes)
     assert set(kinds) <= {"all_reduce", "reduce_scatter", "all_gather"}, kinds
     return kinds["all_reduce"] + (kinds["reduce_scatter"] + kinds["all_gather"]) / 2
 

@@ -70,16 +70,17 @@ def check(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tenso
 def record(mesh_shape: tuple[int, ...]) -> Iterator[dict[int, Counter[Collective]]]:
     """The collectives each thread issues."""
     issued: dict[int, Counter[Collective]] = defaultdict(Counter)
-    strides = [torch.Size(mesh_shape[axis + 1 :]).numel() for axis in range(len(mesh_shape))]
+    places = list(itertools.product(*map(range, mesh_shape)))
 
     def recorder(name: str, real: Any) -> Any:
         def call(group: ProcessLocalGroup, *args: Any, **kwargs: Any) -> Any:
-            ranks = dist.get_process_group_ranks(group)
+            members = [places[rank] for rank in dist.get_process_group_ranks(group)]
+            axes = tuple(axis for axis, indices in enumerate(zip(*members)) if len(set(indices)) > 1)
             tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)]
             size = max(x.numel() * x.element_size() for x in tensors)
             # private: the one way to know that autograd is running this thread's backward
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            issued[threading.get_ident()][Collective(KINDS[name], strides.index(ranks[1] - ranks[0]), size, phase)] += 1
+            issued[threading.get_ident()][Collective(KINDS[name], axes, size, phase)] += 1
             return real(group, *args, **kwargs)
 
         return call

@@ -2,14 +2,14 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded  # ranks as threads, for tests only
 
-from autopar.sbp.collectives import Axis
+from autopar.sbp.collectives import Axis, joint_axis
 from autopar.sbp.placement import Layout, Placement
 
 Coordinate = tuple[int, ...]
@@ -60,15 +60,18 @@ def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...])
     return {at: function(at) for at in itertools.product(*map(range, mesh_shape))}
 
 
-def on_threads(function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_shape: tuple[int, ...]) -> dict[Coordinate, Any]:
-    """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups."""
+def on_threads(
+    function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_shape: tuple[int, ...], joint: Sequence[tuple[int, ...]] = ()
+) -> dict[Coordinate, Any]:
+    """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups; `axes` are those of the
+    mesh, then each of the `joint` sets of several as one."""
     places = list(itertools.product(*map(range, mesh_shape)))
     store, results, errors = dist.HashStore(), {}, []
 
     def body(rank: int) -> None:
         try:
             dist.init_process_group(backend="threaded", rank=rank, world_size=len(places), store=store)
-            results[places[rank]] = function(places[rank], _axes(places, places[rank], mesh_shape))
+            results[places[rank]] = function(places[rank], _axes(places, places[rank], mesh_shape, joint))
         except BaseException as error:
             errors.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)
@@ -94,13 +97,21 @@ def on_threads(function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_sha
     return results
 
 
-def _axes(places: list[Coordinate], mine: Coordinate, mesh_shape: tuple[int, ...]) -> tuple[Axis, ...]:
+def _axes(
+    places: list[Coordinate], mine: Coordinate, mesh_shape: tuple[int, ...], joint: Sequence[tuple[int, ...]]
+) -> tuple[Axis, ...]:
+    single = tuple(Axis(f"a{axis}", size, mine[axis], _group(places, mine, (axis,))) for axis, size in enumerate(mesh_shape))
+    return single + tuple(joint_axis([single[axis] for axis in axes], _group(places, mine, axes)) for axes in joint)
+
+
+def _group(places: list[Coordinate], mine: Coordinate, axes: tuple[int, ...]) -> dist.ProcessGroup:
     """Every rank makes every group, in the same order."""
-    axes = []
-    for axis, size in enumerate(mesh_shape):
-        for rest in sorted({at[:axis] + at[axis + 1 :] for at in places}):
-            members = [rank for rank, at in enumerate(places) if at[:axis] + at[axis + 1 :] == rest]
-            group = dist.new_group(members)
-            if rest == mine[:axis] + mine[axis + 1 :]:
-                axes.append(Axis(f"a{axis}", size, mine[axis], group))
-    return tuple(axes)
+
+    def outside(at: Coordinate) -> Coordinate:
+        return tuple(index for axis, index in enumerate(at) if axis not in axes)
+
+    members: dict[Coordinate, list[int]] = {}
+    for rank, at in enumerate(places):
+        members.setdefault(outside(at), []).append(rank)
+    groups = {rest: dist.new_group(members[rest]) for rest in sorted(members)}
+    return groups[outside(mine)]

@@ -1,6 +1,7 @@
 """The runtime conversions on threads as ranks: values, gradients, and that each issues what `redistribute` says."""
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -13,21 +14,27 @@ from tests.sbp.exercise import record
 from tests.sbp.simulate import Coordinate, cut, join, on_threads
 
 PLACEMENTS = (S(0), S(1), P, I, R)
+JOINT = [((2, 2), (0, 1)), ((2, 2, 2), (0, 2)), ((2, 3), (0, 1)), ((3, 2), (0, 1)), ((2, 2, 2), (0, 1, 2))]
 PAIRS = [(src, dst) for src, dst in itertools.product(PLACEMENTS, repeat=2) if src == dst or (src.kind, dst.kind) in CONVERSIONS]
 
 
-def converted(src: Placement, dst: Placement, size: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` and its gradient, fed back, after going through `convert` on `size` ranks."""
-    parts, grads = cut(x, (src,), (size,)), cut(x, (dual(dst),), (size,))
+def converted(
+    src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` and its gradient, fed back, after going through `convert` on `axes` together; on the other axes it is whole."""
+    before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
+    back = tuple(map(dual, before))
+    parts, grads = cut(x, before, mesh_shape), cut(x, tuple(map(dual, after)), mesh_shape)
+    joint = (axes,) if len(axes) > 1 else ()
 
-    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def rank(at: Coordinate, found: tuple[Axis, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = parts[at].clone().requires_grad_()
-        out = convert(leaf, axes[0], src, dst)
+        out = convert(leaf, found[-1], src, dst)
         return out.detach(), torch.autograd.grad(out, leaf, grads[at])[0]
 
-    found = on_threads(rank, (size,))
+    found = on_threads(rank, mesh_shape, joint)
     outs, backs = ({at: result[i] for at, result in found.items()} for i in (0, 1))
-    return join(outs, (dst,)), join(backs, (dual(src),))
+    return join(outs, after), join(backs, back)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -35,7 +42,7 @@ def converted(src: Placement, dst: Placement, size: int, x: torch.Tensor) -> tup
 def test_convert_moves_values_and_gradients(src: Placement, dst: Placement, size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 12, dtype=torch.float64)
-    out, grad = converted(src, dst, size, x)
+    out, grad = converted(src, dst, (size,), (0,), x)
     torch.testing.assert_close(out, x)
     torch.testing.assert_close(grad, x)
 
@@ -45,9 +52,26 @@ def test_convert_issues_what_redistribute_says(src: Placement, dst: Placement) -
     """On every rank the collectives of the step, to the byte."""
     (step,) = redistribute((src,), (dst,))
     with record((2,)) as issued:
-        converted(src, dst, 2, torch.randn(4, 4, dtype=torch.float64))
+        converted(src, dst, (2,), (0,), torch.randn(4, 4, dtype=torch.float64))
     expected = Counter(collectives_of(step, (4, 4), 8, (2,), needs_grad=True))
     assert [issued[rank] for rank in issued] == [expected] * (2 if expected else 0)
+
+
+@pytest.mark.parametrize(("mesh_shape", "axes"), JOINT, ids=str)
+@pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if pair[0] != pair[1]], ids=str)
+def test_several_axes_at_once(src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Values and gradients lie in mesh order, and each rank issues what `redistribute` says, to the byte."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 24, dtype=torch.float64)
+    before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
+    (step,) = redistribute(before, after)
+    with record(mesh_shape) as issued:
+        out, grad = converted(src, dst, mesh_shape, axes, x)
+    torch.testing.assert_close(out, x)
+    torch.testing.assert_close(grad, x)
+    expected = Counter(collectives_of(step, (24, 24), 8, mesh_shape, needs_grad=True))
+    assert step.axes == axes and all(collective.axes == axes for collective in expected)
+    assert [issued[rank] for rank in issued] == [expected] * (math.prod(mesh_shape) if expected else 0)
 
 
 def test_a_gradient_that_is_not_contiguous() -> None:

@@ -1,15 +1,18 @@
-"""All pairs of layouts on one to three axes: the steps move the right numbers, forward and backward."""
+"""All pairs of layouts on one to three axes: the steps move the right numbers, forward and backward, in as few bytes as axis by axis."""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from autopar.sbp.collectives import dual
-from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape
-from autopar.sbp.redistribute import CONVERSIONS, Step, collectives_of, redistribute
-from tests.sbp.simulate import Parts, cut, join
+from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
+from autopar.sbp.redistribute import CONVERSIONS, Collective, Step, collectives_of, redistribute
+from tests.sbp.simulate import Coordinate, Parts, cut, join
 
 MESHES = [(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]
 Moved = tuple[str, int] | None
@@ -21,44 +24,140 @@ def pairs(num_axes: int) -> Iterator[tuple[Layout, Layout]]:
     return itertools.product(itertools.product(PLACEMENTS, repeat=num_axes), repeat=2)
 
 
-def convert_parts(parts: Parts, axis: int, src: Placement, dst: Placement, size: int) -> Parts:
-    """One conversion on one axis, straight from what the placements mean: join the ranks of the axis, cut anew."""
+def convert_parts(parts: Parts, axes: tuple[int, ...], src: Placement, dst: Placement, mesh_shape: tuple[int, ...]) -> Parts:
+    """One conversion on some axes, straight from what the placements mean: join the ranks of these axes in mesh order, cut anew."""
+    places = list(itertools.product(*(range(mesh_shape[axis]) for axis in axes)))  # row-major
     found = {}
     for at in parts:
-        line = {(index,): parts[*at[:axis], index, *at[axis + 1 :]] for index in range(size)}
+        line = {(index,): parts[_moved(at, axes, place)] for index, place in enumerate(places)}
         x = join(line, (src,))
         # which terms make up the sum is free; they must only be the same on ranks that held the same
-        pieces = {(0,): x} if dst == P else cut(x, (dst,), (size,))
-        found[at] = pieces.get((at[axis],), torch.zeros_like(x))
+        pieces = {(0,): x} if dst == P else cut(x, (dst,), (len(places),))
+        index = places.index(tuple(at[axis] for axis in axes))
+        found[at] = pieces.get((index,), torch.zeros_like(x))
     return found
+
+
+def _moved(at: Coordinate, axes: tuple[int, ...], place: Coordinate) -> Coordinate:
+    target = dict(zip(axes, place))
+    return tuple(target.get(axis, index) for axis, index in enumerate(at))
+
+
+def check_numbers(src: Layout, dst: Layout, mesh_shape: tuple[int, ...], x: torch.Tensor) -> None:
+    """The whole tensor is joined from the parts in mesh order after the steps, and its gradient after the dual steps, reversed."""
+    steps = redistribute(src, dst)
+    parts, grads = cut(x, src, mesh_shape), cut(x, tuple(map(dual, dst)), mesh_shape)
+    for step in steps:
+        parts = convert_parts(parts, step.axes, step.src, step.dst, mesh_shape)
+    for step in reversed(steps):
+        grads = convert_parts(grads, step.axes, dual(step.dst), dual(step.src), mesh_shape)
+    torch.testing.assert_close(join(parts, dst), x, msg=lambda m: f"{src} -> {dst}: {m}")
+    torch.testing.assert_close(join(grads, tuple(map(dual, src))), x, msg=lambda m: f"gradient of {src} -> {dst}: {m}")
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_every_pair_moves_the_right_numbers(mesh_shape: tuple[int, ...]) -> None:
-    """The whole tensor is joined from the parts in mesh order after the steps, and its gradient after the dual steps, reversed."""
     torch.manual_seed(0)
     x = torch.randn(SHAPE, dtype=torch.float64)
     for src, dst in pairs(len(mesh_shape)) if len(mesh_shape) < 3 else itertools.islice(pairs(3), 0, None, 41):
-        steps = redistribute(src, dst)
-        parts = cut(x, src, mesh_shape)
-        for step in steps:
-            parts = convert_parts(parts, step.axis, step.src, step.dst, mesh_shape[step.axis])
-        torch.testing.assert_close(join(parts, dst), x)
-        grads = cut(x, tuple(map(dual, dst)), mesh_shape)
-        for step in reversed(steps):
-            grads = convert_parts(grads, step.axis, dual(step.dst), dual(step.src), mesh_shape[step.axis])
-        torch.testing.assert_close(join(grads, tuple(map(dual, src))), x)
+        check_numbers(src, dst, mesh_shape, x)
+
+
+layouts = st.tuples(*[st.sampled_from((S(0), S(1), S(2), P, I, R))] * 3)
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(layouts, layouts, st.sampled_from([(2, 2, 2), (2, 3, 2), (3, 2, 4), (2, 1, 2)]))
+def test_any_pair_on_three_axes_moves_the_right_numbers(src: Layout, dst: Layout, mesh_shape: tuple[int, ...]) -> None:
+    check_numbers(src, dst, mesh_shape, torch.arange(24.0**3, dtype=torch.float64).reshape(24, 24, 24))
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
 def test_steps_are_conversions_and_end_where_they_should(num_axes: int) -> None:
     for src, dst in pairs(num_axes):
         steps = redistribute(src, dst)
-        layouts = [src, *(step.after for step in steps)]
-        assert layouts[-1] == dst
-        assert [step.layout for step in steps] == layouts[:-1]
-        assert all((step.src.kind, step.dst.kind) in CONVERSIONS and step.layout[step.axis] == step.src for step in steps)
+        after = [src, *(step.after for step in steps)]
+        assert after[-1] == dst
+        assert [step.layout for step in steps] == after[:-1]
+        assert all((step.src.kind, step.dst.kind) in CONVERSIONS for step in steps)
+        assert all({step.layout[axis] for axis in step.axes} == {step.src} and list(step.axes) == sorted(step.axes) for step in steps)
         assert len(steps) <= 2 * num_axes, f"{src} -> {dst} takes {len(steps)} steps"
+
+
+@pytest.mark.parametrize("num_axes", [2, 3])
+def test_no_two_neighbours_are_the_same_conversion(num_axes: int) -> None:
+    for src, dst in pairs(num_axes):
+        kinds = [(step.src, step.dst) for step in redistribute(src, dst)]
+        assert all(a != b for a, b in itertools.pairwise(kinds)), f"{src} -> {dst}: {kinds}"
+
+
+@pytest.mark.parametrize("src", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("dst", PLACEMENTS, ids=str)
+def test_the_same_on_all_axes_is_one_step(src: Placement, dst: Placement) -> None:
+    steps = redistribute((src,) * 3, (dst,) * 3)
+    assert [(step.axes, step.src, step.dst) for step in steps] == ([((0, 1, 2), src, dst)] if src != dst else [])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ("PS(1)P", "S(0)S(1)S(0)", [((0, 2), P, S(0))]),  # an axis between them that splits another dim is not in the way
+        ("S(0)S(0)S(0)", "S(0)B*B*", [((1, 2), S(0), R)]),  # nor one outside them that splits the same
+        ("S(0)S(0)B", "S(1)S(1)B*", [((0, 1), S(0), S(1)), ((2,), I, R)]),
+        ("PS(0)P", "S(0)S(0)S(0)", [((1,), S(0), I), ((0,), P, S(0)), ((1,), I, S(0)), ((2,), P, S(0))]),  # one between them is
+        ("S(0)BS(0)", "BS(0)B", [((0, 2), S(0), I), ((1,), I, S(0))]),
+        ("S(0)S(1)S(1)", "S(1)S(0)S(0)", [((1, 2), S(1), I), ((0,), S(0), S(1)), ((1, 2), I, S(0))]),  # a detour is one step too
+        ("BPB", "B*BB*", [((1,), P, I), ((0, 2), I, R)]),
+        ("S(0)S(1)S(0)", "B*B*B*", [((1,), S(1), R), ((0, 2), S(0), R)]),
+    ],
+)
+def test_what_is_done_together(src: str, dst: str, expected: list) -> None:
+    assert [(step.axes, step.src, step.dst) for step in redistribute(parse_layout(src), parse_layout(dst))] == expected
+
+
+def one_axis_at_a_time(src: Layout, dst: Layout) -> list[Step]:
+    """Steps on one axis each, by the order that people would choose: what shrinks first, what grows last, inner axes first."""
+    steps, layout = [], src
+    while layout != dst:
+        pending = [axis for axis in range(len(dst)) if layout[axis] != dst[axis]]
+        ready = [axis for axis in pending if _may_move(layout, dst, axis)]
+        if ready:
+            axis = min(ready, key=lambda a: (_growth(layout[a], dst[a]), -a))
+            step = Step((axis,), layout[axis], dst[axis], layout)
+        else:
+            blocked = {p.dim for a in pending for p in (layout[a], dst[a]) if p.is_split}
+            axis = max(a for a, p in enumerate(layout) if p.is_split and p.dim in blocked)
+            step = Step((axis,), layout[axis], I, layout)
+        steps.append(step)
+        layout = step.after
+    return steps
+
+
+def _may_move(layout: Layout, dst: Layout, axis: int) -> bool:
+    moved = {p.dim for p in (layout[axis], dst[axis]) if p.is_split}
+    waiting = {p.dim for a in range(axis) if layout[a] != dst[a] for p in (layout[a], dst[a]) if p.is_split}
+    is_inside = any(inner.is_split and inner.dim in moved for inner in layout[axis + 1 :])
+    return not is_inside and not (dst[axis].is_split and dst[axis].dim in waiting)
+
+
+def _growth(src: Placement, dst: Placement) -> int:
+    if dst.is_split:
+        return {"I": 0, "R": 0, "P": 1, "S": 2}[src.kind]
+    return 4 if src.is_split else 3
+
+
+def bytes_moved(steps: Iterable[Step], mesh_shape: tuple[int, ...]) -> int:
+    size = math.prod(mesh_shape)
+    return sum(c.num_bytes for step in steps for c in collectives_of(step, (size, size, size), 1, mesh_shape, needs_grad=True))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 8), (8, 2), (2, 2, 2), (2, 8, 2), (8, 2, 2), (2, 2, 8)], ids=str)
+def test_never_more_bytes_than_one_axis_at_a_time(mesh_shape: tuple[int, ...]) -> None:
+    """Nor more collectives."""
+    for src, dst in pairs(len(mesh_shape)):
+        found, single = redistribute(src, dst), one_axis_at_a_time(src, dst)
+        assert bytes_moved(found, mesh_shape) <= bytes_moved(single, mesh_shape), f"{src} -> {dst}: {found}"
+        assert len(found) <= len(single), f"{src} -> {dst}: {found}"
 
 
 def test_equal_layouts_need_nothing() -> None:
@@ -71,7 +170,8 @@ def test_a_split_is_made_inside_out_of_every_inner_split_of_its_dim(mesh_shape: 
     for src, dst in pairs(len(mesh_shape)):
         for step in redistribute(src, dst):
             moved = {placement.dim for placement in (step.src, step.dst) if placement.is_split}
-            assert not any(inner.is_split and inner.dim in moved for inner in step.layout[step.axis + 1 :]), f"{src} -> {dst}: {step}"
+            inner = [p for axis, p in enumerate(step.layout) if axis > step.axes[0] and axis not in step.axes]
+            assert not any(p.is_split and p.dim in moved for p in inner), f"{src} -> {dst}: {step}"
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape"), [((4, 2), (2, 2)), ((6, 2), (2, 3)), ((4, 2), (2, 2, 2)), ((2, 2), (2, 2, 2))], ids=str)
@@ -102,15 +202,23 @@ def numel(layout: Layout, mesh_shape: tuple[int, ...]) -> int:
 )
 def test_collectives_and_their_bytes(src: Placement, dst: Placement, forward: Moved, backward: Moved) -> None:
     """Bytes are those of the larger side on one rank: 24 x 24 float32 on two ranks, once more split by an outer axis of 2."""
-    step = Step(1, src, dst, (R, src))
+    step = Step((1,), src, dst, (R, src))
     expected = [(*item, phase) for item, phase in ((forward, "forward"), (backward, "backward")) if item]
     found = collectives_of(step, SHAPE, 4, (2, 2), needs_grad=True)
     assert [(c.kind, c.num_bytes // 4, c.phase) for c in found] == expected
+    assert all(c.axes == (1,) for c in found)
     assert all(c.phase == "forward" for c in collectives_of(step, SHAPE, 4, (2, 2), needs_grad=False))
     assert collectives_of(step, SHAPE, 4, (2, 1), needs_grad=True) == ()
 
 
 def test_bytes_are_local_to_the_other_axes() -> None:
-    step = Step(1, P, I, (S(0), P))
+    step = Step((1,), P, I, (S(0), P))
     (found,) = collectives_of(step, SHAPE, 4, (2, 2), needs_grad=True)
     assert found.num_bytes == numel((S(0), P), (2, 2)) * 4 == 4 * 288
+
+
+def test_axes_of_one_rank_take_no_part() -> None:
+    (step,) = redistribute((P, P, P), (I, I, I))
+    (found,) = collectives_of(step, SHAPE, 4, (2, 1, 2), needs_grad=True)
+    assert found == Collective("all_reduce", (0, 2), 4 * 576, "forward")
+    assert collectives_of(step, SHAPE, 4, (1, 1, 1), needs_grad=True) == ()

@@ -109,7 +109,7 @@ def _cross_entropy_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int
     size = math.prod(shape) * sum_dtype(op.inputs[0].dtype).itemsize
     num_rows = 3 if arguments["label_smoothing"] else 2
     axes = role_axes(strategy, "vocab", mesh_shape)
-    found = [Collective("all_reduce", axis, size * rows, "forward") for rows in (1, num_rows) for axis in axes]
+    found = [Collective("all_reduce", (axis,), size * rows, "forward") for rows in (1, num_rows) for axis in axes]
     return (*found, *_count_collectives(op, strategy, mesh_shape))
 
 
@@ -118,7 +118,7 @@ def _count_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) 
     if len(logits.shape) == len(target.shape):
         return ()
     size = sum_dtype(logits.dtype).itemsize
-    return tuple(Collective("all_reduce", axis, size, "forward") for axis in role_axes(strategy, "tokens", mesh_shape))
+    return tuple(Collective("all_reduce", (axis,), size, "forward") for axis in role_axes(strategy, "tokens", mesh_shape))
 
 
 LOCAL_OPS = {

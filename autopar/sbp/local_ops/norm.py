@@ -118,8 +118,8 @@ def _scale(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
 def _gathered_moments(axes: list[int], num_statistics: int, op: Op, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
     """What `moments` issues: a gather per axis, backward a reduce-scatter, innermost axis last to be undone."""
     size = 2 * num_statistics * sum_dtype(op.inputs[0].dtype).itemsize
-    forward = [Collective("all_gather", axis, size * mesh_shape[axis], "forward") for axis in axes]
-    backward = [Collective("reduce_scatter", axis, size * mesh_shape[axis], "backward") for axis in reversed(axes)]
+    forward = [Collective("all_gather", (axis,), size * mesh_shape[axis], "forward") for axis in axes]
+    backward = [Collective("reduce_scatter", (axis,), size * mesh_shape[axis], "backward") for axis in reversed(axes)]
     return tuple(forward + backward if has_backward(op) else forward)
 
 
@@ -136,7 +136,8 @@ def _layer_norm_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, .
 def _rms_norm_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
     size = _num_rows(op, strategy, mesh_shape) * sum_dtype(op.inputs[0].dtype).itemsize
     phases = ("forward", "backward") if has_backward(op) else ("forward",)
-    return tuple(Collective("all_reduce", axis, size, phase) for phase in phases for axis in role_axes(strategy, "normalized", mesh_shape))
+    axes = role_axes(strategy, "normalized", mesh_shape)
+    return tuple(Collective("all_reduce", (axis,), size, phase) for phase in phases for axis in axes)
 
 
 def _batch_norm_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

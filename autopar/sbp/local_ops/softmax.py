@@ -67,13 +67,14 @@ def _softmax_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
     """The maximum, the sum and the sum's gradient."""
     size = _row_bytes(op, strategy, mesh_shape, [arguments_of(op)["dim"]])
     phases = ("forward", "forward", "backward") if has_backward(op) else ("forward", "forward")
-    return tuple(Collective("all_reduce", axis, size, phase) for phase in phases for axis in role_axes(strategy, "reduced", mesh_shape))
+    return tuple(Collective("all_reduce", (axis,), size, phase) for phase in phases for axis in role_axes(strategy, "reduced", mesh_shape))
 
 
 def _logsumexp_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
     """The maximum and the sum."""
     size = _row_bytes(op, strategy, mesh_shape, arguments_of(op)["dim"])
-    return tuple(Collective("all_reduce", axis, size, "forward") for _ in range(2) for axis in role_axes(strategy, "reduced", mesh_shape))
+    axes = role_axes(strategy, "reduced", mesh_shape)
+    return tuple(Collective("all_reduce", (axis,), size, "forward") for _ in range(2) for axis in axes)
 
 
 LOCAL_OPS = {
