@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.sbp.placement import S, format_layout
 from autopar.vision import Classifier, vgg13
 
-HIDDEN, SEQUENCE, BATCH, LAYERS = 8192, 1024, 24, 2
+HIDDEN, SEQUENCE, BATCH, LAYERS = 8192, 1024, 20, 2
 WORDS = 1024  # few, so that the layers decide
 
 

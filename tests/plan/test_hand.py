@@ -123,7 +123,7 @@ def test_sequence_parallel_turns_each_all_reduce_into_a_gather_and_a_scatter(nam
 def test_sequence_parallel_moves_one_activation_a_time():
     activation = BATCH // 2 * SEQUENCE * HIDDEN * 8
     costs = evaluate(traced("llama"), by_hand("llama", "megatron:sp"), MESH, CPU)
-    moved = [p.collective for p in costs.collectives if p.collective.axis == 1 and p.collective.kind in ("all_gather", "reduce_scatter")]
+    moved = [p.collective for p in costs.collectives if p.collective.axes == (1,) and p.collective.kind in ("all_gather", "reduce_scatter")]
     assert [collective.num_bytes for collective in moved] == [activation] * (4 * PLAIN)
 
 
