@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster
 from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
@@ -15,6 +14,7 @@ from autopar.plan.hand import hand_plans
 from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.store import HandCosts
 from autopar.sbp.assignment import Assignment
+from autopar.search.table import cost_of, memory_of
 
 # A gap above this under a memory limit is worth another search, in which the layers of a repeat may differ.
 _WORTH_SEGMENTS = 5e-4
@@ -48,17 +48,12 @@ def solve_mesh(
     given = [found for start in starts if (found := problem.encode(start)) is not None]
     choice = setting.search(problem, [*given, *by_hand.values()])
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
-    costs = {name: _costs(graph, hand[name], mesh, cluster, wishes) for name in by_hand}
+    table = problem.priced.table
+    costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     best = Solved(mesh, problem.decode(choice), choice.cost_s, choice.lower_bound_s, costs, found_by)
     if choice.gap > _WORTH_SEGMENTS and wishes.memory_limit_bytes < float("inf") and monotonic() < setting.deadline:
         return _with_layers_apart(setting, setting.problem(segmented(folded, graph, _halves(folded))), best)
     return best
-
-
-def _costs(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, wishes: Wishes) -> HandCosts:
-    """Not from the table, which prices buckets and shared conversions only about right, so that plans compare to the last digit."""
-    costs = evaluate(graph, assignment, mesh, cluster, optimizer=wishes.optimizer)
-    return HandCosts(costs.step_s, costs.total_memory_bytes)
 
 
 def _with_layers_apart(setting: Setting, problem: Problem, best: Solved) -> Solved:

@@ -5,6 +5,7 @@ p3, backward sums the gradient of x over p2 and that of w over p1; a device send
 Formula and bound: Chen et al., "AutoDDL: Automatic Distributed Deep Learning with Near-Optimal Bandwidth Cost", arXiv:2301.06813.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def grid_of(op: Op, strategy: Strategy, mesh: Mesh) -> Grid:
 
 def sent_bytes(collective: Collective, mesh: Mesh) -> float:
     """Bytes a device sends in it, each part once to its next: twice in an all-reduce."""
-    size = mesh.shape[collective.axis]
+    size = math.prod(mesh.shape[axis] for axis in collective.axes)
     return (2 if collective.kind == "all_reduce" else 1) * (size - 1) / size * collective.num_bytes
 
 
