@@ -98,6 +98,8 @@ def _any_layout(draw: Random, value: Value, mesh: Mesh) -> Layout:
     whole = (I, *([R] if value.needs_grad else []), *([P] if value.dtype != torch.bool else []))
     splits = tuple(S(dim) for dim in range(len(value.shape)))
     layout = tuple(draw.choice(splits if splits and draw.random() < 0.5 else whole) for _ in mesh.shape)
+    if draw.random() < 0.3:  # conversions of several axes at once
+        layout = layout[:1] * mesh.ndim
     return layout if is_even(value.shape, layout, mesh.shape) else (draw.choice(whole),) * mesh.ndim
 
 
