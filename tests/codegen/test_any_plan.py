@@ -66,15 +66,17 @@ def _features(example: Example) -> set[str]:
     steps = lower(example.graph, example.mesh, example.assignment).steps
     for step in steps:
         if isinstance(step, Convert):
-            found.add(f"{step.src.kind} -> {step.dst.kind}" + (" jointly" if len(step.axes) > 1 else ""))
+            kinds = f"{step.src.kind} -> {step.dst.kind}"
+            found |= {kinds, f"{kinds} jointly"} if len(step.axes) > 1 else {kinds}
     return found | {"together" for step in steps if isinstance(step, UseTogether)}
 
 
 def _check_covered(seen: Counter[str]) -> None:
     """The examples must not all be of one kind."""
     wanted = {f"family {family}" for family in FAMILIES} | {f"role {role}" for role in ROLES} | {f"mesh {shape}" for shape in MESHES}
-    wanted |= {f"{src} -> {dst}" + how for src, dst in CONVERSIONS for how in ("", " jointly")} | {"buffers", "together"}
+    wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together"}
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
+    assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen
     assert seen["all collectives"] > NUM_EXAMPLES / 2
     assert seen["unstable"] < NUM_EXAMPLES / 50
 
