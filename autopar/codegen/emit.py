@@ -111,7 +111,8 @@ class _Emitter:
         return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
 
     def _issued_again(self, again: Again) -> tuple[Collective, ...]:
-        return again_in_backward([_planned(step, step.src, step.dst) for step in again.steps], again.steps[0].value, self.program.mesh.shape)
+        steps = [_planned(step, step.src, step.dst) for step in again.steps]
+        return again_in_backward(steps, again.steps[0].value, self.program.mesh.shape)
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []
