@@ -13,9 +13,9 @@ from autopar.search.table import cost_of
 # What the joint array of a bucket may take, and all of them.
 _LIMITS = Limits(entries=2e6, additions=3e8)
 # The first threshold is this part of the gap above the bound: a narrow gap has few labels.
-_FIRST_WINDOW = 1 / 64
+_FIRST_WINDOW = 1 / 16
 # Labels a message: fewer make the bound weaker, more take longer.
-_MOST_LABELS = (10_000, 100_000, 1_000_000)
+_MOST_LABELS = (2_000, 20_000, 200_000, 2_000_000)
 
 
 def close(now: Squeezed, *, deadline: float) -> Iterator[Squeezed]:

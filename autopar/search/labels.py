@@ -62,6 +62,11 @@ class _Search:
     outside: Mapping[Factor, Factor]
     edges: Mapping[tuple[int, int], int]
     most_labels: int
+    deadline: float
+
+
+class _OutOfTime(Exception):
+    """The deadline has passed."""
 
 
 def eliminate_labels(
@@ -79,16 +84,17 @@ def eliminate_labels(
     """
     edges = {(edge.a, edge.b): i for i, edge in enumerate(table.edges)}
     ceiling = threshold_s + (price * table.memory_limit_bytes * (1 + ROUNDING) if price else 0.0)
-    search = _Search(table, price, ceiling, outside_messages(elimination), edges, most_labels)
+    search = _Search(table, price, ceiling, outside_messages(elimination), edges, most_labels, deadline)
     made: dict[Factor, tuple[Bucket, Labels]] = {}
-    for bucket in elimination.buckets:
-        if monotonic() > deadline:
-            return None
-        labels = _labels_of(search, bucket, [made[factor][1] for factor in bucket.factors if factor in made])
-        if not labels.cost_s.size:
-            return Front(threshold_s, None)
-        made[bucket.message] = bucket, labels
-    return _best(search, threshold_s, made)
+    try:
+        for bucket in elimination.buckets:
+            labels = _labels_of(search, bucket, [made[factor][1] for factor in bucket.factors if factor in made])
+            if not labels.cost_s.size:
+                return Front(threshold_s, None)
+            made[bucket.message] = bucket, labels
+        return _best(search, threshold_s, made)
+    except _OutOfTime:
+        return None
 
 
 def _best(search: _Search, threshold_s: float, made: Mapping[Factor, tuple[Bucket, Labels]]) -> Front:
@@ -179,6 +185,8 @@ def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray
     cuts = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), _AT_ONCE)[1:])
     parts = []
     for mine in np.split(np.arange(counts.size), cuts):
+        if monotonic() > search.deadline:
+            raise _OutOfTime
         number = counts[mine]
         theirs = np.arange(number.sum()) + np.repeat(labels.start[spot[joined.at[mine]]] - (np.cumsum(number) - number), number)
         part = joined[np.repeat(mine, number)]
