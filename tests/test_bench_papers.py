@@ -152,10 +152,19 @@ def test_each_section_runs_small_and_is_written(name, tmp_path, monkeypatch):
     text = to_markdown(section)
     assert section.paper in text and all(table.title in text for table in section.tables)
     monkeypatch.setattr(written, "RESULTS", tmp_path)
-    save([section])
-    saved = json.loads((tmp_path / "papers.json").read_text())
-    assert {"commit", "processor", "torch"} <= set(saved) and saved["sections"][0]["name"] == section.name
-    assert text in (tmp_path / "papers.md").read_text()
+    save(section)
+    (saved,) = json.loads((tmp_path / "papers.json").read_text())["sections"]
+    assert saved["name"] == section.name and {"commit", "processor", "torch"} <= set(saved["measured"])
+    assert all(table.title in (tmp_path / "papers.md").read_text() for table in section.tables)
+
+
+def test_a_section_run_alone_leaves_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "RESULTS", tmp_path)
+    for name, seconds in (("one", 1.0), ("two", 2.0), ("one", 3.0)):
+        save(Section(name, "paper", {}, (Table("t", ({"s": seconds},)),), (), ("note",)))
+    found = json.loads((tmp_path / "papers.json").read_text())["sections"]
+    assert [(one["name"], one["tables"][0]["rows"]) for one in found] == [("one", [{"s": 3.0}]), ("two", [{"s": 2.0}])]
+    assert (tmp_path / "papers.md").read_text().count("## two: paper") == 1
 
 
 def test_tables_round_numbers_for_people_only():

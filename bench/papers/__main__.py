@@ -2,8 +2,8 @@
 
     python -m bench.papers [--only autoddl|tap|whale|alpa]
 
-No device is used: what is published was measured by others, what is ours is what the cost model says of the plans found. All sections
-together are written to bench/results/papers.md and papers.json; one alone is only printed.
+No device is used: what is published was measured by others, what is ours is what the cost model says of the plans found. Each section is
+written into bench/results/papers.md and papers.json as soon as it is done; one run alone leaves the others as they are.
 """
 
 import argparse
@@ -23,17 +23,15 @@ SECTIONS: Mapping[str, Callable[[Callable[[str], None]], Section]] = {"autoddl":
 def main() -> None:
     """Run the sections, saying what is being planned."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, help="print this section, write nothing")
+    parser.add_argument("--only", choices=SECTIONS, help="this section alone")
     only = parser.parse_args().only
-    sections = []
     with Console(stderr=True).status("") as status:
         for name, run in SECTIONS.items():
             if only in (None, name):
-                sections.append(run(lambda doing, name=name: status.update(f"{name}: {doing}")))
-                print(to_markdown(sections[-1]))
-    if only is None:
-        save(sections)
-        print("written to bench/results/papers.md and papers.json")
+                section = run(lambda doing, name=name: status.update(f"{name}: {doing}"))
+                save(section)
+                print(to_markdown(section), flush=True)
+    print("written to bench/results/papers.md and papers.json")
 
 
 if __name__ == "__main__":

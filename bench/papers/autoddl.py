@@ -45,7 +45,7 @@ def flat(preset: str, bytes_per_s: float) -> Cluster:
 def machines(vgg: bool, is_small: bool) -> list[Machine]:
     """One GPU a node, several GPUs a node; each as a flat network at the rate reached and as the preset describes it."""
     single, several = (17.7, 71.5) if vgg else (31.1, 10.0)
-    counts = (4,) if is_small else (8, 16, 32, 64)
+    counts = (4,) if is_small else (8, 16, 32, 64) if vgg else (8, 64)
     large, small = ((32,), (8,)) if vgg else ((1, 4), (1, 4))
     found = [
         Machine("one P100 a node, 10 GB/s reached", flat("p100", 10e9), large, counts, single),

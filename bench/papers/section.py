@@ -1,7 +1,7 @@
 """What is written about one paper: settings, tables with the published numbers beside ours, and what to know when reading them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,26 +34,33 @@ class Section:
 
 def to_markdown(section: Section) -> str:
     """The section as people read it."""
-    parts = [f"## {section.name}: {section.paper}", _listed([f"{key}: {text}" for key, text in section.settings.items()])]
-    for table in section.tables:
-        body = [[_shown(cell) for cell in row.values()] for row in table.rows]
-        parts += [f"### {table.title}", tabulate(body, list(table.rows[0]), tablefmt="github", disable_numparse=True)]
-    parts += ["Not found in the sources at hand, so chosen here:", _listed(section.not_found)] if section.not_found else []
-    parts += ["Reading it:", _listed(section.notes)]
-    return "\n\n".join(parts) + "\n"
+    return _markdown(asdict(section))
 
 
-def save(sections: list[Section]) -> None:
-    """Write `RESULTS/papers.md` and `.json`, with the commit and the machine."""
-    where = {"commit": commit(), **machine()}
-    lines = ["# Published comparisons by calculation", _listed([f"{key}: {text}" for key, text in where.items()])]
+def save(section: Section) -> None:
+    """Put the section, with commit and machine, into `RESULTS/papers.json` beside the others there, and write all as `papers.md`."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "papers.md").write_text("\n\n".join(lines + [to_markdown(section) for section in sections]))
-    document = {**where, "sections": [asdict(section) for section in sections]}
-    (RESULTS / "papers.json").write_text(json.dumps(document, indent=1) + "\n")
+    path = RESULTS / "papers.json"
+    sections = {one["name"]: one for one in json.loads(path.read_text())["sections"]} if path.exists() else {}
+    sections[section.name] = {**asdict(section), "measured": {"commit": commit(), **machine()}}
+    ordered = [sections[name] for name in sorted(sections)]
+    path.write_text(json.dumps({"sections": ordered}, indent=1) + "\n")
+    (RESULTS / "papers.md").write_text("\n".join(["# Published comparisons by calculation\n", *map(_markdown, ordered)]))
 
 
-def _listed(lines: tuple[str, ...] | list[str]) -> str:
+def _markdown(section: Mapping[str, Any]) -> str:
+    """Of the fields of a section, as they are in the JSON."""
+    facts = section["settings"] | section.get("measured", {})
+    parts = [f"## {section['name']}: {section['paper']}", _listed([f"{key}: {text}" for key, text in facts.items()])]
+    for table in section["tables"]:
+        body = [[_shown(cell) for cell in row.values()] for row in table["rows"]]
+        parts += [f"### {table['title']}", tabulate(body, list(table["rows"][0]), tablefmt="github", disable_numparse=True)]
+    if section["not_found"]:
+        parts += ["Not found in the sources at hand, so chosen here:", _listed(section["not_found"])]
+    return "\n\n".join([*parts, "Reading it:", _listed(section["notes"])]) + "\n"
+
+
+def _listed(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
