@@ -1,10 +1,11 @@
 """Which ops and inputs of a graph repeat: layers are found by structure alone, never by their names.
 
-A block of ops repeats when consecutive copies call the same ops on the same shapes, and each input of copy k comes from one of: the same
-place in copy k; the same place in copy k-1 (for copy 0: one value from before the region, which stands for it); one value that all copies
-share; or an input of the graph that each copy has for itself.
+A block of ops repeats when consecutive copies call the same ops on the same shapes (some with numbers of their own, see `_SCALED`), and
+each input of copy k comes from one of: the same place in copy k; the same place in copy k-1 (for copy 0: one value from before the
+region, which stands for it); one value that all copies share; or an input of the graph that each copy has for itself.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,23 @@ import numpy as np
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.periods import Run, find_runs
+from autopar.ir.slots import map_leaves
 from autopar.ir.wiring import Wiring, match_blocks, wire
 
 # With fewer products a block could not alternate column and row split, as a plan for two equal linear layers must.
 _MIN_PRODUCTS = 2
+
+
+# What layers may do with a number of their own (1 / sqrt(layer), a dropout rate) and be planned alike: neither what may be split nor what
+# it costs depends on how large the number is, only on whether it is nought. Each op is run with its own number.
+_PRODUCTS = frozenset(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"))
+_SCALED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "sub.Tensor", "dropout.default", "feature_dropout.default", "bernoulli.p", "layer_norm.default", "rms_norm.default",
+        "scaled_dot_product_attention.default", "group_norm.default", "batch_norm.default", "_native_batch_norm_legit_functional.default",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,14 @@ def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
 def _signature(op: Op, labels: Mapping[str, str]) -> Any:
     values = tuple((value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs))
     # repr tells 1, 1.0 and True apart, which hashing does not.
-    return op.target, repr(op.args), repr(op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+    arguments = map_leaves((op.args, tuple(value for _, value in op.kwargs)), lambda leaf: _kind_of(op.target, leaf))
+    return op.target, repr(arguments), tuple(name for name, _ in op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+
+
+def _kind_of(target: str, leaf: Any) -> Any:
+    """The argument, or of a number that is only multiplied, compared with random ones or kept from nought: its sign."""
+    is_scaled = (type(leaf) is float and target in _SCALED) or (type(leaf) in (int, float) and target in _PRODUCTS)
+    return leaf if not is_scaled or leaf == 0 or not math.isfinite(leaf) else (type(leaf).__name__, leaf > 0)
 
 
 def _best_region(
@@ -111,14 +132,18 @@ def _best_region(
 def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> _Region | None:
     products = sum(wiring.is_product[run.start : run.start + run.period])
     block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
-    for first, count in _phases(wiring, run, block):
-        found = match_blocks(graph, wiring, first, block, count)
+    best: _Region | None = None
+    for start, copies in _phases(wiring, run, block):
+        found = match_blocks(graph, wiring, start, block, copies)
         if found is None:
             continue
         first, count, classes = found
-        if all(representative[name] in (name, same) for name, same in classes.items()):
-            return _Region(first, block, count, classes)
-    return None
+        is_better = best is None or count > best.count
+        if is_better and all(representative[name] in (name, same) for name, same in classes.items()):
+            best = _Region(first, block, count, classes)
+        if best is not None and best.count == copies:
+            return best
+    return best
 
 
 def _phases(wiring: Wiring, run: Run, block: int) -> Iterator[tuple[int, int]]:
