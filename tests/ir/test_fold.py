@@ -177,9 +177,9 @@ def test_reading_further_back_does_not_fold():
 
 def test_deep_graphs_fold_in_no_time():
     graph = chain(num_layers=126, ops_per_layer=60)
-    start = time.perf_counter()
+    start = time.process_time()
     found = fold(graph)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert [(len(repeat.ops), repeat.count) for repeat in found.repeats] == [(60, 126)]
 
 
