@@ -35,7 +35,7 @@ def hard_table() -> CostTable:
     return replace(table, memory_limit_bytes=memory[50])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(small_tables(limited=False))
 def test_without_a_limit_solve_is_brute_force(table):
     truth = brute_force(table)
@@ -48,7 +48,7 @@ def test_without_a_limit_solve_is_brute_force(table):
     assert found.gap < 1e-9
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(small_tables(limited=True))
 def test_with_a_limit_solve_is_brute_force(table):
     truth = brute_force(table)
