@@ -1,7 +1,6 @@
 """From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
 
 from collections.abc import Mapping
-from time import monotonic
 
 from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.hardware import check_mesh
@@ -63,17 +62,15 @@ def _solve_all(
     """
     if wishes.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
-    deadline = monotonic() + time_limit_s
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
     for mesh in factorise(devices.num_devices, cluster):
-        remaining_s = deadline - monotonic()
-        if found and remaining_s < 0:
+        if found and clock.timings["search"] > time_limit_s:
             break
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
         clock.where = f"mesh {mesh}: "
         try:
-            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=remaining_s, clock=clock)
+            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=time_limit_s, clock=clock)
         except InfeasibleError as error:
             failure = error
     if not found:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from time import monotonic
 
 from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import Cluster
@@ -30,7 +29,6 @@ def solve_any_mesh(
     """
     if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
         return solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=time_limit_s, clock=clock)
-    deadline = monotonic() + time_limit_s
     coarse = _merged(mesh)
     unpinned = replace(wishes, pins={}, stored={})  # layouts are for this mesh
     first = solve_any_mesh(graph, coarse, cluster, unpinned, time_limit_s=time_limit_s / 2, clock=clock)
@@ -38,11 +36,11 @@ def solve_any_mesh(
     classes = segmented(folded, graph, ends_apart(folded))
     best, cost_s = lift(first.assignment, coarse, mesh), math.inf
     for _ in range(_MOST_ROUNDS):
-        setting = Setting(graph, mesh, cluster, wishes, deadline, clock, near=best)
+        setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, near=best)
         problem = setting.problem(classes)
         start = problem.encode(best)
         choice = setting.search(problem, [] if start is None else [start])
-        is_done = choice.cost_s >= cost_s * (1 - 1e-6) or monotonic() > deadline
+        is_done = choice.cost_s >= cost_s * (1 - 1e-6) or setting.remaining_s == 0
         if choice.cost_s < cost_s:
             best, cost_s = problem.decode(choice), choice.cost_s
         if is_done:

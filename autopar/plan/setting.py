@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic
 
 from autopar.costmodel.decode import decode, encode
 from autopar.costmodel.hardware import Cluster
@@ -67,7 +66,7 @@ class Setting:
     mesh: Mesh
     cluster: Cluster
     wishes: Wishes
-    deadline: float  # of time.monotonic
+    time_limit_s: float  # of all searches that the clock has timed
     clock: Clock
     near: Assignment | None = None  # search only what differs from it on few axes
 
@@ -83,10 +82,13 @@ class Setting:
         limit, optimizer = self.wishes.memory_limit_bytes, self.wishes.optimizer
         return price(self.graph, folded, candidates, self.mesh, self.cluster, optimizer=optimizer, memory_limit_bytes=limit)
 
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self.time_limit_s - self.clock.timings["search"])
+
     def search(self, problem: Problem, starts: list[tuple[int, ...]]) -> Choice:
         """The cheapest choice; InfeasibleError with what binds and what to do."""
-        remaining_s = max(0.0, self.deadline - monotonic())
-        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=remaining_s, progress=self.clock.tell_cost)
+        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, progress=self.clock.tell_cost)
         try:
             return self.clock.run("search", work)
         except InfeasibleError as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from autopar.costmodel.hardware import Cluster
 from autopar.ir.fold import Folded, fold
@@ -40,7 +39,7 @@ def solve_mesh(
     First, last and inner copies of a repeat have choices of their own; where the memory limit leaves a gap, so have parts of the inner
     copies. PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
-    setting = Setting(graph, mesh, cluster, wishes, monotonic() + time_limit_s, clock)
+    setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock)
     folded = clock.run("fold", lambda: fold_stored(graph, wishes))
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
     hand = clock.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
@@ -51,7 +50,7 @@ def solve_mesh(
     table = problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     best = Solved(mesh, problem.decode(choice), choice.cost_s, choice.lower_bound_s, costs, found_by)
-    if choice.gap > _WORTH_SEGMENTS and wishes.memory_limit_bytes < float("inf") and monotonic() < setting.deadline:
+    if choice.gap > _WORTH_SEGMENTS and wishes.memory_limit_bytes < float("inf") and setting.remaining_s > 0:
         return _with_layers_apart(setting, setting.problem(segmented(folded, graph, _halves(folded))), best)
     return best
 
