@@ -31,8 +31,7 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
-    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest as far as the time goes, and the
-    plan has the best of them. `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN ->
+    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest, and the plan has the best of them. `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN ->
     layout; one holds for all repeats. `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
@@ -56,7 +55,7 @@ def make_plan(
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
 ) -> dict[Mesh, Solved]:
-    """The best plan on each mesh that there is time for; a finer mesh starts from the plans of those it refines.
+    """The best plan found on each mesh in an equal share of the time; a finer mesh starts from the plans of those it refines.
 
     InfeasibleError of the finest mesh if no mesh has a plan.
     """
@@ -64,13 +63,14 @@ def _solve_all(
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
-    for mesh in factorise(devices.num_devices, cluster):
-        if found and clock.timings["search"] > time_limit_s:
-            break
+    meshes = factorise(devices.num_devices, cluster)
+    for num_left, mesh in zip(range(len(meshes), 0, -1), meshes):
+        used_s = clock.timings["search"]
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
+        limit_s = used_s + (time_limit_s - used_s) / num_left
         clock.where = f"mesh {mesh}: "
         try:
-            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=time_limit_s, clock=clock)
+            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=limit_s, clock=clock)
         except InfeasibleError as error:
             failure = error
     if not found:
