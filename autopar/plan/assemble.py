@@ -31,8 +31,9 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
-    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest, and the plan has the best of them. `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN ->
-    layout; one holds for all repeats. `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
+    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest, and the plan has the best of them.
+    `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
+    `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
