@@ -1,7 +1,7 @@
 """Plans as people write them by hand, as points of the space the search chooses from."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -31,8 +31,9 @@ class HandPlan:
     split the batch.
 
     is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198). flavour: how the
-    data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). With one backward a
-    step "zero1" and "zero2" are one plan: they differ in whether gradients are whole between several backwards.
+    data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). "zero2" gathers a
+    parameter once a step, "zero3" for forward and again for backward, which holds it for less long. With one backward a step "zero1" is
+    the same plan as "zero2": they differ in whether gradients are whole between several backwards, which is not counted.
     """
 
     tensor_axes: tuple[int, ...] = ()
@@ -107,10 +108,12 @@ def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh)
 
 
 def _useful(mesh: Mesh) -> Iterator[HandPlan]:
-    """Data parallel on all axes, tensor parallel on the last, with what saves memory."""
-    yield from (HandPlan(), HandPlan(flavour="zero3"))
-    for flavour in ("ddp", "zero3") if mesh.ndim > 1 else ("ddp",):
-        yield from (HandPlan((mesh.ndim - 1,), is_sp, flavour) for is_sp in (False, True))
+    """Data parallel on all axes, tensor parallel on the last ones, with what saves memory."""
+    flavours = ("ddp", "zero2", "zero3")
+    yield from (HandPlan(flavour=flavour) for flavour in flavours)
+    for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
+        for flavour in flavours if first else ("ddp",):
+            yield from (HandPlan(tuple(range(first, mesh.ndim)), is_sp, flavour) for is_sp in (False, True))
 
 
 def hand_plan(
@@ -136,7 +139,8 @@ class Outline:
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
         """The plans as assignments of the short graph; what they do alike on the first axes is worked out once."""
         graph, walks = self.short.graph, {}
-        walks[()] = _Walk({op.name: () for op in graph.ops}, {item.value.name: () for item in graph.of_kind("argument")})
+        arguments = {item.value.name: () for item in graph.of_kind("argument")}
+        walks[()] = _Walk({op.name: () for op in graph.ops}, arguments, candidates.strategies)
         for kinds in (_kinds(plan, mesh) for plan in plans):
             for axis in range(mesh.ndim):
                 if kinds[: axis + 1] not in walks:
@@ -146,7 +150,8 @@ class Outline:
     def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
         """`walk` with one more axis."""
         graph, same = self.short.graph, self.short.folded.representative
-        options = partial(_options, axis=axis, prefixes=walk.signatures, representative=same, candidates=candidates, mesh=mesh)
+        classes = {same[op.name] for op in graph.ops}
+        options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
         if kind == "batch":
             batch = _place_batch(graph, candidates, walk.arguments)
             signatures = follow_batch(graph, same, options, batch)
@@ -156,6 +161,7 @@ class Outline:
         return _Walk(
             {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
             {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
+            {name: [one for one in walk.left[name] if one.signatures[axis] == signatures[name]] for name in classes},
         )
 
     def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh) -> Assignment:
@@ -163,16 +169,17 @@ class Outline:
         data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
         return complete(
             self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh,
-            sharded_axes=data_axes if plan.flavour != "ddp" else (), counts=self.short.counts,
+            sharded_axes=data_axes if plan.flavour != "ddp" else (), regathered=plan.flavour == "zero3", counts=self.short.counts,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What is chosen on the first axes: op -> signatures, argument -> placements."""
+    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies that begin so."""
 
     signatures: Mapping[str, tuple[Signature, ...]]
     arguments: Mapping[str, Layout]
+    left: Mapping[str, Sequence[Strategy]]
 
 
 def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
@@ -189,21 +196,13 @@ def outlined(graph: Graph, folded: Folded) -> Outline:
 
 
 def _options(
-    op: Op,
-    *,
-    axis: int,
-    prefixes: Mapping[str, tuple[Signature, ...]],
-    representative: Mapping[str, str],
-    candidates: Candidates,
-    mesh: Mesh,
+    op: Op, *, axis: int, left: Mapping[str, Sequence[Strategy]], representative: Mapping[str, str], mesh: Mesh
 ) -> tuple[Option, ...]:
-    """What the op's strategies still allow on `axis` once `prefixes` are chosen on the axes before it."""
-    found: dict[Signature, Option] = {}
-    for strategy in candidates.strategies[representative[op.name]]:
-        signature = strategy.signatures[axis]
-        if strategy.signatures[:axis] == prefixes[op.name] and signature not in found:
-            found[signature] = Option(signature, _inner_bytes(op, axis, strategy, mesh))
-    return tuple(found.values())
+    """What the strategies that are left allow on `axis`."""
+    first: dict[Signature, Strategy] = {}
+    for strategy in left[representative[op.name]]:
+        first.setdefault(strategy.signatures[axis], strategy)
+    return tuple(Option(signature, _inner_bytes(op, axis, strategy, mesh)) for signature, strategy in first.items())
 
 
 def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
