@@ -44,14 +44,26 @@ def test_ddp_reduces_each_gradient_once_over_all_ranks_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama"])
-def test_zero3_gathers_each_parameter_and_scatters_its_gradient(name):
-    graph, assignment = traced(name), by_hand(name, "zero3")
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_zero_gathers_each_parameter_and_scatters_its_gradient(name, kind):
+    graph, assignment = traced(name), by_hand(name, kind)
     parameters = graph.of_kind("parameter")
     counts = tally(name, assignment)
     assert counts["forward", "all_gather", "dp+tp"] == counts["backward", "reduce_scatter", "dp+tp"] == len(parameters)
     assert not any(kind == "all_reduce" and phase == "backward" for phase, kind, _ in counts)
     stored = evaluate(graph, assignment, MESH, CPU).memory_bytes["parameters"]
     assert stored == sum(item.value.num_bytes for item in parameters) // MESH.num_devices
+
+
+def test_zero3_gathers_again_for_backward_what_zero2_keeps():
+    graph, kept, again = traced("llama"), by_hand("llama", "zero2"), by_hand("llama", "zero3")
+    reread = {item.value.name for item in graph.of_kind("parameter")} - {"model_embed_tokens_weight"}  # a lookup's backward needs no table
+    for axis in MESH.axis_names:
+        assert tally("llama", kept)["backward", "all_gather", axis] == 0
+        assert tally("llama", again)["backward", "all_gather", axis] == len(reread)
+    held = [evaluate(graph, plan, MESH, CPU).memory_bytes["activations"] for plan in (kept, again)]
+    assert held[0] - held[1] == sum(item.value.num_bytes for item in graph.of_kind("parameter") if item.value.name in reread)
+    assert by_hand("llama", "zero1") == kept
 
 
 def test_megatron_on_llama_is_two_all_reduces_a_layer_each_way():
@@ -163,7 +175,8 @@ def test_tensor_axes_may_be_any():
 
 def test_equal_plans_are_offered_once():
     found = hand_plans(traced("mlp"), folded("mlp"), annotated("mlp"), MESH)
-    assert list(found) == ["ddp", "zero3", "megatron:dp=2,tp=2", "megatron:dp=2,tp=2,zero3"]
+    tensor = "megatron:dp=2,tp=2"
+    assert list(found) == ["ddp", "zero2", "zero3", tensor, f"{tensor},zero2", f"{tensor},zero3"]
     found = hand_plans(traced("llama"), folded("llama"), annotated("llama"), MESH)
     assert {"megatron:dp=2,tp=2,sp", "megatron:dp=2,tp=2,sp,zero3"} < set(found)
 
