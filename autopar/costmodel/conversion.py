@@ -29,14 +29,44 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row."""
+    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row. used: the k
+    that occur."""
 
     kinds: tuple[Kind, ...]
     rows: np.ndarray  # i64[patterns, most collectives of a pattern]
     pattern: np.ndarray  # i64[sources, targets]
+    used: tuple[int, ...]
 
 
-@cache
+class _Patterns:
+    """The patterns met so far on one mesh, by number: very many pairs of layouts share them."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        self.mesh_shape = mesh_shape
+        self.numbers: dict[int, int] = {}  # packed codes -> number
+        self.kinds: dict[Kind, int] = {}
+        self.rows = np.full((0, 0), -1, dtype=np.int64)
+
+    def number(self, packed: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """i64[patterns]: the numbers of patterns given as packed and as plain codes."""
+        keys = packed.tolist()
+        new = [position for position, key in enumerate(keys) if key not in self.numbers]
+        if new:
+            self._add([keys[position] for position in new], codes[new].tolist())
+        return np.array([self.numbers[key] for key in keys], dtype=np.int64)
+
+    def _add(self, keys: list[int], codes: list[list[int]]) -> None:
+        found = [[self.kinds.setdefault(k, len(self.kinds)) for k in _pattern_kinds(tuple(row), self.mesh_shape)] for row in codes]
+        width = max(self.rows.shape[1], *map(len, found))
+        rows = [row + [-1] * (width - len(row)) for row in found]
+        known = np.pad(self.rows, ((0, 0), (0, width - self.rows.shape[1])), constant_values=-1)
+        self.rows = np.concatenate([known, np.array(rows, dtype=np.int64).reshape(len(rows), width)])
+        self.numbers.update(zip(keys, range(len(self.numbers), len(self.numbers) + len(keys))))
+
+
+_patterns = cache(_Patterns)
+
+
 def _pattern_kinds(codes: Codes, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
     """The collectives between two layouts, given as their codes one after the other; as `collectives_of`, for any shape."""
     found: list[Kind] = []
@@ -62,13 +92,13 @@ def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> R
     first_equal = (pairs[:, :, None] == pairs[:, None, :]).argmax(axis=-1)
     renamed = np.where(pairs >= 0, first_equal, pairs)
     packed = (renamed - USED) @ (2 * ndim - USED) ** np.arange(2 * ndim)  # USED is the lowest code
-    _, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
-    found = [_pattern_kinds(tuple(row), mesh_shape) for row in renamed[examples].tolist()]
-    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kinds in found for kind in kinds))}
-    width = max(map(len, found), default=0)
-    padded = [[numbers[kind] for kind in kinds] + [-1] * (width - len(kinds)) for kinds in found]
-    rows = np.array(padded, dtype=np.int64).reshape(len(found), width)
-    return Recipe(tuple(numbers), rows, pattern.reshape(len(sources), len(targets)))
+    found, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
+    known = _patterns(mesh_shape)
+    numbers = known.number(found, renamed[examples])
+    used = np.unique(known.rows[numbers])
+    return Recipe(
+        tuple(known.kinds), known.rows, numbers[pattern].reshape(len(sources), len(targets)), tuple(used[used >= 0].tolist())
+    )
 
 
 def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
@@ -82,7 +112,8 @@ def conversion_times(
     """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
     found = recipe(sources, targets, mesh_shape)
     times = np.zeros(len(found.kinds) + 1)  # the last stays 0, for the padding
-    for position, kind in enumerate(found.kinds):
+    for position in found.used:
+        kind = found.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_bytes = np.float64(value.num_bytes // kind.divisor)
             times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share)

@@ -43,13 +43,14 @@ def price_edges(flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluste
     meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
     prices = {meeting: _price(meeting, mesh, cluster) for meeting in meetings}
     known: dict[tuple[Part, ...], Matrices] = {}
+    zeros: dict[tuple[int, int], np.ndarray] = {}
     nodes, edges = list(nodes), []
     for (a, b), found in sorted(parts.items(), key=lambda item: item[0]):
         if a == b:
             nodes[a] = _with_own(nodes[a], found, prices)
             continue
         if found not in known:
-            known[found] = _spread(found, prices)
+            known[found] = _spread(found, prices, zeros)
         edges.append(Edge(a, b, *known[found]))
     return tuple(nodes), tuple(edges)
 
@@ -94,13 +95,23 @@ def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Matric
     return Node(node.name, cost_s, memory)
 
 
-def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Matrices]) -> Matrices:
-    """f64[options of a, options of b]: the sum over the parts."""
-    total: list[np.ndarray | float] = [0.0, 0.0]
-    for part in parts:
-        rows, columns = part.meeting.src.index, part.meeting.dst.index
-        for which, found in enumerate(prices[part.meeting]):
-            small = part.count * found
-            spread = small.T[np.ix_(columns, rows)] if part.is_turned else small[np.ix_(rows, columns)]
-            total[which] = spread if len(parts) == 1 else total[which] + spread
-    return total[0], total[1]
+def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Matrices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+    """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing else."""
+    first, *others = [_spread_one(part, prices, zeros) for part in parts]
+    for more in others:
+        first = first[0] + more[0], first[1] + more[1]
+    return first
+
+
+def _spread_one(part: Part, prices: Mapping[Meeting, Matrices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+    at = part.meeting.src.index, part.meeting.dst.index
+    rows, columns = at[::-1] if part.is_turned else at
+    shape = len(rows), len(columns)
+    found = []
+    for small in prices[part.meeting]:
+        if small.any():
+            small = part.count * (small.T if part.is_turned else small)
+            found.append(small[np.ix_(rows, columns)])
+        else:
+            found.append(zeros.setdefault(shape, np.zeros(shape)))
+    return found[0], found[1]
