@@ -6,8 +6,8 @@
 | gpt2-xl | transformers, 48 layers, 1600 wide, 25 heads | 1.6 B | 64 x 1024 tokens |
 | gpt-39b | transformers GPT-2, 48 layers, 8192 wide, 64 heads, 51200 tokens: the largest of Alpa's | 39.1 B | 8 x 1024 tokens, fp16 |
 | llama3-8b | transformers LlamaConfig as published by Meta (arXiv:2407.21783), no tied head | 8.0 B | 64 x 4096 tokens, bf16 |
-| llama3-70b | the same | 70.6 B | 64 x 8192 tokens, bf16 |
-| llama3-405b | the same | 405.9 B | 1024 x 8192 tokens, bf16 |
+| llama3-70b | the same | 70.6 B | 32 x 8192 tokens, bf16 |
+| llama3-405b | the same | 405.9 B | 256 x 8192 tokens, bf16 |
 | bert-large | transformers, 24 layers, 1024 wide, masked language model | 335 M | 256 x 512 tokens |
 | t5-large | transformers, encoder and decoder of 24 layers, 1024 wide | 738 M | 64 x 512 tokens in and out |
 | vit-l | transformers, patch 16, 24 layers, 1024 wide, 1000 classes | 304 M | 512 images, 224 x 224 |
@@ -163,10 +163,10 @@ MODELS: Mapping[str, partial[Example]] = {
         _llama3, layers=32, batch=64, sequence=4096, hidden_size=4096, intermediate_size=14336, num_attention_heads=32
     ),
     "llama3-70b": partial(
-        _llama3, layers=80, batch=64, sequence=8192, hidden_size=8192, intermediate_size=28672, num_attention_heads=64
+        _llama3, layers=80, batch=32, sequence=8192, hidden_size=8192, intermediate_size=28672, num_attention_heads=64
     ),
     "llama3-405b": partial(
-        _llama3, layers=126, batch=1024, sequence=8192, hidden_size=16384, intermediate_size=53248, num_attention_heads=128
+        _llama3, layers=126, batch=256, sequence=8192, hidden_size=16384, intermediate_size=53248, num_attention_heads=128
     ),
     "bert-large": partial(_bert_large, layers=24, batch=256, sequence=512),
     "t5-large": partial(_t5_large, layers=24, batch=64, sequence=512),
