@@ -161,6 +161,8 @@ NOT_FOUND = (
 )
 NOTES = (
     "published figures are maxima of measured steps; the rows show what this cost model says at each size, none is fitted to them",
+    "tuned Megatron has sequence parallelism here (arXiv:2205.05198), which is most of what the search gains on a transformer over DP; the "
+    "published 31.1 % must come of sizes or a Megatron that were not at hand",
     "a real run hides part of the gradient reduction behind backward, so that measured gains over DP are smaller than these where "
     "links are slow",
     "the bound's constant is not known: of a balanced grid the formula's three terms alone are 6 times (mnk/p)^(2/3), less the parts "
