@@ -44,7 +44,8 @@ def measure_plan(case: Case, started: float) -> Row:
     graph = _timed(times, "trace", partial(graph_of, example))
     mesh, cluster = as_mesh(case.mesh), load_cluster(case.cluster)
     try:
-        plan = make_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s)
+        limit = None if case.is_limited else math.inf
+        plan = make_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s, memory_limit_bytes=limit)
     except InfeasibleError as error:
         return {"error": str(error)}
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}

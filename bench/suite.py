@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Case:
     """One planning task. `mesh`: as `autopar.plan` reads it; a number of devices is factorised by the search. `batch`: samples in all.
 
-    `layers` and `sequence` are the model's usual ones if None.
+    `layers` and `sequence` are the model's usual ones if None. `is_limited`: a plan must fit the devices' memory.
     """
 
     model: str
@@ -17,6 +17,7 @@ class Case:
     sequence: int | None = None
     layers: int | None = None
     time_limit_s: float = 30.0
+    is_limited: bool = True
 
     @property
     def title(self) -> str:
