@@ -1,11 +1,14 @@
 """From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
 
+import math
 from collections.abc import Mapping
 
 from autopar.costmodel.cluster import Cluster
+from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import check_mesh
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.errors import InfeasibleError, PinError
+from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock, Progress
@@ -15,6 +18,12 @@ from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_mesh import Solved, solve_mesh
+from autopar.plan.tuned import Tried, tuned
+
+# An open mesh is searched on so many meshes at most.
+_MOST_MESHES = 4
+# The best mesh gets the time that is left if its gap is above this.
+_WORTH_MORE_TIME = 1e-3
 
 
 def make_plan(
@@ -31,7 +40,7 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
-    `mesh`: if it is `Devices`, the meshes of `factorise` are searched from the coarsest to the finest, and the plan has the best of them.
+    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, coarsest first, and the plan has the best of them.
     `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
     `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
@@ -56,24 +65,54 @@ def make_plan(
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
 ) -> dict[Mesh, Solved]:
-    """The best plan found on each mesh in an equal share of the time; a finer mesh starts from the plans of those it refines.
-
-    InfeasibleError of the finest mesh if no mesh has a plan.
+    """The best plan found on each of the promising meshes, of which the best gets the time that is left; and the best hand plan if that is
+    better. A finer mesh starts from the plans of those it refines. InfeasibleError of the last mesh if there is no plan.
     """
     if wishes.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
+    limit, optimizer = wishes.memory_limit_bytes, wishes.optimizer
+    by_hand = clock.run(
+        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, optimizer=optimizer)
+    )
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
-    meshes = factorise(devices.num_devices, cluster)
-    for num_left, mesh in zip(range(len(meshes), 0, -1), meshes):
+    meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, limit)
+    for num_left, mesh in zip(range(2 * len(meshes), 0, -1), meshes):
         used_s = clock.timings["search"]
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
-        limit_s = used_s + (time_limit_s - used_s) / num_left
         clock.where = f"mesh {mesh}: "
         try:
-            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=limit_s, clock=clock)
+            found[mesh] = solve_mesh(
+                graph, mesh, cluster, wishes, starts=starts, time_limit_s=used_s + (time_limit_s - used_s) / num_left, clock=clock
+            )
         except InfeasibleError as error:
             failure = error
     if not found:
         raise failure
+    best = min(found.values(), key=lambda solved: solved.cost_s)
+    if best.cost_s > (1 + _WORTH_MORE_TIME) * best.lower_bound_s and clock.timings["search"] < time_limit_s:
+        clock.where = f"mesh {best.mesh}: "
+        again = solve_mesh(graph, best.mesh, cluster, wishes, starts=[best.assignment], time_limit_s=time_limit_s, clock=clock)
+        found[best.mesh] = best = again
+    expert = by_hand.best
+    if expert is not None and expert.costs.step_s < best.cost_s:
+        bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, optimizer=optimizer))
+        name = f"hand plan {expert.name}"
+        found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, {expert.name: expert.costs}, name)
     return found
+
+
+def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:
+    """The coarsest mesh, and of the others those on which the best hand plans lie: fastest of what fits, or else nearest to fitting."""
+
+    def rank(mesh: Mesh) -> tuple[float, float]:
+        degrees = {math.prod(mesh.shape[:count]) for count in range(mesh.ndim + 1)}
+        here = (one.costs for one in tried if _data_degree(one) in degrees)
+        return min((max(0.0, costs.memory_bytes - limit_bytes), costs.step_s) for costs in here)
+
+    chosen = {meshes[0], *sorted(meshes[1:], key=rank)[: _MOST_MESHES - 1]}
+    return [mesh for mesh in meshes if mesh in chosen]
+
+
+def _data_degree(one: Tried) -> int:
+    return math.prod(size for axis, size in enumerate(one.mesh.shape) if axis not in one.plan.tensor_axes)

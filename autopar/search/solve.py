@@ -17,6 +17,9 @@ _ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 # CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
 _MOST_VARIABLES = 500_000
 
+# Descents together look at about so many pairs of strategies a sweep: more starts for small tables.
+_COMPARED_PAIRS = 2e7
+
 Progress = Callable[[str, float, float], None]
 
 
@@ -59,7 +62,7 @@ def _choices(
     """Choices and bounds as they are found, with the stage that found them."""
     deadline = monotonic() + time_limit_s
     land = landscape(table)
-    best = cheapest(table, (*starts, *(descend(land, start) for start in (*starts, *own_starts(land)))))
+    best = cheapest(table, (*starts, *(descend(land, start) for start in _promising(table, (*starts, *own_starts(land))))))
     if best is not None:
         yield "descent", _choice(table, best, trivial_bound(table))
     additions = min(_ADDITIONS_PER_S * max(1.0, time_limit_s), _MOST_ADDITIONS)
@@ -76,6 +79,17 @@ def _choices(
     for found in refine(state.reduced.table, state.best, state.lower_bound_s, time_limit_s=remaining_s, worker=worker):
         bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
         yield "refine", _choice(table, state.reduced.lift(found.strategies), bound_s)
+
+
+def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those worth descending from: within the limit the cheapest first, above it the lightest; few where a descent is slow."""
+
+    def rank(start: tuple[int, ...]) -> tuple[float, float]:
+        excess = max(0.0, memory_of(table, start) - table.memory_limit_bytes)
+        return excess, cost_of(table, start)
+
+    pairs = sum(edge.cost_s.size for edge in table.edges)
+    return sorted(dict.fromkeys(starts), key=rank)[: max(2, int(_COMPARED_PAIRS // max(1, pairs)))]
 
 
 def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:

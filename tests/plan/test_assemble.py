@@ -12,6 +12,7 @@ from autopar.plan.assemble import make_plan
 from autopar.plan.check import check_assignment
 from autopar.plan.factorise import factorise
 from autopar.plan.plan import Plan
+from autopar.plan.tuned import tuned
 from autopar.sbp.placement import format_layout
 from tests.plan.cases import CPU, MESH, annotated, folded, traced
 from tests.zoo import ZOO
@@ -82,6 +83,16 @@ def test_an_open_mesh_gets_the_best_of_its_meshes():
     assert plan.costs.step_s == pytest.approx(min(plan.meshes.values()), rel=1e-9)
     assert plan.mesh in meshes and "Meshes searched" in plan.explain()
     assert Plan.loads(plan.dumps(), traced("mlp"), devices).assignment == plan.assignment
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 30.0])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "vgg13"])
+def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_limit_s):
+    devices, cluster = Devices(8), load_cluster("v100")
+    expert = tuned(traced(name), folded(name), devices, cluster, memory_limit_bytes=usable_memory_bytes(cluster)).best
+    plan = make_plan(traced(name), devices, cluster, time_limit_s=time_limit_s)
+    assert plan.costs.step_s <= expert.costs.step_s * (1 + 1e-9)
+    assert 0 < plan.lower_bound_s <= plan.costs.step_s
 
 
 def test_an_open_mesh_has_no_axes_to_pin_to():
