@@ -16,9 +16,10 @@ from autopar.plan.factorise import as_used, factorise
 from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.setting import Wishes
+from autopar.plan.setting import Setting, Wishes
 from autopar.plan.solve_mesh import Solved, solve_mesh
 from autopar.plan.tuned import Tried, tuned
+from autopar.plan.unfolded import bound_unfolded
 
 # An open mesh is searched on so many meshes at most.
 _MOST_MESHES = 4
@@ -55,9 +56,12 @@ def make_plan(
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, clock)
     best = min(found.values(), key=lambda solved: solved.cost_s)
+    bound_s = best.lower_bound_s
+    if limit == math.inf:
+        bound_s = min(bound_s, bound_unfolded(Setting(graph, best.mesh, cluster, wishes, time_limit_s, clock)))
     return plan_of(
         graph, best.assignment, best.mesh, cluster,
-        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, found_by=best.found_by, hand=best.hand,
+        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=bound_s, found_by=best.found_by, hand=best.hand,
         meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=clock.timings,
     )  # fmt: skip
 

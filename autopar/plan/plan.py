@@ -27,6 +27,8 @@ from autopar.sbp.signature import Candidates
 @dataclass(frozen=True)
 class Plan:
     """`lower_bound_s`: no plan of this space within the memory limit has a shorter step, as `costs` prices it (0 when nothing was proven).
+    Without a memory limit and on up to two mesh axes that is said of plans in which every layer may differ, where the inner copies of a
+    repeat are read alike and hand on one value; else of plans whose inner layers are alike, all or in the segments that were searched.
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
