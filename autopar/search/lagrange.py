@@ -21,6 +21,9 @@ ROUNDING = 1e-13
 
 # Of the choices that messages meet at a price, these are worth a descent.
 _MOST_MET = 2
+# A table with fewer pairs of strategies is soon so small that it is eliminated: a few sweeps of messages are enough to get there.
+_SMALL_PAIRS = 1e7
+_FEW_SWEEPS, _MANY_SWEEPS = 12, 60
 
 _Part = TypeVar("_Part", Node, Edge)
 
@@ -66,6 +69,10 @@ def by_elimination(order: Sequence[int]) -> Evaluate:
     return evaluate
 
 
+def _is_small(table: CostTable) -> bool:
+    return sum(edge.cost_s.size for edge in table.edges) < _SMALL_PAIRS
+
+
 def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) -> Evaluate:
     """Evaluate a price by passing messages; what costs more than `best`, a choice within the limit, does not matter."""
 
@@ -73,7 +80,8 @@ def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) ->
         ceiling = float("inf")
         if best is not None:
             ceiling = cost_of(table, best) + (price * table.memory_limit_bytes if price else 0.0)
-        passed = pass_messages(table, multiplier=price, known=() if best is None else (best,), ceiling=ceiling, deadline=deadline)
+        known, most_sweeps = () if best is None else (best,), _FEW_SWEEPS if _is_small(table) else _MANY_SWEEPS
+        passed = pass_messages(table, multiplier=price, known=known, ceiling=ceiling, most_sweeps=most_sweeps, deadline=deadline)
         return Step(passed.value, passed.met[:_MOST_MET], passed)
 
     return evaluate

@@ -18,7 +18,7 @@ _ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 _MOST_VARIABLES = 500_000
 
 # Descents together look at about so many pairs of strategies a sweep: more starts for small tables.
-_COMPARED_PAIRS = 2e7
+_COMPARED_PAIRS = 4e6
 
 Progress = Callable[[str, float, float], None]
 

@@ -23,7 +23,7 @@ def test_a_plan_is_valid_and_no_worse_than_any_hand_plan(name):
     plan = make_plan(traced(name), MESH, CPU, time_limit_s=5.0)
     check_assignment(plan.assignment, traced(name), folded(name), annotated(name), MESH)
     assert {"ddp", "zero3", "megatron:dp=2,tp=2"} <= set(plan.hand)
-    assert plan.costs.step_s <= min(cost.step_s for cost in plan.hand.values())
+    assert plan.costs.step_s <= min(cost.step_s for cost in plan.hand.values()) * (1 + 1e-9)
     assert 0.0 < plan.lower_bound_s <= plan.costs.step_s and 0.0 <= plan.gap < 0.4  # small models: latency
 
 

@@ -114,7 +114,7 @@ def test_fast_links_get_column_and_row_pairs_in_every_layer():
     activation_bytes = BATCH // 2 * SEQUENCE * HIDDEN * 2
     assert num_sums(plan, "tp", "forward", activation_bytes) == num_sums(plan, "tp", "backward", activation_bytes) == 2 * LAYERS
     assert plan.costs.step_s < 0.9 * min(plan.hand[name].step_s for name in ("ddp", "zero3"))
-    assert plan.costs.step_s <= megatron_s(plan)
+    assert plan.costs.step_s <= megatron_s(plan) * (1 + 1e-9)
 
 
 def test_slow_links_get_data_parallelism():
@@ -127,7 +127,7 @@ def test_slow_links_get_data_parallelism():
         for axis in range(2):
             signature = axis_signatures(plan, op, axis)
             assert signature.inputs[0] == signature.outputs[0] == S(0) and not signature.inputs[1].is_split
-    assert plan.costs.step_s <= plan.hand["ddp"].step_s
+    assert plan.costs.step_s <= plan.hand["ddp"].step_s * (1 + 1e-9)
     assert plan.costs.step_s < 0.5 * megatron_s(plan)
 
 
@@ -140,7 +140,7 @@ def test_slow_links_get_data_parallelism_in_transformers_too():
         for axis in range(2):
             signature = axis_signatures(plan, op, axis)
             assert signature.inputs[0] == signature.outputs[0] == S(0) and not signature.inputs[1].is_split
-    assert plan.costs.step_s <= plan.hand["ddp"].step_s
+    assert plan.costs.step_s <= plan.hand["ddp"].step_s * (1 + 1e-9)
     assert plan.costs.step_s < 0.5 * megatron_s(plan)
 
 
