@@ -63,7 +63,9 @@ def squeeze(table: CostTable, best: tuple[int, ...] | None, *, additions: float,
             return
         size = num_entries(now.reduced.table)
         if now.best is not None:
-            now = replace(_moved(now, reduce(_pruned(now, view, dual))), is_pruned=True)
+            pruned = _pruned(now, view, dual)
+            is_quick = elimination_order(pruned.table, _quick(limits)) is not None
+            now = replace(_moved(now, pruned if is_quick else reduce(pruned)), is_pruned=True)
             yield now
         if now.best is None or num_entries(now.reduced.table) > _LEAST_SHRINK * size:
             if view.order is not None and (now.best is None or dual.is_best):
@@ -106,9 +108,12 @@ class _View:
     is_slow: bool = False
 
 
+def _quick(limits: Limits) -> Limits:
+    return replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
+
+
 def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
-    quick = replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
-    if (order := elimination_order(table, quick)) is not None:
+    if (order := elimination_order(table, _quick(limits))) is not None:
         return _View(table, order)
     if try_messages:
         return _View(table, None)

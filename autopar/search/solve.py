@@ -17,8 +17,8 @@ _ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 # CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
 _MOST_VARIABLES = 500_000
 
-# Descents together look at about so many pairs of strategies a sweep: more starts for small tables.
-_COMPARED_PAIRS = 4e6
+# What bounds a table meets better choices than further descents do.
+_MOST_DESCENTS = 3
 
 Progress = Callable[[str, float, float], None]
 
@@ -82,14 +82,13 @@ def _choices(
 
 
 def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those worth descending from: within the limit the cheapest first, above it the lightest; few where a descent is slow."""
+    """Those worth descending from: within the limit the cheapest first, above it the lightest."""
 
     def rank(start: tuple[int, ...]) -> tuple[float, float]:
         excess = max(0.0, memory_of(table, start) - table.memory_limit_bytes)
         return excess, cost_of(table, start)
 
-    pairs = sum(edge.cost_s.size for edge in table.edges)
-    return sorted(dict.fromkeys(starts), key=rank)[: max(2, int(_COMPARED_PAIRS // max(1, pairs)))]
+    return sorted(dict.fromkeys(starts), key=rank)[:_MOST_DESCENTS]
 
 
 def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:

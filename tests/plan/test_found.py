@@ -155,6 +155,6 @@ def built_in(name: str) -> Graph:
 def test_built_in_models_are_never_worse_than_by_hand_and_nearly_proven(name, mesh, cluster):
     plan = make_plan(built_in(name), parse_mesh(mesh), load_cluster(cluster))
     fitting = [cost.step_s for cost in plan.hand.values() if cost.memory_bytes <= plan.memory_limit_bytes]
-    assert plan.costs.step_s <= min(fitting, default=float("inf"))
+    assert plan.costs.step_s <= min(fitting, default=float("inf")) * (1 + 1e-9)
     assert plan.costs.total_memory_bytes <= plan.memory_limit_bytes
     assert 0.0 <= plan.gap < 0.05
