@@ -41,6 +41,7 @@ class Explained(Protocol):
     assignment: Assignment
     costs: Costs
     lower_bound_s: float
+    bound_of: str
     without_rule: Mapping[str, float]
     not_divided: tuple[tuple[str, int, int], ...]
     found_by: str
@@ -111,6 +112,7 @@ class Report:
     time_s: Mapping[str, float]
     step_s: float
     lower_bound_s: float
+    bound_of: str
     gap: float
     found_by: str
     hand: Mapping[str, Mapping[str, float]]
@@ -146,6 +148,7 @@ def report(plan: Explained) -> Report:
         },
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
+        bound_of=plan.bound_of,
         gap=plan.gap,
         found_by=plan.found_by,
         hand={name: {"step_s": cost.step_s, "memory_bytes": cost.memory_bytes} for name, cost in plan.hand.items()},

@@ -47,7 +47,8 @@ def _digits(number: float) -> str:
 
 def _head(report: Report) -> str:
     found = f", found by {report.found_by}" if report.found_by else ""
-    bound = f"no plan takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})" if report.lower_bound_s else "no bound"
+    least = f"no {report.bound_of} takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})"
+    bound = least if report.lower_bound_s else "no bound"
     return "\n".join(
         [
             f"Plan for mesh {report.mesh} on cluster {report.cluster} ({report.cluster_source}), optimizer {report.optimizer}.",

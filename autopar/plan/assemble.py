@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.floor import floor_s
@@ -17,7 +18,7 @@ from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Setting, Wishes
-from autopar.plan.solve_mesh import Solved, solve_mesh
+from autopar.plan.solve_mesh import ANY, Solved, solve_mesh
 from autopar.plan.tuned import Tried, tuned
 from autopar.plan.unfolded import bound_unfolded
 
@@ -56,13 +57,14 @@ def make_plan(
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, clock)
     best = min(found.values(), key=lambda solved: solved.cost_s)
-    bound_s = best.lower_bound_s
     if limit == math.inf:
-        bound_s = min(bound_s, bound_unfolded(Setting(graph, best.mesh, cluster, wishes, time_limit_s, clock)))
+        of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, wishes, time_limit_s, clock))
+        if of_all_s < math.inf:
+            best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
     return plan_of(
         graph, best.assignment, best.mesh, cluster,
-        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=bound_s, found_by=best.found_by, hand=best.hand,
-        meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=clock.timings,
+        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, bound_of=best.bound_of, found_by=best.found_by,
+        hand=best.hand, meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=clock.timings,
     )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def _solve_all(
     if expert is not None and expert.costs.step_s < best.cost_s:
         bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, optimizer=optimizer))
         name = f"hand plan {expert.name}"
-        found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, {expert.name: expert.costs}, name)
+        found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, ANY, {expert.name: expert.costs}, name)
     return found
 
 

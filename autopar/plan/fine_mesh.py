@@ -12,7 +12,7 @@ from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.lift import lift
 from autopar.plan.setting import Setting, Wishes
-from autopar.plan.solve_mesh import Solved, fold_stored, solve_mesh
+from autopar.plan.solve_mesh import ANY, Solved, fold_stored, solve_mesh
 from autopar.sbp.assignment import Assignment
 
 # On four axes an op may have 2,000 strategies and a pair of ops 4 million; on three, 343 and 0.1 million.
@@ -46,7 +46,7 @@ def solve_any_mesh(
         if is_done:
             break
     bound_s = min(cost_s, floor_s(graph, mesh, cluster, optimizer=wishes.optimizer))
-    return Solved(mesh, best, cost_s, bound_s, first.hand, "search")
+    return Solved(mesh, best, cost_s, bound_s, ANY, first.hand, "search")
 
 
 def _merged(mesh: Mesh) -> Mesh:

@@ -26,9 +26,9 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Plan:
-    """`lower_bound_s`: no plan of this space within the memory limit has a shorter step, as `costs` prices it (0 when nothing was proven).
-    Without a memory limit and on up to two mesh axes that is said of plans in which every layer may differ, where the inner copies of a
-    repeat are read alike and hand on one value; else of plans whose inner layers are alike, all or in the segments that were searched.
+    """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0 when nothing was
+    proven). bound_of: "plan" without a memory limit and on up to two mesh axes, where the inner copies of a repeat are read alike and hand
+    on one value; else plans whose inner layers are alike, all or in the segments that were searched.
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
@@ -46,6 +46,7 @@ class Plan:
     assignment: Assignment
     costs: Costs
     lower_bound_s: float
+    bound_of: str
     without_rule: Mapping[str, float]
     not_divided: tuple[tuple[str, int, int], ...]
     found_by: str
@@ -72,6 +73,7 @@ class Plan:
                 optimizer=self.optimizer,
                 memory_limit_bytes=self.memory_limit_bytes,
                 lower_bound_s=self.lower_bound_s,
+                bound_of=self.bound_of,
                 found_by=self.found_by,
                 hand=self.hand,
                 assignment=self.assignment,
@@ -95,7 +97,7 @@ class Plan:
         return plan_of(
             graph, saved.assignment, mesh, saved.cluster,
             optimizer=saved.optimizer, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
-            found_by=saved.found_by, hand=saved.hand,
+            bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand,
         )  # fmt: skip
 
     @classmethod
@@ -113,6 +115,7 @@ def plan_of(
     optimizer: str = "adamw",
     memory_limit_bytes: float = math.inf,
     lower_bound_s: float = 0.0,
+    bound_of: str = "plan",
     found_by: str = "",
     hand: Mapping[str, HandCosts] | None = None,
     meshes: Mapping[str, float] | None = None,
@@ -133,6 +136,7 @@ def plan_of(
         assignment=assignment,
         costs=costs,
         lower_bound_s=min(lower_bound_s, costs.step_s),
+        bound_of=bound_of,
         without_rule=_without_rule(graph, folded, candidates, assignment, costs, mesh, cluster),
         not_divided=candidates.not_divided,
         found_by=found_by,

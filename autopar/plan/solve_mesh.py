@@ -15,18 +15,21 @@ from autopar.plan.store import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.search.table import cost_of, memory_of
 
+# The plans that a lower bound is about.
+ANY, ALIKE = "plan", "plan whose inner layers are alike"
 # A gap above this under a memory limit is worth another search, in which the layers of a repeat may differ.
 _WORTH_SEGMENTS = 5e-4
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan found on `mesh`; `cost_s` is its step. hand, found_by: as in `Plan`."""
+    """The best plan found on `mesh`; `cost_s` is its step. bound_of, hand, found_by: as in `Plan`."""
 
     mesh: Mesh
     assignment: Assignment
     cost_s: float
     lower_bound_s: float
+    bound_of: str
     hand: Mapping[str, HandCosts]
     found_by: str
 
@@ -49,7 +52,8 @@ def solve_mesh(
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
     table = problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
-    best = Solved(mesh, problem.decode(choice), choice.cost_s, choice.lower_bound_s, costs, found_by)
+    bound_of = ALIKE if folded.repeats else ANY
+    best = Solved(mesh, problem.decode(choice), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
     if choice.gap > _WORTH_SEGMENTS and wishes.memory_limit_bytes < float("inf") and setting.remaining_s > 0:
         return _with_layers_apart(setting, setting.problem(segmented(folded, graph, _halves(folded))), best)
     return best

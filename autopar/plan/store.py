@@ -42,6 +42,7 @@ class SavedPlan:
     optimizer: str
     memory_limit_bytes: float
     lower_bound_s: float
+    bound_of: str
     found_by: str
     hand: Mapping[str, HandCosts]
     assignment: Assignment
@@ -57,6 +58,7 @@ def dumps(saved: SavedPlan) -> str:
         "optimizer": saved.optimizer,
         "memory_limit_bytes": None if saved.memory_limit_bytes == float("inf") else saved.memory_limit_bytes,
         "lower_bound_s": saved.lower_bound_s,
+        "bound_of": saved.bound_of,
         "found_by": saved.found_by,
         "hand": {name: asdict(costs) for name, costs in saved.hand.items()},
         "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in saved.assignment.strategies.items()},
@@ -80,6 +82,7 @@ def loads(text: str) -> SavedPlan:
             optimizer=content["optimizer"],
             memory_limit_bytes=float("inf") if limit is None else float(limit),
             lower_bound_s=float(content["lower_bound_s"]),
+            bound_of=str(content["bound_of"]),
             found_by=str(content["found_by"]),
             hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
             assignment=Assignment(

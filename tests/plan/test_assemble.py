@@ -95,6 +95,13 @@ def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_li
     assert 0 < plan.lower_bound_s <= plan.costs.step_s
 
 
+def test_it_is_said_what_the_bound_is_about():
+    limited, free = make_plan(traced("gpt2"), MESH, CPU), make_plan(traced("gpt2"), MESH, CPU, memory_limit_bytes=float("inf"))
+    assert "no plan whose inner layers are alike takes less than" in limited.explain()
+    assert "no plan takes less than" in free.explain()
+    assert Plan.loads(limited.dumps(), traced("gpt2"), MESH).bound_of == limited.bound_of
+
+
 def test_an_open_mesh_has_no_axes_to_pin_to():
     with pytest.raises(PinError, match="left open; write a mesh"):
         make_plan(traced("mlp"), Devices(4), CPU, pins={"head.weight": "S(0)"})
