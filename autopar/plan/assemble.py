@@ -17,7 +17,7 @@ from autopar.plan.factorise import as_used, factorise
 from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.setting import Setting, Wishes
+from autopar.plan.setting import ENOUGH_GAP, Setting, Wishes
 from autopar.plan.solve_mesh import ANY, Solved, solve_mesh
 from autopar.plan.tuned import Tried, tuned
 from autopar.plan.unfolded import bound_unfolded
@@ -25,7 +25,7 @@ from autopar.plan.unfolded import bound_unfolded
 # An open mesh is searched on so many meshes at most.
 _MOST_MESHES = 4
 # The best mesh gets the time that is left if its gap is above this.
-_WORTH_MORE_TIME = 1e-3
+_WORTH_MORE_TIME = ENOUGH_GAP
 
 
 def make_plan(

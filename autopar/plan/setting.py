@@ -24,6 +24,8 @@ from autopar.search.relax import tractable
 from autopar.search.solve import solve
 from autopar.search.table import Choice
 
+# Under a memory limit the last half per cent often takes far longer to prove than everything before, and changes nothing.
+ENOUGH_GAP = 5e-3
 # On how many axes an op may leave the plan that a neighbourhood is searched around.
 NEAR_AXES = 2
 
@@ -88,9 +90,9 @@ class Setting:
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]]) -> Choice:
         """The cheapest choice; InfeasibleError with what binds and what to do."""
-        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, progress=self.clock.tell_cost)
+        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP)
         try:
-            return self.clock.run("search", work)
+            return self.clock.run("search", partial(work, progress=self.clock.tell_cost))
         except InfeasibleError as error:
             raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
 

@@ -10,7 +10,7 @@ from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.hand import hand_plans
-from autopar.plan.setting import Problem, Setting, Wishes
+from autopar.plan.setting import ENOUGH_GAP, Problem, Setting, Wishes
 from autopar.plan.store import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.search.table import cost_of, memory_of
@@ -18,7 +18,7 @@ from autopar.search.table import cost_of, memory_of
 # The plans that a lower bound is about.
 ANY, ALIKE = "plan", "plan whose inner layers are alike"
 # A gap above this under a memory limit is worth another search, in which the layers of a repeat may differ.
-_WORTH_SEGMENTS = 5e-4
+_WORTH_SEGMENTS = ENOUGH_GAP
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ _MOST_VARIABLES = 500_000
 # What bounds a table meets better choices than further descents do.
 _MOST_DESCENTS = 3
 
+# Stages that may be ended by a gap that is enough; those before them take little time.
+_SLOW_STAGES = ("labels", "refine")
+
 Progress = Callable[[str, float, float], None]
 
 
@@ -28,12 +31,14 @@ def solve(
     *,
     starts: Sequence[tuple[int, ...]] = (),
     time_limit_s: float = 30.0,
+    enough_gap: float = 0.0,
     progress: Progress | None = None,
     worker: Sequence[str] = WORKER,
 ) -> Choice:
     """The cheapest choice within the memory limit, and a proven lower bound.
 
     Never worse than any start within the limit. The same table and starts give the same choice, unless the time limit strikes first.
+    `enough_gap`: the search ends when the choice is so near to its bound, relatively, unless nearer comes at once.
     Ctrl-C ends the search with the best choice known. `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker`
     is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
     """
@@ -47,6 +52,8 @@ def solve(
                     best = choice
                     if progress is not None:
                         progress(stage, best.cost_s, best.lower_bound_s)
+                if stage in _SLOW_STAGES and best.gap <= enough_gap:
+                    break
     except KeyboardInterrupt:
         if best is None:
             raise
