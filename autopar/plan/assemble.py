@@ -93,18 +93,20 @@ def _solve_all(
             )
         except InfeasibleError as error:
             failure = error
-    if not found:
-        raise failure
-    best = min(found.values(), key=lambda solved: solved.cost_s)
-    if best.cost_s > (1 + _WORTH_MORE_TIME) * best.lower_bound_s and clock.timings["search"] < time_limit_s:
+    best = min(found.values(), key=lambda solved: solved.cost_s, default=None)
+    if best is not None and best.cost_s > (1 + _WORTH_MORE_TIME) * best.lower_bound_s and clock.timings["search"] < time_limit_s:
         clock.where = f"mesh {best.mesh}: "
         again = solve_mesh(graph, best.mesh, cluster, wishes, starts=[best.assignment], time_limit_s=time_limit_s, clock=clock)
-        found[best.mesh] = best = again
+        # not as a matter of course: a start in which layers differ is searched from as if they were alike
+        if again.cost_s <= best.cost_s:
+            found[best.mesh] = best = again
     expert = by_hand.best
-    if expert is not None and expert.costs.step_s < best.cost_s:
+    if expert is not None and (best is None or expert.costs.step_s < best.cost_s):
         bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, optimizer=optimizer))
         name = f"hand plan {expert.name}"
         found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, ANY, {expert.name: expert.costs}, name)
+    if not found:
+        raise failure
     return found
 
 
