@@ -117,7 +117,7 @@ class _Planner:
         if self.given is None:
             return _planned(graph, mesh_of(self.mesh), self.cluster, wishes)
         saved = store.loads(self.given)  # new shapes are planned for what the given plan was made for
-        asked = {"optimizer": saved.optimizer, "memory_limit_bytes": saved.memory_limit_bytes}
+        asked = {"training": saved.training, "memory_limit_bytes": saved.memory_limit_bytes}
         return _planned(graph, mesh_of(self.mesh), saved.cluster, wishes | asked)
 
 

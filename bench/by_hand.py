@@ -31,7 +31,7 @@ _NOTHING = ByHand(None, None)
 
 def best_by_hand(graph: Graph, mesh: Mesh | Devices, plan: Plan) -> ByHand:
     """The fastest of all grids and flavours."""
-    found = tuned(graph, fold(graph), mesh, plan.cluster, memory_limit_bytes=plan.memory_limit_bytes, optimizer=plan.optimizer).best
+    found = tuned(graph, fold(graph), mesh, plan.cluster, memory_limit_bytes=plan.memory_limit_bytes, training=plan.training).best
     return _NOTHING if found is None else ByHand(found.name, found.costs.step_s)
 
 
@@ -48,7 +48,7 @@ def model_own(model: nn.Module, graph: Graph, plan: Plan) -> ByHand:
     found = []
     for name in ("hf", "hf:zero3") if mesh.ndim > 1 else ("hf",):
         assignment = hand_plan(parse_hand_plan(name, mesh), graph, folded, candidates, mesh, styles)
-        costs = evaluate(graph, assignment, mesh, plan.cluster, optimizer=plan.optimizer)
+        costs = evaluate(graph, assignment, mesh, plan.cluster, training=plan.training)
         if costs.total_memory_bytes <= plan.memory_limit_bytes:
             found.append(ByHand(name, costs.step_s))
     return min(found, key=lambda one: one.step_s, default=_NOTHING)

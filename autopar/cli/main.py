@@ -16,6 +16,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
+from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
 from autopar.explain.report import report
 from autopar.ir.fold import fold
@@ -143,25 +144,25 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
     if options.hand:
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return _by_hand(options.hand, example.model, graph, mesh, cluster, options.optimizer, limit)
+        return _by_hand(options.hand, example.model, graph, mesh, cluster, Training(options.optimizer), limit)
     return make_plan(
         graph,
         options.mesh,
         cluster,
         pins=dict(_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
-        optimizer=options.optimizer,
+        training=Training(options.optimizer),
         time_limit_s=options.time_limit,
         progress=tell,
     )
 
 
-def _by_hand(kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, optimizer: str, limit: float) -> Plan:
+def _by_hand(kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float) -> Plan:
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     plan = parse_hand_plan(kind, mesh)
     assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
-    return plan_of(graph, assignment, mesh, cluster, optimizer=optimizer, memory_limit_bytes=limit, found_by=f"hand plan {kind}")
+    return plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit, found_by=f"hand plan {kind}")
 
 
 def _pin(text: str) -> tuple[str, str]:

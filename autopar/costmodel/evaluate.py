@@ -11,6 +11,7 @@ from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import held_values, input_bytes, saved_by_op, update_bytes
 from autopar.costmodel.probe import Footprint, footprints
+from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
@@ -53,15 +54,15 @@ class Costs:
         return sum(self.memory_bytes.values())
 
 
-def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, optimizer: str = "adamw") -> Costs:
+def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     found, known = conversions(graph, assignment), footprints(graph)
     times = [op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops]
-    updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer) for item in graph.inputs)
+    updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
     memory: Counter[str] = Counter()
     for item in graph.inputs:
-        memory.update(input_bytes(item, assignment.layouts[item.value.name], mesh.shape, optimizer))
+        memory.update(input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training))
     memory["activations"] = _activation_bytes(graph, assignment, found, known, mesh)
     return Costs(
         compute_forward_s=sum(forward for forward, _ in times),

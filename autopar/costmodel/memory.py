@@ -6,12 +6,9 @@ from functools import cache
 
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.probe import Footprint, footprint
+from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op
 from autopar.sbp.placement import I, Layout, local_shape
-
-# Bytes of state per element, held in float32 as mixed-precision training does.
-OPTIMIZER_STATE_BYTES: Mapping[str, int] = {"none": 0, "sgd": 0, "momentum": 4, "adagrad": 4, "adam": 8, "adamw": 8}
-
 
 # Kept free of a device's memory for what is not counted: the driver's context, buffers of the collectives, workspaces and what the
 # allocator cannot use between blocks. A round number, not measured; one gradient bucket or workspace is small beside it.
@@ -23,32 +20,24 @@ def usable_memory_bytes(cluster: Cluster) -> float:
     return cluster.memory_bytes * (1 - SPARE_MEMORY)
 
 
-def optimizer_state_bytes(optimizer: str) -> int:
-    """Bytes of optimizer state per parameter element; ValueError if `optimizer` is unknown."""
-    if optimizer not in OPTIMIZER_STATE_BYTES:
-        known = ", ".join(OPTIMIZER_STATE_BYTES)
-        raise ValueError(f"optimizer: expected one of {known}, found {optimizer!r}; take the one with as much state")
-    return OPTIMIZER_STATE_BYTES[optimizer]
-
-
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shape: tuple[int, ...]) -> int:
     """Bytes of one rank's part."""
     return math.prod(local_shape(shape, layout, mesh_shape)) * itemsize
 
 
-def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], optimizer: str) -> dict[str, int]:
+def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> dict[str, int]:
     """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in `layout`."""
     held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
     found = {item.kind + "s": held}
     if item.kind == "parameter" and item.value.needs_grad:
         found["gradients"] = held
-        found["optimizer"] = held // item.value.dtype.itemsize * optimizer_state_bytes(optimizer)
+        found["optimizer"] = held // item.value.dtype.itemsize * training.state_bytes
     return found
 
 
-def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], optimizer: str) -> int:
+def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
     """Bytes the optimizer reads and writes: parameter and state twice, gradient once."""
-    found = input_bytes(item, layout, mesh_shape, optimizer)
+    found = input_bytes(item, layout, mesh_shape, training)
     return 2 * (found["parameters"] + found["optimizer"]) + found["gradients"] if "gradients" in found else 0
 
 

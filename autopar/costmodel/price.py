@@ -7,6 +7,7 @@ from autopar.costmodel.entities import Entity, find_flows
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.price_edges import price_edges
 from autopar.costmodel.price_nodes import price_nodes
+from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
@@ -33,14 +34,14 @@ def price(
     mesh: Mesh,
     cluster: Cluster,
     *,
-    optimizer: str = "adamw",
+    training: Training = WHOLE_BATCH,
     memory_limit_bytes: float = math.inf,
 ) -> Priced:
-    """Price everything `candidates` offers, for one training step with `optimizer` (see `memory.OPTIMIZER_STATE_BYTES`).
+    """Price everything `candidates` offers, for one training step of `training`.
 
-    MeshError if the mesh does not fit the cluster; ValueError for an unknown optimizer.
+    MeshError if the mesh does not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
     flows = find_flows(graph, folded, candidates)
-    nodes = price_nodes(graph, folded, flows, mesh, cluster, optimizer)
+    nodes = price_nodes(graph, folded, flows, mesh, cluster, training)
     return Priced(CostTable(*price_edges(flows, nodes, mesh, cluster), memory_limit_bytes), flows.entities)

@@ -13,6 +13,7 @@ from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
+from autopar.costmodel.training import Training
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
@@ -24,7 +25,7 @@ from autopar.search.table import Node
 Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
 
 
-def price_nodes(graph: Graph, folded: Folded, flows: Flows, mesh: Mesh, cluster: Cluster, optimizer: str) -> list[Node]:
+def price_nodes(graph: Graph, folded: Folded, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
     """A node an entity, without what flows cost; equal ones share their arrays."""
     counts = Counter(folded.representative[op.name] for op in graph.ops)
     counts.update(folded.representative[item.value.name] for item in graph.inputs)
@@ -39,7 +40,7 @@ def price_nodes(graph: Graph, folded: Folded, flows: Flows, mesh: Mesh, cluster:
         elif entity.kind == "input":
             item, count = inputs[entity.name], counts[entity.name]
             key = item.kind, replace(item.value, name=""), entity.options, count
-            found = known.get(key) or _times(count, _price_input(item, entity.options, mesh, cluster, optimizer))
+            found = known.get(key) or _times(count, _price_input(item, entity.options, mesh, cluster, training))
         else:
             key = (len(entity.options),)
             found = known.get(key) or (np.zeros(key), np.zeros(key))
@@ -85,8 +86,8 @@ def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cl
     return np.array([sum(collective_time(cluster, mesh, collective) for collective in found) for found in inner])
 
 
-def _price_input(item: Input, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, optimizer: str) -> Prices:
+def _price_input(item: Input, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
     layouts = [option.layout for option in options]
-    cost_s = [update_bytes(item, layout, mesh.shape, optimizer) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
-    memory = [sum(input_bytes(item, layout, mesh.shape, optimizer).values()) for layout in layouts]
+    cost_s = [update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
+    memory = [sum(input_bytes(item, layout, mesh.shape, training).values()) for layout in layouts]
     return np.array(cost_s), np.array(memory, dtype=np.float64)

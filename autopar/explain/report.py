@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.training import Training
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, short_dtype
 from autopar.mesh import Mesh
@@ -34,7 +35,7 @@ class Explained(Protocol):
 
     mesh: Mesh
     cluster: Cluster
-    optimizer: str
+    training: Training
     memory_limit_bytes: float
     graph: Graph
     folded: Folded
@@ -133,7 +134,7 @@ def report(plan: Explained) -> Report:
         mesh=str(plan.mesh),
         cluster=plan.cluster.name,
         cluster_source=plan.cluster.source,
-        optimizer=plan.optimizer,
+        optimizer=plan.training.optimizer,
         ops=tuple(_op_rows(plan)),
         inputs=tuple(_input_rows(plan)),
         totals=_totals(plan),

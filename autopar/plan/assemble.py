@@ -8,6 +8,7 @@ from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import check_mesh
 from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.errors import InfeasibleError, PinError
 from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
@@ -36,7 +37,7 @@ def make_plan(
     pins: Mapping[str, str] | None = None,
     stored: Mapping[str, str] | None = None,
     memory_limit_bytes: float | None = None,
-    optimizer: str = "adamw",
+    training: Training = WHOLE_BATCH,
     time_limit_s: float = 30.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -48,7 +49,7 @@ def make_plan(
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
-    wishes = Wishes(pins or {}, stored or {}, limit, optimizer)
+    wishes = Wishes(pins or {}, stored or {}, limit, training)
     clock = Clock(progress or (lambda _: None))
     check_mesh(cluster, mesh.num_devices)
     if isinstance(mesh, Mesh):
@@ -63,7 +64,7 @@ def make_plan(
             best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
     return plan_of(
         graph, best.assignment, best.mesh, cluster,
-        optimizer=optimizer, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, bound_of=best.bound_of, found_by=best.found_by,
+        training=training, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, bound_of=best.bound_of, found_by=best.found_by,
         hand=best.hand, meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=clock.timings,
     )  # fmt: skip
 
@@ -76,9 +77,9 @@ def _solve_all(
     """
     if wishes.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
-    limit, optimizer = wishes.memory_limit_bytes, wishes.optimizer
+    limit, training = wishes.memory_limit_bytes, wishes.training
     by_hand = clock.run(
-        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, optimizer=optimizer)
+        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training)
     )
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
@@ -102,7 +103,7 @@ def _solve_all(
             found[best.mesh] = best = again
     expert = by_hand.best
     if expert is not None and (best is None or expert.costs.step_s < best.cost_s):
-        bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, optimizer=optimizer))
+        bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, training=training))
         name = f"hand plan {expert.name}"
         found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, ANY, {expert.name: expert.costs}, name)
     if not found:

@@ -45,7 +45,7 @@ def solve_any_mesh(
             best, cost_s = problem.decode(choice), choice.cost_s
         if is_done:
             break
-    bound_s = min(cost_s, floor_s(graph, mesh, cluster, optimizer=wishes.optimizer))
+    bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=wishes.training))
     return Solved(mesh, best, cost_s, bound_s, ANY, first.hand, "search")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.compute import op_time
 from autopar.costmodel.evaluate import Costs, evaluate
+from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.errors import PlanError
 from autopar.explain.report import report
 from autopar.explain.text import format_report
@@ -38,7 +39,7 @@ class Plan:
 
     mesh: Mesh
     cluster: Cluster
-    optimizer: str
+    training: Training
     memory_limit_bytes: float
     fingerprint: str
     graph: Graph
@@ -70,7 +71,7 @@ class Plan:
                 fingerprint=self.fingerprint,
                 mesh=self.mesh,
                 cluster=self.cluster,
-                optimizer=self.optimizer,
+                training=self.training,
                 memory_limit_bytes=self.memory_limit_bytes,
                 lower_bound_s=self.lower_bound_s,
                 bound_of=self.bound_of,
@@ -96,7 +97,7 @@ class Plan:
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
         return plan_of(
             graph, saved.assignment, mesh, saved.cluster,
-            optimizer=saved.optimizer, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
+            training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
             bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand,
         )  # fmt: skip
 
@@ -112,7 +113,7 @@ def plan_of(
     mesh: Mesh,
     cluster: Cluster,
     *,
-    optimizer: str = "adamw",
+    training: Training = WHOLE_BATCH,
     memory_limit_bytes: float = math.inf,
     lower_bound_s: float = 0.0,
     bound_of: str = "plan",
@@ -122,13 +123,13 @@ def plan_of(
     timings: Mapping[str, float] | None = None,
 ) -> Plan:
     """The plan that `assignment` is, with its costs; nothing is searched."""
-    costs = evaluate(graph, assignment, mesh, cluster, optimizer=optimizer)
+    costs = evaluate(graph, assignment, mesh, cluster, training=training)
     folded = as_planned(fold(graph), graph, assignment)
     candidates = annotate(graph, mesh, folded, near=assignment.strategies)
     return Plan(
         mesh=mesh,
         cluster=cluster,
-        optimizer=optimizer,
+        training=training,
         memory_limit_bytes=memory_limit_bytes,
         fingerprint=fingerprint(graph),
         graph=graph,

@@ -8,6 +8,7 @@ from autopar.costmodel.decode import decode, encode
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.price import Priced, price
+from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
@@ -37,7 +38,7 @@ class Wishes:
     pins: Mapping[str, str]
     stored: Mapping[str, str]
     memory_limit_bytes: float
-    optimizer: str
+    training: Training
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Setting:
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
-        limit, optimizer = self.wishes.memory_limit_bytes, self.wishes.optimizer
-        return price(self.graph, folded, candidates, self.mesh, self.cluster, optimizer=optimizer, memory_limit_bytes=limit)
+        limit, training = self.wishes.memory_limit_bytes, self.wishes.training
+        return price(self.graph, folded, candidates, self.mesh, self.cluster, training=training, memory_limit_bytes=limit)
 
     @property
     def remaining_s(self) -> float:

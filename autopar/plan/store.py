@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.costmodel.cluster import Cluster, cluster_from_json
+from autopar.costmodel.training import Training
 from autopar.errors import MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
@@ -39,7 +40,7 @@ class SavedPlan:
     fingerprint: str
     mesh: Mesh
     cluster: Cluster
-    optimizer: str
+    training: Training
     memory_limit_bytes: float
     lower_bound_s: float
     bound_of: str
@@ -55,7 +56,7 @@ def dumps(saved: SavedPlan) -> str:
         "fingerprint": saved.fingerprint,
         "mesh": {"shape": saved.mesh.shape, "axis_names": saved.mesh.axis_names},
         "cluster": json.loads(saved.cluster.to_json()),
-        "optimizer": saved.optimizer,
+        "training": asdict(saved.training),
         "memory_limit_bytes": None if saved.memory_limit_bytes == float("inf") else saved.memory_limit_bytes,
         "lower_bound_s": saved.lower_bound_s,
         "bound_of": saved.bound_of,
@@ -79,7 +80,7 @@ def loads(text: str) -> SavedPlan:
             fingerprint=content["fingerprint"],
             mesh=Mesh(tuple(content["mesh"]["shape"]), tuple(content["mesh"]["axis_names"])),
             cluster=cluster_from_json(json.dumps(content["cluster"])),
-            optimizer=content["optimizer"],
+            training=Training(**content["training"]),
             memory_limit_bytes=float("inf") if limit is None else float(limit),
             lower_bound_s=float(content["lower_bound_s"]),
             bound_of=str(content["bound_of"]),

@@ -8,6 +8,7 @@ from itertools import chain, combinations
 from autopar.costmodel.decode import encode
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.price import price
+from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
@@ -45,7 +46,7 @@ def tuned(
     cluster: Cluster,
     *,
     memory_limit_bytes: float = math.inf,
-    optimizer: str = "adamw",
+    training: Training = WHOLE_BATCH,
     kinds: tuple[str, ...] = ("data", "tensor"),
 ) -> Tuned:
     """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each factorisation
@@ -59,7 +60,7 @@ def tuned(
     for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
         choices = _plans(grid) if isinstance(mesh, Mesh) else _plans_by_name(grid)
         plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
-        for tried, assignment in _priced(graph, outline, plans, grid, cluster, optimizer):
+        for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
             found[grid, tried.plan] = tried, assignment
     tried = sorted((one for one, _ in found.values()), key=lambda one: one.costs.step_s)
     best = next((one for one in tried if one.costs.memory_bytes <= memory_limit_bytes), None)
@@ -87,14 +88,14 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def _priced(
-    graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, optimizer: str
+    graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, training: Training
 ) -> Iterator[tuple[Tried, Assignment]]:
     """The plans, priced by a table that offers what they take and nothing else."""
     if not plans:
         return
     short = outline.short
     followed = outline.follow(plans, annotate(short.graph, mesh, short.folded), mesh)
-    priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, optimizer=optimizer)
+    priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, training=training)
     for plan, assignment in followed.items():
         choice = encode(priced, short.graph, short.folded, assignment)
         costs = HandCosts(cost_of(priced.table, choice), round(memory_of(priced.table, choice)))

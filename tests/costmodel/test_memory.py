@@ -6,8 +6,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.memory import input_bytes, optimizer_state_bytes, update_bytes
+from autopar.costmodel.memory import input_bytes, update_bytes
 from autopar.costmodel.presets import PRESETS
+from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
@@ -82,13 +83,26 @@ def test_activations_of_attention_are_close():
 
 def test_stored_bytes_by_hand():
     weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
-    assert input_bytes(weight, (S(0),), (4,), "adamw") == {"parameters": 24, "gradients": 24, "optimizer": 96}
-    assert update_bytes(weight, (S(0),), (4,), "adamw") == 2 * (24 + 96) + 24
+    assert input_bytes(weight, (S(0),), (4,), Training("adamw")) == {"parameters": 24, "gradients": 24, "optimizer": 96}
+    assert update_bytes(weight, (S(0),), (4,), Training("adamw")) == 2 * (24 + 96) + 24
     frozen = Input("parameter", Value("w", (8, 6), torch.bfloat16, False), "w")
-    assert input_bytes(frozen, (I,), (4,), "adamw") == {"parameters": 96} and update_bytes(frozen, (I,), (4,), "adamw") == 0
-    assert input_bytes(Input("buffer", weight.value, "b"), (I,), (4,), "sgd") == {"buffers": 96}
+    assert input_bytes(frozen, (I,), (4,), Training("adamw")) == {"parameters": 96}
+    assert update_bytes(frozen, (I,), (4,), Training("adamw")) == 0
+    assert input_bytes(Input("buffer", weight.value, "b"), (I,), (4,), Training("sgd")) == {"buffers": 96}
 
 
 def test_an_unknown_optimizer_lists_the_known():
     with pytest.raises(ValueError, match=r"adamw.*found 'lion-2000'"):
-        optimizer_state_bytes("lion-2000")
+        Training("lion-2000")
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_in_flight"), [(0, 0), (2, 3), (2, 0)])
+def test_impossible_counts_of_microbatches_are_refused(num_microbatches, num_in_flight):
+    with pytest.raises(ValueError, match=f"found {num_in_flight} in flight of {num_microbatches} microbatches"):
+        Training("adamw", num_microbatches, num_in_flight)
+
+
+def test_a_master_copy_is_four_bytes_an_element():
+    weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
+    plain, master = (input_bytes(weight, (I,), (4,), Training(name)) for name in ("adamw", "adamw-master"))
+    assert master == plain | {"optimizer": plain["optimizer"] + 4 * 48}

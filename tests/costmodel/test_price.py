@@ -168,8 +168,6 @@ def test_what_is_no_candidate_is_refused():
         encode(priced, graph, folded, Assignment(full.strategies, {**full.layouts, "w0": ()}, full.kept, full.outputs))
     with pytest.raises(MeshError, match="4 devices"):
         price(graph, folded, annotate(graph, mesh, folded), mesh, Cluster("two", (LinkLevel(2, 0.0, 1.0),), {"float32": 1.0}, 1.0, 1, ""))
-    with pytest.raises(ValueError, match="optimizer"):
-        price(graph, folded, annotate(graph, mesh, folded), mesh, CLUSTER, optimizer="lion-2000")
 
 
 def test_value_classes_follow_their_ops():

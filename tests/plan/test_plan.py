@@ -102,7 +102,7 @@ def forged(text, without="", **changes):
 
 @pytest.mark.parametrize(
     "key",
-    ["fingerprint", "mesh", "cluster", "optimizer", "lower_bound_s", "hand", "strategies", "layouts", "kept", "outputs", "regathered"],
+    ["fingerprint", "mesh", "cluster", "training", "lower_bound_s", "hand", "strategies", "layouts", "kept", "outputs", "regathered"],
 )
 def test_a_plan_without_a_key_is_refused(text, key):
     with pytest.raises(PlanError, match=key):
