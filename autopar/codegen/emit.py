@@ -1,12 +1,13 @@
 """Print a program as Python: what runs is what a person can read."""
 
 import keyword
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from autopar.codegen.program import Again, Call, Convert, Program, Release, UseTogether, Variable, reads
-from autopar.ir.graph import Value, short_dtype
+from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Program, Release, UseTogether, Variable, reads
+from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
@@ -17,8 +18,11 @@ _RESERVED = {
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
-    """The source of `forward(self, *arguments)`. `is_typed` adds, for a type checker of placements, each variable's layout."""
-    return "\n".join(_Emitter(program, is_typed).lines()) + "\n"
+    """The source of `forward(self, *arguments)`, and of a split program first that of `gather(self)`, which returns variable -> tensor that
+    `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each variable's layout."""
+    emitter = _Emitter(program, is_typed)
+    gather = [*emitter.gather(program.gather), ""] if program.gather else []
+    return "\n".join([*gather, *emitter.forward()]) + "\n"
 
 
 class _Emitter:
@@ -26,9 +30,17 @@ class _Emitter:
         self.program = program
         self.is_typed = is_typed
 
-    def lines(self) -> list[str]:
+    def gather(self, gather: Gather) -> list[str]:
+        results = [one.name for group in gather.results for one in group]
+        body = [*self._axes(), *self._inputs(_names_read(gather.steps) | set(results), ("parameter",))]
+        for step in gather.steps:
+            body += self._step(step)
+        body += ["return {", *(f"    {name!r}: {variable(name)}," for name in results), "}"]
+        return _function("gather(self)", body)
+
+    def forward(self) -> list[str]:
         arguments = [variable(item.value.name) for item, _ in self.program.inputs if item.kind == "argument"]
-        body = [*self._prologue(), *self._inputs()]
+        body = [*self._axes(), *(["seed = self.draw_seed()"] if self.program.has_random_ops else []), *self._all_inputs()]
         for step in self.program.steps:
             body += self._step(step)
         stored = {item.fqn: layout for item, layout in self.program.inputs}
@@ -38,37 +50,42 @@ class _Emitter:
             body += self._declare(item.name, layout) if isinstance(item, Variable) else []
         outputs = [self._output(item) for item, _ in self.program.outputs]
         body.append(f"return ({', '.join(outputs)},)" if outputs else "return ()")
-        return [f"def forward({', '.join(['self', *arguments])}):", *("    " + line for line in body)]
+        return _function(f"forward({', '.join(['self', *arguments])})", body)
 
-    def _prologue(self) -> list[str]:
+    def _axes(self) -> list[str]:
         axes = ", ".join(map(self._axis, [*((axis,) for axis in range(self.program.mesh.ndim)), *self.program.joint_axes]))
-        lines = [f"({axes},) = self.axes"]
-        return lines + ["seed = self.draw_seed()"] if self.program.has_random_ops else lines
+        return [f"({axes},) = self.axes"]
 
-    def _inputs(self) -> list[str]:
-        names_read = self._names_read()
-        mutated = {fqn for fqn, _ in self.program.mutations}
-        lines = []
-        for item, layout in self.program.inputs:
-            if item.value.name not in names_read:
-                continue
-            note = f"  # {describe(item.value, layout)}"
-            if item.kind == "argument":
-                lines.append(note.strip())
-            elif item.kind == "constant":
-                lines.append(f"{variable(item.value.name)} = self.constants[{item.value.name!r}]{note}")
-            else:
-                # what autograd saved of a buffer must outlive the write-back
-                read = "local_copy" if item.fqn in mutated else "local"
-                lines.append(f"{variable(item.value.name)} = self.{read}({item.fqn!r}){note}")
-            lines += self._declare(item.value.name, layout)
+    def _all_inputs(self) -> list[str]:
+        outputs = {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
+        names = outputs | {name for _, name in self.program.mutations} | _names_read(self.program.steps)
+        if self.program.gather is None:
+            return self._inputs(names, ("parameter", "buffer", "constant", "argument"))
+        lines = self._inputs(names, ("buffer", "constant", "argument"))
+        for one in (one for group in self.program.gather.results for one in group if one.name in names):
+            lines.append(f"{variable(one.name)} = self.used[{one.name!r}]  # {describe(one.value, one.layout)}")
+            lines += self._declare(one.name, one.layout)
         return lines
 
-    def _names_read(self) -> set[str]:
-        outputs = {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
-        return outputs | {name for _, name in self.program.mutations} | {name for step in self.program.steps for name in reads(step)}
+    def _inputs(self, names: set[str], kinds: tuple[str, ...]) -> list[str]:
+        """Those of `kinds` that are among the `names` read."""
+        lines = []
+        for item, layout in self.program.inputs:
+            if item.kind in kinds and item.value.name in names:
+                lines += [self._input(item, layout), *self._declare(item.value.name, layout)]
+        return lines
 
-    def _step(self, step: Call | Convert | UseTogether | Release) -> list[str]:
+    def _input(self, item: Input, layout: Layout) -> str:
+        note = f"# {describe(item.value, layout)}"
+        if item.kind == "argument":
+            return note
+        if item.kind == "constant":
+            return f"{variable(item.value.name)} = self.constants[{item.value.name!r}]  {note}"
+        # what autograd saved of a buffer must outlive the write-back
+        read = "local_copy" if item.fqn in dict(self.program.mutations) else "local"
+        return f"{variable(item.value.name)} = self.{read}({item.fqn!r})  {note}"
+
+    def _step(self, step: AnyStep) -> list[str]:
         if isinstance(step, Release):
             return [f"del {', '.join(map(variable, step.names))}"]
         if isinstance(step, Convert):
@@ -98,7 +115,7 @@ class _Emitter:
         targets = ", ".join(variable(value.name) for value in step.outputs)
         left = f"({targets},)" if step.is_tuple or len(step.outputs) > 1 else targets
         described = "; ".join(describe(value, layout) for value, layout in zip(step.outputs, step.layouts))
-        line = f"{left} = {self._function(step)}({', '.join(self._arguments(step))})"
+        line = f"{left} = {self._called(step)}({', '.join(self._arguments(step))})"
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
         notes = [f"# {variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}" for one in step.again]
@@ -125,7 +142,7 @@ class _Emitter:
             scopes.append(f"regathered({', '.join(map(self._regathered, step.again))})")
         return [", ".join(scopes)] if scopes else []
 
-    def _function(self, step: Call) -> str:
+    def _called(self, step: Call) -> str:
         if step.roles:
             return f"local.{local_name(step.target)}"
         return step.target if step.target.startswith("aten.") else f"torch.ops.{step.target}"
@@ -142,6 +159,14 @@ class _Emitter:
 
     def _axis(self, axes: tuple[int, ...]) -> str:
         return "axis_" + "_and_".join(self.program.mesh.axis_names[axis] for axis in axes)
+
+
+def _function(head: str, body: list[str]) -> list[str]:
+    return [f"def {head}:", *("    " + line for line in body)]
+
+
+def _names_read(steps: Iterable[AnyStep]) -> set[str]:
+    return {name for step in steps for name in reads(step)}
 
 
 def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> Step:

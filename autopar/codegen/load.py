@@ -4,7 +4,7 @@ import itertools
 import linecache
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Loaded:
-    """A program ready to run: `self` of the generated function. `owners`: FQN -> (module, attribute) that holds the tensor."""
+    """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the tensor.
+
+    gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results (`step.open_step`).
+    """
 
     plan: Plan
     graph: Graph
@@ -41,6 +44,8 @@ class Loaded:
     axes: tuple[Axis, ...]
     constants: Mapping[str, torch.Tensor]
     owners: Mapping[str, tuple[nn.Module, str]]
+    gather: Any = None
+    used: dict[str, torch.Tensor] = field(default_factory=dict)
 
     draw_seed = staticmethod(draw_seed)
 
@@ -64,12 +69,12 @@ class Loaded:
 
 def load(program: Program, **fields: Any) -> Loaded:
     """Compile the program's source; `fields` are the other fields of `Loaded`."""
-    source = emit(program)
-    return Loaded(program=program, source=source, function=compile_source(source, namespace()), **fields)
+    source, names = emit(program), namespace()
+    return Loaded(program=program, source=source, function=compile_source(source, names), gather=names.get("gather"), **fields)
 
 
 def compile_source(source: str, names: dict[str, Any]) -> Any:
-    """The function `forward` that `source` defines; tracebacks show its lines."""
+    """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its lines."""
     filename = f"<autopar {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), names)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.codegen.program import Again, Call, Convert, Program, Release, UseTogether, Variable, reads, writes
+from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Gathered, Program, Release, UseTogether, Variable, reads, writes
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
@@ -16,16 +16,21 @@ from autopar.sbp.redistribute import Step, live_axes, redistribute
 from autopar.sbp.signature import Strategy
 
 
-def lower(graph: Graph, mesh: Mesh, assignment: Assignment) -> Program:
-    """One rank's program for `graph` laid out as `assignment` says."""
+def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False) -> Program:
+    """One rank's program for `graph` laid out as `assignment` says.
+
+    is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of the rest; only those
+    that are regathered are converted in each run.
+    """
     lowering = _Lowering(graph, mesh, assignment)
+    gather = lowering.gather() if is_split else None
     for op in graph.ops:
         lowering.call(op)
     outputs = tuple(lowering.output(index, value) for index, value in enumerate(graph.outputs))
     mutations = tuple((fqn, lowering.read(value, Use("buffer", i))) for i, (fqn, value) in enumerate(graph.mutations))
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
     kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
-    return Program(mesh, inputs, tuple(_with_releases(lowering.steps, kept_alive)), outputs, mutations)
+    return Program(mesh, inputs, tuple(_with_releases(lowering.steps, kept_alive)), outputs, mutations, gather)
 
 
 @dataclass
@@ -35,7 +40,7 @@ class _Lowering:
     graph: Graph
     mesh: Mesh
     assignment: Assignment
-    steps: list[Call | Convert | UseTogether] = field(default_factory=list)
+    steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
 
     def __post_init__(self) -> None:
@@ -44,6 +49,24 @@ class _Lowering:
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
+        self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
+
+    def gather(self) -> Gather:
+        """Convert the parameters for all their uses; the walk over the ops then finds them converted."""
+        groups: dict[tuple[str, tuple[Use, ...]], dict[str, Gathered]] = {}
+        for name in (name for name in self._conversions if name in self._parameters):
+            first, *rest = self._conversions[name]
+            group = groups.setdefault(_key(self._buckets.get(_key(first), (first,))[0]), {})
+            if first.is_regathered:
+                group[name] = Gathered(name, first.value, first.src)
+                continue
+            for conversion in rest or [first]:
+                made = self._emit(conversion)
+                group[made] = Gathered(made, conversion.value, conversion.dst)
+        steps, self.steps = self.steps, []
+        results = tuple(tuple(group.values()) for group in groups.values())
+        kept_alive = {one.name for group in results for one in group}
+        return Gather(tuple(_with_releases(steps, kept_alive)), results)
 
     def read(self, value: Value, use: Use) -> str:
         """Variable that holds `value` as `use` wants it, emitting the conversions still missing."""
@@ -131,7 +154,7 @@ def _roles(strategy: Strategy) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((role, tuple(found)) for role, found in axes.items())
 
 
-def _with_releases(steps: list[Call | Convert | UseTogether], kept_alive: set[str]) -> Iterator[Call | Convert | UseTogether | Release]:
+def _with_releases(steps: list[AnyStep], kept_alive: set[str]) -> Iterator[AnyStep]:
     """Drop each variable after its last reading, so that only what autograd saved stays in memory."""
     last: dict[str, int] = {}
     for index, step in enumerate(steps):

@@ -103,7 +103,7 @@ class Runtime:
 
     def of(self, module: nn.Module) -> "Runtime":
         """The same for a copy of the module."""
-        loaded = {key: replace(found, owners=owners(module)) for key, found in self.loaded.items()}
+        loaded = {key: replace(found, owners=owners(module), used={}) for key, found in self.loaded.items()}
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"

@@ -79,28 +79,52 @@ class Variable:
     name: str
 
 
+AnyStep = Call | Convert | UseTogether | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Variable `name` holds parameter `value` in `layout`, as the rest of the program reads it."""
+
+    name: str
+    value: Value
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What is done once a step, however many microbatches it has: the parameters are made ready. `results`: the variables that are left,
+    grouped by what makes them: the gradients of a group go back through its conversions together."""
+
+    steps: tuple[AnyStep, ...]
+    results: tuple[tuple[Gathered, ...], ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or a
-    constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed."""
+    constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: of a split program, the
+    part that is run once a step; `steps` are then those of one microbatch."""
 
     mesh: Mesh
     inputs: tuple[tuple[Input, Layout], ...]
-    steps: tuple[Call | Convert | UseTogether | Release, ...]
+    steps: tuple[AnyStep, ...]
     outputs: tuple[tuple[Any, Layout], ...]
     mutations: tuple[tuple[str, str], ...]
+    gather: Gather | None = None
 
     @property
     def joint_axes(self) -> tuple[tuple[int, ...], ...]:
         """The sets of several mesh axes that conversions take as one, sorted."""
-        return tuple(sorted({step.axes for step in self.steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1}))
+        steps = (*self.steps, *(self.gather.steps if self.gather else ()))
+        return tuple(sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1}))
 
     @property
     def has_random_ops(self) -> bool:
         return any(isinstance(step, Call) and step.random >= 0 for step in self.steps)
 
 
-def reads(step: Call | Convert | UseTogether | Release) -> set[str]:
+def reads(step: AnyStep) -> set[str]:
     """Variables the step reads."""
     match step:
         case Convert(source=source):
@@ -112,7 +136,7 @@ def reads(step: Call | Convert | UseTogether | Release) -> set[str]:
     return set()
 
 
-def writes(step: Call | Convert | UseTogether | Release) -> set[str]:
+def writes(step: AnyStep) -> set[str]:
     """Variables the step defines."""
     match step:
         case Convert(output=output):

@@ -45,11 +45,14 @@ def check(program: Program, mesh: DeviceMesh) -> None:
 def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
     """`check` of typed source that was made from `program`."""
     referee = _Referee(program, mesh)
-    forward = compile_source(source, namespace() | _names(referee))
+    names = namespace() | _names(referee)
+    forward = compile_source(source, names)
     inputs = [(referee.tensor(item.value, layout), layout) for item, layout in program.inputs if item.kind == "argument"]
     with spmd.set_current_mesh(mesh), spmd.checker.typecheck(strict_mode="strict"):
         for argument, layout in inputs:
             referee.declare(argument, *layout)
+        if program.gather is not None:
+            referee.used = names["gather"](referee)
         forward(referee, *(argument for argument, _ in inputs))
 
 
@@ -70,6 +73,7 @@ class _Referee:
         self.mesh_axes = axes_of(mesh)
         self.axes = (*self.mesh_axes, *(tuple(self.mesh_axes[axis] for axis in axes) for axes in program.joint_axes))
         self.program = program
+        self.used: dict[str, torch.Tensor] = {}
         self.expanded: dict[int, torch.Tensor] = {}
         self.inputs = {item.fqn: (item.value, layout) for item, layout in program.inputs}
         self.constants = {item.value.name: self.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "constant"}

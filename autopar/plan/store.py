@@ -67,6 +67,7 @@ def dumps(saved: SavedPlan) -> str:
         "kept": _layouts_text(saved.assignment.kept),
         "outputs": _layouts_text(saved.assignment.outputs),
         "regathered": sorted(saved.assignment.regathered),
+        "recomputed": saved.assignment.recomputed,
     }
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
 
@@ -90,6 +91,7 @@ def loads(text: str) -> SavedPlan:
                 {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
                 *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
                 frozenset(map(str, content["regathered"])),
+                tuple(tuple(map(str, region)) for region in content["recomputed"]),
             ),
         )
     except KeyError as error:

@@ -18,7 +18,7 @@ class Assignment:
     """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
     several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value name -> layout it
     leaves in. regathered: parameters that are not kept as their one reader has them, but converted again for its backward
-    (unless it takes a role).
+    (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which only what enters them is kept for backward.
     """
 
     strategies: Mapping[str, Strategy]
@@ -26,6 +26,7 @@ class Assignment:
     kept: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
     regathered: frozenset[str] = frozenset()
+    recomputed: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

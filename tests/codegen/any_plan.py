@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -13,6 +13,8 @@ from autopar.codegen.count import count_collectives
 from autopar.codegen.emit import emit
 from autopar.codegen.load import axes_of, compile_source, namespace
 from autopar.codegen.lower import lower
+from autopar.codegen.program import Program
+from autopar.codegen.step import close_step, open_step
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.probe import regatherable
@@ -40,13 +42,14 @@ Found = tuple[Counter[Collective], Tensors]  # of one rank
 
 @dataclass(frozen=True)
 class Example:
-    """A graph with its inputs' contents, the gradients of its outputs by position, and a plan."""
+    """A graph with its inputs' contents, the gradients of its outputs by position, and a plan; is_split: the program has two parts."""
 
     graph: Graph
     values: Mapping[str, torch.Tensor]
     cotangents: Mapping[int, torch.Tensor]
     mesh: Mesh
     assignment: Assignment
+    is_split: bool = False
 
 
 def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]] = MESHES) -> Example:
@@ -55,7 +58,7 @@ def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]]
     shape = draw.choice(meshes)
     mesh = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     cotangents = {index: _cotangent(draw, v) for index, v in enumerate(graph.outputs) if v.needs_grad}
-    return Example(graph, values, cotangents, mesh, draw_assignment(draw, graph, mesh))
+    return Example(graph, values, cotangents, mesh, draw_assignment(draw, graph, mesh), is_split=draw.random() < 0.3)
 
 
 def draw_graph(draw: Random, num_calls: int) -> tuple[Graph, Tensors]:
@@ -164,16 +167,26 @@ def run_on_gloo(seeds: Sequence[int], num_calls: int, shape: tuple[int, ...]) ->
 def rank_of(example: Example) -> Callable[[Coordinate, tuple[Axis, ...]], Tensors]:
     """The function one rank runs: its local parts of everything `run_whole` gives."""
     graph, assignment, shape = example.graph, example.assignment, example.mesh.shape
-    forward = compile_source(emit(lower(graph, example.mesh, assignment)), namespace())
+    program, names = lower(graph, example.mesh, assignment, is_split=example.is_split), namespace()
+    forward = compile_source(emit(program), names)
     parts = {name: cut(x, assignment.layouts[name], shape) for name, x in example.values.items()}
     layouts = {index: assignment.outputs[graph.outputs[index].name] for index in example.cotangents}
     gradients = {index: _parts_of_gradient(x, layouts[index], shape) for index, x in example.cotangents.items()}
     needs_grad = {item.value.name for item in graph.inputs if item.value.needs_grad}
 
     def rank(at: Coordinate, axes: tuple[Axis, ...]) -> Tensors:
-        state = Rank(axes, {name: part[at].requires_grad_(name in needs_grad) for name, part in parts.items()}, {})
-        outputs = forward(state, *(state.constants[name] for name in graph.arguments))
-        return _results(graph, state.constants, outputs, state.written, {index: g[at] for index, g in gradients.items()})
+        stored = {name: part[at].requires_grad_(name in needs_grad) for name, part in parts.items()}
+        state = Rank(axes, stored, {}, program, names.get("gather"))
+        results = open_step(state) if example.is_split else {}
+        outputs = forward(state, *(stored[name] for name in graph.arguments))
+        mine = {index: g[at] for index, g in gradients.items()}
+        if not example.is_split:
+            return _results(graph, stored, outputs, state.written, mine)
+        starts = [outputs[index] for index in mine]
+        torch.autograd.backward(starts, list(mine.values()))
+        found = _results(graph, stored, outputs, state.written, {})
+        close_step(state, results)
+        return found | {f"gradient {name}": x.grad for name, x in stored.items() if x.grad is not None}
 
     return rank
 
@@ -191,6 +204,9 @@ class Rank:
     axes: tuple[Axis, ...]
     constants: Tensors
     written: Tensors
+    program: Program
+    gather: Any
+    used: Tensors = field(default_factory=dict)
 
     def local(self, fqn: str) -> torch.Tensor:
         return self.constants[fqn]

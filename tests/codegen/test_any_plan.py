@@ -62,7 +62,7 @@ def _features(example: Example) -> set[str]:
     found = {f"role {signature.role}" for signature in signatures if signature.role}
     found |= {f"family {family}" for family in FAMILIES if any(op.target in getattr(rules, family).RULES for op in example.graph.ops)}
     found |= {f"mesh {example.mesh.shape}"} | ({"all collectives"} if all_gradients_arrive(example.graph) else set())
-    found |= {"buffers"} if example.graph.mutations else set()
+    found |= ({"buffers"} if example.graph.mutations else set()) | ({"split"} if example.is_split else set())
     steps = lower(example.graph, example.mesh, example.assignment).steps
     for step in steps:
         if isinstance(step, Convert):
@@ -74,7 +74,7 @@ def _features(example: Example) -> set[str]:
 def _check_covered(seen: Counter[str]) -> None:
     """The examples must not all be of one kind."""
     wanted = {f"family {family}" for family in FAMILIES} | {f"role {role}" for role in ROLES} | {f"mesh {shape}" for shape in MESHES}
-    wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together"}
+    wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split"}
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
     assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen
     assert seen["all collectives"] > NUM_EXAMPLES / 2
