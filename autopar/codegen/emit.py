@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Program, Release, UseTogether, Variable, reads
+from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Program, Region, Release, UseTogether, Variable, reads
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
 _RESERVED = {
-    "aten", "convert", "declare", "inf", "local", "move", "nan", "regathered", "seed", "seeded", "self", "torch", "use_together",
-    "I", "P", "R", "S",
+    "aten", "convert", "declare", "inf", "local", "move", "nan", "recomputed", "regathered", "seed", "seeded", "self", "torch",
+    "use_together", "I", "P", "R", "S",
 }  # fmt: skip
 
 
@@ -88,11 +88,20 @@ class _Emitter:
     def _step(self, step: AnyStep) -> list[str]:
         if isinstance(step, Release):
             return [f"del {', '.join(map(variable, step.names))}"]
+        if isinstance(step, Region):
+            return self._region(step)
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
         if isinstance(step, UseTogether):
             return self._use_together(step)
         return self._call(step)
+
+    def _region(self, step: Region) -> list[str]:
+        inputs, name = ", ".join(map(variable, step.inputs)), f"region_{step.number}"
+        outputs = f"({''.join(f'{variable(output)}, ' for output in step.outputs)})"
+        body = [line for one in step.steps for line in self._step(one)]
+        call = f"{outputs} = recomputed({name}, {inputs})"
+        return [*_function(f"{name}({inputs})", [*body, f"return {outputs}"]), call]
 
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
@@ -182,7 +191,7 @@ def _note(collectives: tuple[Collective, ...]) -> str:
 def variable(name: str) -> str:
     """`name` as a Python identifier that hides nothing the generated code uses."""
     name = "".join(char if char.isalnum() else "_" for char in name)
-    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith("axis_") else name
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith(("axis_", "region_")) else name
 
 
 def local_name(target: str) -> str:

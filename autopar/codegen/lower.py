@@ -1,10 +1,12 @@
 """From an assignment to one rank's program: sizes made local, each conversion placed just before its first use."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
-from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Gathered, Program, Release, UseTogether, Variable, reads, writes
+from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Gathered, Program, Region, UseTogether, Variable
+from autopar.codegen.release import with_releases
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
@@ -24,13 +26,13 @@ def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = 
     """
     lowering = _Lowering(graph, mesh, assignment)
     gather = lowering.gather() if is_split else None
-    for op in graph.ops:
-        lowering.call(op)
+    for number, ops in groupby(graph.ops, key=_region_of(assignment)):
+        lowering.run(number, tuple(ops))
     outputs = tuple(lowering.output(index, value) for index, value in enumerate(graph.outputs))
     mutations = tuple((fqn, lowering.read(value, Use("buffer", i))) for i, (fqn, value) in enumerate(graph.mutations))
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
     kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
-    return Program(mesh, inputs, tuple(_with_releases(lowering.steps, kept_alive)), outputs, mutations, gather)
+    return Program(mesh, inputs, with_releases(lowering.steps, kept_alive), outputs, mutations, gather)
 
 
 @dataclass
@@ -42,6 +44,7 @@ class _Lowering:
     assignment: Assignment
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
+    is_in_region: bool = False
 
     def __post_init__(self) -> None:
         self._conversions = conversions(self.graph, self.assignment)
@@ -66,7 +69,25 @@ class _Lowering:
         steps, self.steps = self.steps, []
         results = tuple(tuple(group.values()) for group in groups.values())
         kept_alive = {one.name for group in results for one in group}
-        return Gather(tuple(_with_releases(steps, kept_alive)), results)
+        return Gather(with_releases(steps, kept_alive), results)
+
+    def run(self, number: int, ops: tuple[Op, ...]) -> None:
+        """Call `ops`; in a region, if it has a number: backward runs them again with what they convert. Parameters that are kept are
+        converted before it."""
+        if number < 0:
+            return self._calls(ops)
+        for op in ops:
+            for slot, value in enumerate(op.inputs):
+                if value.name in self._parameters and not self._conversions[value.name][0].is_regathered:
+                    self.read(value, Use(op.name, slot))
+        before, self.steps, self.is_in_region = self.steps, [], True
+        self._calls(ops)
+        inside, self.steps, self.is_in_region = tuple(self.steps), before, False
+        self.steps.append(Region(number, (), (), inside))
+
+    def _calls(self, ops: tuple[Op, ...]) -> None:
+        for op in ops:
+            self._call(op)
 
     def read(self, value: Value, use: Use) -> str:
         """Variable that holds `value` as `use` wants it, emitting the conversions still missing."""
@@ -103,14 +124,16 @@ class _Lowering:
         return f"{name}__{self._num_copies[name]}"
 
     def _again(self, op: Op, names: list[str]) -> Iterator[Again]:
-        """The operands that are not kept for backward."""
+        """The operands that are not kept for backward; what a region makes is not anyhow."""
+        if self.is_in_region:
+            return
         for slot in sorted(footprint(op).saved_inputs):
             conversion = self._conversions[op.inputs[slot].name][-1]
             steps = self._steps_of.get(_key(conversion))
             if conversion.is_regathered and steps:
                 yield Again(names[slot], steps[0].source, tuple(steps))
 
-    def call(self, op: Op) -> None:
+    def _call(self, op: Op) -> None:
         strategy = self.assignment.strategies[op.name]
         names = [self.read(value, Use(op.name, slot)) for slot, value in enumerate(op.inputs)]
         operands = tuple((name, strategy.input_layout(slot)) for slot, name in enumerate(names))
@@ -133,6 +156,11 @@ class _Lowering:
         return Variable(self.read(value, Use("output", index))), self.assignment.outputs[value.name]
 
 
+def _region_of(assignment: Assignment) -> Callable[[Op], int]:
+    numbers = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
+    return lambda op: numbers.get(op.name, -1)
+
+
 def _key(conversion: Conversion) -> tuple[str, tuple[Use, ...]]:
     """What tells conversions apart."""
     return conversion.value.name, conversion.uses
@@ -152,18 +180,3 @@ def _roles(strategy: Strategy) -> tuple[tuple[str, tuple[int, ...]], ...]:
         if signature.role:
             axes.setdefault(signature.role, []).append(axis)
     return tuple((role, tuple(found)) for role, found in axes.items())
-
-
-def _with_releases(steps: list[AnyStep], kept_alive: set[str]) -> Iterator[AnyStep]:
-    """Drop each variable after its last reading, so that only what autograd saved stays in memory."""
-    last: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        last.update(dict.fromkeys(reads(step) | writes(step), index))
-    ends: dict[int, list[str]] = {}
-    for name, index in last.items():
-        if name not in kept_alive:
-            ends.setdefault(index, []).append(name)
-    for index, step in enumerate(steps):
-        yield step
-        if index in ends:
-            yield Release(tuple(sorted(ends[index])))

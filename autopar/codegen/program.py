@@ -1,5 +1,6 @@
 """One rank's program: local ops and explicit collectives, the same text on every rank."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,17 @@ class Variable:
     name: str
 
 
-AnyStep = Call | Convert | UseTogether | Release
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Run `steps` and keep for backward only the variables `inputs`; backward runs them again. `outputs` are read afterwards."""
+
+    number: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple["AnyStep", ...]
+
+
+AnyStep = Call | Convert | UseTogether | Release | Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +127,18 @@ class Program:
     @property
     def joint_axes(self) -> tuple[tuple[int, ...], ...]:
         """The sets of several mesh axes that conversions take as one, sorted."""
-        steps = (*self.steps, *(self.gather.steps if self.gather else ()))
+        steps = flat((*self.steps, *(self.gather.steps if self.gather else ())))
         return tuple(sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1}))
 
     @property
     def has_random_ops(self) -> bool:
-        return any(isinstance(step, Call) and step.random >= 0 for step in self.steps)
+        return any(isinstance(step, Call) and step.random >= 0 for step in flat(self.steps))
+
+
+def flat(steps: Iterable[AnyStep]) -> Iterator[AnyStep]:
+    """The steps, and those of regions in place of them."""
+    for step in steps:
+        yield from flat(step.steps) if isinstance(step, Region) else (step,)
 
 
 def reads(step: AnyStep) -> set[str]:
@@ -133,6 +150,8 @@ def reads(step: AnyStep) -> set[str]:
             return set(sources)
         case Call(reads=operands, again=again):
             return {name for name, _ in operands} | {one.source for one in again}
+        case Region(inputs=inputs):
+            return set(inputs)
     return set()
 
 
@@ -145,4 +164,6 @@ def writes(step: AnyStep) -> set[str]:
             return set(outputs)
         case Call(outputs=outputs):
             return {value.name for value in outputs}
+        case Region(outputs=outputs):
+            return set(outputs)
     return set()

@@ -1,5 +1,7 @@
 """Which copies of a repeat a plan treats alike."""
 
+from collections.abc import Set
+
 from autopar.ir.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 from autopar.ir.segment import segmented
@@ -13,11 +15,12 @@ def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
 
 def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ...]:
     position = {op.name: i for i, op in enumerate(graph.ops)}
+    recomputed = {name for region in assignment.recomputed for name in region}
     first, block = position[repeat.ops[0]], len(repeat.ops)
     sizes: list[int] = []
     latest = None
     for copy in range(repeat.count):
-        choices = _choices(graph, assignment, first + copy * block, block)
+        choices = _choices(graph, assignment, recomputed, first + copy * block, block)
         if choices == latest:
             sizes[-1] += 1
         else:
@@ -26,13 +29,14 @@ def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ..
     return tuple(sizes)
 
 
-def _choices(graph: Graph, assignment: Assignment, first: int, block: int) -> list[tuple]:
+def _choices(graph: Graph, assignment: Assignment, recomputed: Set[str], first: int, block: int) -> list[tuple]:
     ops = graph.ops[first : first + block]
     return [
         (
             assignment.strategies[op.name],
             tuple(assignment.layouts.get(value.name) for value in op.inputs),
             tuple(assignment.kept.get(value.name) for value in op.outputs),
+            op.name in recomputed,
         )
         for op in ops
     ]

@@ -163,6 +163,31 @@ def test_a_kept_layout_is_checked():
         loads(changed("kept", stranger=WHOLE))
 
 
+def with_regions(*positions):
+    """The MLP's plan with the ops at each of `positions` recomputed."""
+    plan, ops = hand_made("mlp"), traced("mlp").ops
+    regions = tuple(tuple(ops[i].name for i in region) for region in positions)
+    return replace(plan, assignment=replace(plan.assignment, recomputed=regions))
+
+
+def test_recomputed_regions_come_back():
+    plan = with_regions((0, 1), (2, 3, 4))
+    assert loads(plan.dumps()).assignment == plan.assignment
+
+
+@pytest.mark.parametrize("positions", [[(0, 2)], [(1, 0)], [(0, 1, 1)], [(0, 1), (1, 2)], [()]])
+def test_recomputed_regions_that_are_no_stretches_are_refused(positions):
+    with pytest.raises(PlanError, match="no consecutive ops of their own"):
+        loads(with_regions(*positions).dumps())
+
+
+def test_a_recomputed_op_that_is_none_is_refused():
+    plan = hand_made("mlp")
+    plan = replace(plan, assignment=replace(plan.assignment, recomputed=(("stranger",),)))
+    with pytest.raises(PlanError, match="recomputes stranger"):
+        loads(plan.dumps())
+
+
 @pytest.mark.parametrize("line", ["S(0) B* -> S(0)", "B -> P P [role]", " -> B", "P S(11) -> S(2)"])
 def test_signatures_are_read_as_they_print(line):
     assert str(parse_signature(line)) == line
