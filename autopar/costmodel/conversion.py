@@ -9,6 +9,8 @@ import numpy as np
 from autopar.costmodel.collective import collective_times
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import local_bytes, memory_layout
+from autopar.costmodel.saving import NOWHERE, Saving
+from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import latency_share
 from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of, kind_of
@@ -140,8 +142,7 @@ def copy_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tup
 
     is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is nothing is added.
     """
-    kept = [local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in targets]
-    copies = np.broadcast_to(np.array(kept, dtype=np.float64), (len(sources), len(targets)))
+    copies = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
 
 
@@ -151,3 +152,51 @@ def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
     ndim = max(map(len, sources + targets), default=0)
     mine, theirs = (_codes(tuple(map(memory_layout, layouts)), ndim) for layouts in (sources, targets))
     return (mine[:, None] == theirs[None]).all(axis=-1)
+
+
+def kept_bytes(
+    value: Value,
+    sources: Layouts,
+    targets: Layouts,
+    mesh_shape: tuple[int, ...],
+    saving: Saving,
+    training: Training,
+    *,
+    is_parameter: bool,
+    is_stored: bool,
+    again: np.ndarray | bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """f64[sources, targets]: what is kept of a value from forward to backward, and what more while its region runs again.
+
+    is_stored: sources are layouts of an input. again: bool[sources, targets], whether a parameter is regathered.
+    """
+    ways = value, sources, targets, mesh_shape
+    kept = inside = np.zeros((len(sources), len(targets)))
+    if is_parameter:
+        copies = copy_bytes(*ways, is_held=True)
+        if saving.is_saved or training.num_microbatches > 1:
+            kept = copies
+        if training.num_microbatches > 1 and value.needs_grad:
+            kept = kept + _accumulated_bytes(*ways, is_stored=is_stored)
+        return np.where(again, 0.0, kept), np.where(again & (saving.region != NOWHERE), copies, 0.0)
+    if saving.is_entering and not saving.is_held:
+        kept = kept + _local_bytes(value, sources, mesh_shape)[:, None]
+    if saving.is_saved:
+        kept = kept + copy_bytes(*ways, is_held=saving.is_held or saving.is_entering)
+    if saving.is_saved_inside:
+        inside = copy_bytes(*ways, is_held=saving.is_held_inside)
+    return training.num_in_flight * kept, inside
+
+
+def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool) -> np.ndarray:
+    """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where it is stored: these
+    come to be when those are led back, one after the other."""
+    found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
+    if is_stored:
+        return np.maximum(0.0, found - _local_bytes(value, sources, mesh_shape)[:, None])
+    return np.where(np.array([[src == dst for dst in targets] for src in sources]), 0.0, found)
+
+
+def _local_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """f64[layouts]: one rank's part."""
+    return np.array([local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64)

@@ -24,6 +24,7 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         kept={name: chosen["kept", classes[name]] for name, uses in uses_of(graph).items() if len(uses) > 1},
         outputs={value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)},
         regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
+        recomputed=priced.recomputed,
     )
 
 

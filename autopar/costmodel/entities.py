@@ -1,12 +1,12 @@
 """What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.costmodel.memory import held_values
 from autopar.costmodel.offered import Offered, Options, Stored, offered
-from autopar.costmodel.probe import footprint, footprints, regatherable
+from autopar.costmodel.probe import footprints, regatherable
+from autopar.costmodel.saving import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
@@ -35,77 +35,105 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What comes of a reading: whether what is read is kept for backward, and whether a gradient comes back."""
-
-    is_saved: bool
-    gives_gradient: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Flow:
-    """A value of class `value` goes from `src` to `dst` and is converted on the way. is_held: what leaves is in memory until backward
-    anyhow."""
+    """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its region 0 or NOWHERE.
+    gives_gradient: whether a gradient comes back."""
 
     value: str
     src: End
     dst: End
-    reading: Reading
-    is_held: bool
+    saving: Saving
+    gives_gradient: bool
+
+
+@dataclass(slots=True)
+class Count:
+    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there."""
+
+    times: int = 0
+    num_inside: int = 0
+    share: float = 0.0
+
+    def add(self, other: "Count") -> None:
+        self.times, self.num_inside, self.share = self.times + other.times, self.num_inside + other.num_inside, self.share + other.share
 
 
 @dataclass(frozen=True)
 class Flows:
-    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `offered`: the layouts at the ends
-    of the flows; `parameters`: the classes of parameters; `values`: the class of a value -> its representative."""
+    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how many ops or inputs are
+    of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of parameters; `values`: the class of a value
+    -> its representative."""
 
     entities: tuple[Entity, ...]
-    counts: Mapping[Flow, int]
+    counts: Mapping[Flow, Count]
+    members: Mapping[str, Count]
     offered: Mapping[End, Offered]
     parameters: frozenset[str]
     values: Mapping[str, Value]
 
-    def is_bucketed(self, flow: Flow) -> bool:
-        """Whether the value leaves from where it is stored, to have its gradient reduced together with others (`assignment.buckets`)."""
-        return flow.value in self.parameters and self.entities[flow.src.node].kind == "input"
+    def is_stored(self, flow: Flow) -> bool:
+        """Whether the value leaves from where it is stored or handed in."""
+        return self.entities[flow.src.node].kind == "input"
 
 
 Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 
-def find_flows(graph: Graph, folded: Folded, candidates: Candidates) -> Flows:
+def find_flows(graph: Graph, folded: Folded, candidates: Candidates, recomputed: Regions = ()) -> Flows:
     """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
     sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
-    counts: Counter[Flow] = Counter()
-    for (name, read_by, is_held), count in _alike(graph, folded, classes).items():
+    known = footprints(graph, folded.representative)
+    found = savings(graph, known, recomputed)
+    shares = inside_shares(graph, known, recomputed, found)
+    counts: defaultdict[Flow, Count] = defaultdict(Count)
+    for (name, read_by, alike), each in _alike(graph, folded, classes, found, shares).items():
         kept = End(nodes["kept", name]) if len(read_by) > 1 else None
-        for flow in _flows(name, sources[name], kept, [readers[reader] for reader in read_by], is_held=is_held):
-            counts[flow] += count
+        for flow, count in zip(_flows(name, sources[name], kept, [readers[reader] for reader in read_by], alike), each):
+            counts[flow].add(count)
     values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
     parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
     ends = _offered(entities, counts)
-    return Flows(tuple(_with_kept_options(entities, ends)), counts, ends, parameters, values)
+    members = _members(graph, folded, recomputed, shares)
+    return Flows(tuple(_with_kept_options(entities, ends)), counts, members, ends, parameters, values)
 
 
-def _alike(graph: Graph, folded: Folded, classes: Mapping[str, str]) -> Counter[tuple[str, tuple[Reader, ...], bool]]:
-    """How many values are of each class, read by the same and held or not."""
-    held = held_values(graph, footprints(graph, folded.representative))
-    return Counter(
-        (classes[name], tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses), name in held)
-        for name, uses in uses_of(graph).items()
-    )
+def _alike(
+    graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], shares: Sequence[float]
+) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
+    """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there are."""
+    alike: dict[tuple, list[Count]] = {}
+    for name, uses in uses_of(graph).items():
+        read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
+        kept = tuple(saving if saving.region == NOWHERE else replace(saving, region=0) for saving in found[name])
+        counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
+        for count, saving in zip(counts, found[name]):
+            count.add(_count_in(saving.region, shares))
+    return alike
 
 
-def _flows(value: str, src: End, kept: End | None, readers: Sequence[tuple[End, Reading]], *, is_held: bool) -> Iterator[Flow]:
-    """The flows of one value, by its kept layout if it has one."""
+def _count_in(region: int, shares: Sequence[float]) -> Count:
+    return Count(1) if region == NOWHERE else Count(1, 1, shares[region])
+
+
+def _members(graph: Graph, folded: Folded, recomputed: Regions, shares: Sequence[float]) -> dict[str, Count]:
+    places = region_of_ops(recomputed)
+    members: defaultdict[str, Count] = defaultdict(Count)
+    for name in (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs)):
+        members[folded.representative[name]].add(_count_in(places.get(name, NOWHERE), shares))
+    return dict(members)
+
+
+def _flows(
+    value: str, src: End, kept: End | None, readers: Sequence[tuple[End, bool]], savings: Sequence[Saving]
+) -> Iterator[Flow]:
+    """The flows of one value, by its kept layout if it has one; in the order of its conversions."""
     if kept is not None:
-        saved, gives = (any(getattr(reading, field) for _, reading in readers) for field in ("is_saved", "gives_gradient"))
-        yield Flow(value, src, kept, Reading(saved, gives), is_held)
-        src, is_held = kept, True
-    yield from (Flow(value, src, end, reading, is_held) for end, reading in readers)
+        yield Flow(value, src, kept, savings[0], any(gives for _, gives in readers))
+        src, savings = kept, savings[1:]
+    yield from (Flow(value, src, end, saving, gives) for (end, gives), saving in zip(readers, savings))
 
 
 def _values(graph: Graph) -> list[Value]:
@@ -143,21 +171,18 @@ def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, En
 
 def _readers(
     graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int]
-) -> dict[Reader, tuple[End, Reading]]:
-    """Where each reader meets what it reads, and what comes of it."""
+) -> dict[Reader, tuple[End, bool]]:
+    """Where each reader meets what it reads, and whether a gradient comes back."""
     ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
-    found: dict[Reader, tuple[End, Reading]] = {}
+    found: dict[Reader, tuple[End, bool]] = {}
     for index, value in enumerate(graph.outputs):
         if isinstance(value, Value):
-            found["output", index] = End(nodes["output", classes[value.name]]), Reading(is_saved=False, gives_gradient=True)
+            found["output", index] = End(nodes["output", classes[value.name]]), True
     for index in range(len(graph.mutations)):
-        end = End(nodes["input", classes[written_buffer(graph, index)]], "stored")
-        found["buffer", index] = end, Reading(is_saved=False, gives_gradient=False)
+        found["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False
     for op in ops.values():
-        saved = footprint(op).saved_inputs
         for slot in range(len(op.inputs)):
-            reading = Reading(slot in saved, gives_gradient(Use(op.name, slot), ops))
-            found[op.name, slot] = End(nodes["op", op.name], "in", slot), reading
+            found[op.name, slot] = End(nodes["op", op.name], "in", slot), gives_gradient(Use(op.name, slot), ops)
     return found
 
 

@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import local_shapes, op_time
-from autopar.costmodel.conversion import copy_bytes
+from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import held_values, input_bytes, saved_by_op, update_bytes
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
 from autopar.costmodel.probe import Footprint, footprints
+from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
@@ -20,28 +21,46 @@ from autopar.sbp.redistribute import Collective, again_in_backward, collectives_
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """A collective the step issues, on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`."""
+    """A collective on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`. is_once: issued once a
+    step, else in each microbatch. time_s: of one."""
 
     where: str
     users: tuple[str, ...]
     collective: Collective
     time_s: float
+    is_once: bool = False
 
 
 @dataclass(frozen=True)
 class Costs:
-    """One training step on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments",
-    "activations") -> bytes."""
+    """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
+    "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
+    region) -> bytes."""
 
     compute_forward_s: float
     compute_backward_s: float
     optimizer_s: float
     collectives: tuple[PlannedCollective, ...]
     memory_bytes: Mapping[str, int]
+    num_microbatches: int = 1
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
-        return sum(planned.time_s for planned in self.collectives if planned.collective.phase == phase)
+        return sum(planned.time_s * self.num_issued(planned) for planned in self.collectives if planned.collective.phase == phase)
+
+    def num_issued(self, planned: PlannedCollective) -> int:
+        """How many times a step."""
+        return 1 if planned.is_once else self.num_microbatches
+
+    def microbatch_s(self, phase: str) -> float:
+        """Seconds of `phase` of one microbatch, without what is done once a step."""
+        compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase] / self.num_microbatches
+        return compute_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
+
+    @property
+    def once_s(self) -> float:
+        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer."""
+        return self.optimizer_s + sum(planned.time_s for planned in self.collectives if planned.is_once)
 
     @property
     def step_s(self) -> float:
@@ -57,69 +76,95 @@ class Costs:
 def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
-    found, known = conversions(graph, assignment), footprints(graph)
-    times = [op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops]
+    step = _Step(graph, assignment, mesh, cluster)
+    times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
+    forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
-    memory: Counter[str] = Counter()
-    for item in graph.inputs:
-        memory.update(input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training))
-    memory["activations"] = _activation_bytes(graph, assignment, found, known, mesh)
     return Costs(
-        compute_forward_s=sum(forward for forward, _ in times),
-        compute_backward_s=sum(backward for _, backward in times),
+        compute_forward_s=training.num_microbatches * forward_s,
+        compute_backward_s=training.num_microbatches * (again_s + sum(time[1] for time in times.values())),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
-        collectives=(*_converting(found, mesh, cluster), *_again(found, known, mesh, cluster), *_inside(graph, assignment, mesh, cluster)),
-        memory_bytes=dict(memory),
+        collectives=(*step.converting(), *step.again(), *step.inside_ops()),
+        memory_bytes=step.memory_bytes(training),
+        num_microbatches=training.num_microbatches,
     )
 
 
-def _converting(found: Mapping[str, tuple[Conversion, ...]], mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    """Those of the conversions. A bucket takes the sum of what its members are priced at."""
-    for bucket in buckets(found):
-        where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
-        for step in redistribute(bucket[0].src, bucket[0].dst):
-            for number, collective in enumerate(collectives_together(step, [conversion.value for conversion in bucket], mesh.shape)):
-                time_s = 0.0
-                for one in bucket:
-                    alone = collectives_together(step, [one.value], mesh.shape)[number]
-                    time_s += collective_time(cluster, mesh, alone, latency_share=one.latency_share)
-                yield PlannedCollective(where, users, collective, time_s)
+class _Step:
+    """What follows from the assignment, found once."""
 
+    def __init__(self, graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> None:
+        self.graph, self.assignment, self.mesh, self.cluster = graph, assignment, mesh, cluster
+        self.conversions: Mapping[str, tuple[Conversion, ...]] = conversions(graph, assignment)
+        self.known: Mapping[str, Footprint] = footprints(graph)
+        self.places = region_of_ops(assignment.recomputed)
+        self.savings = savings(graph, self.known, assignment.recomputed)
+        self.parameters = {item.value.name for item in graph.of_kind("parameter")}
 
-def _again(
-    found: Mapping[str, tuple[Conversion, ...]], known: Mapping[str, Footprint], mesh: Mesh, cluster: Cluster
-) -> Iterator[PlannedCollective]:
-    """Those that make once more, in backward, what was not kept."""
-    for conversion in (conversion for of_value in found.values() for conversion in of_value):
-        if conversion.is_regathered and _is_saved(conversion, known):
-            for collective in again_in_backward(redistribute(conversion.src, conversion.dst), conversion.value, mesh.shape):
-                users = tuple(use.user for use in conversion.uses)
-                yield PlannedCollective(conversion.value.name, users, collective, collective_time(cluster, mesh, collective))
+    def converting(self) -> Iterator[PlannedCollective]:
+        """Those of the conversions. A bucket takes the sum of what its members are priced at."""
+        for bucket in buckets(self.conversions):
+            where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
+            is_once = where in self.parameters and not bucket[0].is_regathered
+            for step in redistribute(bucket[0].src, bucket[0].dst):
+                for number, collective in enumerate(collectives_together(step, [one.value for one in bucket], self.mesh.shape)):
+                    time_s = 0.0
+                    for one in bucket:
+                        alone = collectives_together(step, [one.value], self.mesh.shape)[number]
+                        time_s += collective_time(self.cluster, self.mesh, alone, latency_share=one.latency_share)
+                    yield PlannedCollective(where, users, collective, time_s, is_once)
 
+    def again(self) -> Iterator[PlannedCollective]:
+        """Those that make once more, in backward, what was not kept."""
+        for conversion, saving in self._all():
+            is_in_region = saving.region != NOWHERE and conversion.value.name not in self.parameters
+            if is_in_region or (conversion.is_regathered and saving.is_saved):
+                for collective in again_in_backward(redistribute(conversion.src, conversion.dst), conversion.value, self.mesh.shape):
+                    users = tuple(use.user for use in conversion.uses)
+                    yield PlannedCollective(conversion.value.name, users, collective, self._time_s(collective))
 
-def _is_saved(conversion: Conversion, known: Mapping[str, Footprint]) -> bool:
-    return any(use.user in known and use.slot in known[use.user].saved_inputs for use in conversion.uses)
+    def inside_ops(self) -> Iterator[PlannedCollective]:
+        """Those that ops issue themselves; in a region, those of forward once more in backward."""
+        for op in self.graph.ops:
+            for collective in inner_collectives(op, self.assignment.strategies[op.name], self.mesh.shape):
+                yield PlannedCollective(op.name, (op.name,), collective, self._time_s(collective))
+                if op.name in self.places and collective.phase == "forward":
+                    again = replace(collective, phase="backward")
+                    yield PlannedCollective(op.name, (op.name,), again, self._time_s(again))
 
+    def memory_bytes(self, training: Training) -> dict[str, int]:
+        """Bytes by kind."""
+        memory: Counter[str] = Counter()
+        for item in self.graph.inputs:
+            memory.update(input_bytes(item, self.assignment.layouts[item.value.name], self.mesh.shape, training))
+        shares = inside_shares(self.graph, self.known, self.assignment.recomputed, self.savings)
+        inside = [0.0] * len(shares)
+        memory["activations"] = 0
+        for op in self.graph.ops:
+            saved = saved_by_op(op, *local_shapes(op, self.assignment.strategies[op.name], self.mesh.shape))
+            if op.name in self.places:
+                inside[self.places[op.name]] += saved
+            else:
+                memory["activations"] += training.num_in_flight * saved
+        for conversion, saving in self._all():
+            kept, more = self._kept_bytes(conversion, saving, training)
+            memory["gathered" if conversion.value.name in self.parameters else "activations"] += kept
+            if more:
+                inside[saving.region] += more
+        memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
+        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed")}
 
-def _inside(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    """Those that ops issue themselves."""
-    for op in graph.ops:
-        for collective in inner_collectives(op, assignment.strategies[op.name], mesh.shape):
-            yield PlannedCollective(op.name, (op.name,), collective, collective_time(cluster, mesh, collective))
+    def _kept_bytes(self, conversion: Conversion, saving: Saving, training: Training) -> tuple[int, int]:
+        name = conversion.value.name
+        kept, inside = kept_bytes(
+            conversion.value, (conversion.src,), (conversion.dst,), self.mesh.shape, saving, training,
+            is_parameter=name in self.parameters, is_stored=conversion is self.conversions[name][0], again=conversion.is_regathered,
+        )  # fmt: skip
+        return int(kept[0, 0]), int(inside[0, 0])
 
+    def _all(self) -> Iterator[tuple[Conversion, Saving]]:
+        for name, of_value in self.conversions.items():
+            yield from zip(of_value, self.savings[name])
 
-def _activation_bytes(
-    graph: Graph, assignment: Assignment, found: Mapping[str, tuple[Conversion, ...]], known: Mapping[str, Footprint], mesh: Mesh
-) -> int:
-    """What backward keeps of forward: what ops save of their own, and a copy for each conversion that an op saves the result of.
-
-    The kept layout of a value with several uses counts as saved if any of them saves what it reads; what is regathered is not kept.
-    """
-    held = held_values(graph, known)
-    total = sum(saved_by_op(op, *local_shapes(op, assignment.strategies[op.name], mesh.shape)) for op in graph.ops)
-    for name, of_value in found.items():
-        for position, conversion in enumerate(of_value):
-            if _is_saved(conversion, known) and not conversion.is_regathered:
-                ways = (conversion.src,), (conversion.dst,)
-                total += int(copy_bytes(conversion.value, *ways, mesh.shape, is_held=position > 0 or name in held)[0, 0])
-    return total
+    def _time_s(self, collective: Collective) -> float:
+        return collective_time(self.cluster, self.mesh, collective)

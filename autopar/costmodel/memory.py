@@ -1,13 +1,12 @@
 """Bytes per device: what is stored for training, and what backward needs from forward."""
 
 import math
-from collections.abc import Mapping
 from functools import cache
 
 from autopar.costmodel.hardware import Cluster
-from autopar.costmodel.probe import Footprint, footprint
+from autopar.costmodel.probe import footprint
 from autopar.costmodel.training import Training
-from autopar.ir.graph import Graph, Input, Op
+from autopar.ir.graph import Input, Op
 from autopar.sbp.placement import I, Layout, local_shape
 
 # Kept free of a device's memory for what is not counted: the driver's context, buffers of the collectives, workspaces and what the
@@ -26,9 +25,14 @@ def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shap
 
 
 def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> dict[str, int]:
-    """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in `layout`."""
+    """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in `layout`.
+
+    Of the batch all microbatches are there; an argument with a gradient is an activation that another stage sends, one for each in flight.
+    """
     held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
     found = {item.kind + "s": held}
+    if item.kind == "argument":
+        found["arguments"] *= training.num_in_flight if item.value.needs_grad else training.num_microbatches
     if item.kind == "parameter" and item.value.needs_grad:
         found["gradients"] = held
         found["optimizer"] = held // item.value.dtype.itemsize * training.state_bytes
@@ -59,17 +63,3 @@ def internal_bytes(op: Op, inputs: tuple[tuple[int, ...], ...]) -> int:
     if not whole or not op.inputs:
         return whole
     return whole * math.prod(inputs[0]) // max(math.prod(op.inputs[0].shape), 1)
-
-
-def held_values(graph: Graph, found: Mapping[str, Footprint]) -> frozenset[str]:
-    """Values whose memory is there until backward even if none of their readers saves it: inputs, saved results, views of those and of what
-    another reader saves. found: footprint of each op, by name."""
-    held = {item.value.name for item in graph.inputs}
-    saved = {op.inputs[slot].name for op in graph.ops for slot in found[op.name].saved_inputs}
-    for op in graph.ops:
-        for index, value in enumerate(op.outputs):
-            alias = found[op.name].alias_of[index]
-            is_view_of_held = alias >= 0 and (op.inputs[alias].name in held or op.inputs[alias].name in saved)
-            if index in found[op.name].saved_outputs or is_view_of_held:
-                held.add(value.name)
-    return frozenset(held)

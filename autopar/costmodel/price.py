@@ -7,6 +7,7 @@ from autopar.costmodel.entities import Entity, find_flows
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.price_edges import price_edges
 from autopar.costmodel.price_nodes import price_nodes
+from autopar.costmodel.saving import Regions
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
@@ -17,7 +18,7 @@ from autopar.search.table import CostTable
 
 @dataclass(frozen=True)
 class Priced:
-    """`table.nodes[i]` prices the options of `entities[i]`.
+    """`table.nodes[i]` prices the options of `entities[i]` where the regions `recomputed` are run again in backward.
 
     The table is exact: a choice costs and takes what `evaluate` says of the assignment it stands for. What is equal in it, such as the
     copies of a block, is one array.
@@ -25,6 +26,7 @@ class Priced:
 
     table: CostTable
     entities: tuple[Entity, ...]
+    recomputed: Regions = ()
 
 
 def price(
@@ -35,13 +37,15 @@ def price(
     cluster: Cluster,
     *,
     training: Training = WHOLE_BATCH,
+    recomputed: Regions = (),
     memory_limit_bytes: float = math.inf,
 ) -> Priced:
-    """Price everything `candidates` offers, for one training step of `training`.
+    """Price everything `candidates` offers, for one training step of `training`. recomputed: as in `Assignment`.
 
     MeshError if the mesh does not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
-    flows = find_flows(graph, folded, candidates)
-    nodes = price_nodes(graph, folded, flows, mesh, cluster, training)
-    return Priced(CostTable(*price_edges(flows, nodes, mesh, cluster), memory_limit_bytes), flows.entities)
+    flows = find_flows(graph, folded, candidates, recomputed)
+    nodes = price_nodes(graph, flows, mesh, cluster, training)
+    table = CostTable(*price_edges(flows, nodes, mesh, cluster, training), memory_limit_bytes)
+    return Priced(table, flows.entities, recomputed)

@@ -5,15 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.conversion import conversion_times, copy_bytes, parameter_times
+from autopar.costmodel.conversion import conversion_times, kept_bytes, parameter_times
 from autopar.costmodel.entities import Flow, Flows
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.offered import Offered
+from autopar.costmodel.saving import NOWHERE, Saving
+from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
+Prices = tuple[np.ndarray, np.ndarray, np.ndarray]  # f64 seconds, bytes, and bytes while its region runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +26,29 @@ class Meeting:
     value: Value
     src: Offered
     dst: Offered
-    is_saved: bool
-    is_held: bool
-    is_bucketed: bool
+    saving: Saving
+    is_parameter: bool
+    is_stored: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A meeting as it occurs on an edge: `count` times, and from the edge's second node to its first if it is turned."""
+    """A meeting as it occurs on an edge: `count` times, with `share` of the bytes inside of a region, and from the edge's second node to
+    its first if it is turned."""
 
     meeting: Meeting
     count: int
+    share: float
     is_turned: bool
 
 
-def price_edges(flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
+def price_edges(
+    flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
+) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones share their arrays."""
     parts = _parts(flows)
     meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
-    prices = {meeting: _price(meeting, mesh, cluster) for meeting in meetings}
+    prices = {meeting: _price(meeting, mesh, cluster, training) for meeting in meetings}
     known: dict[tuple[Part, ...], Matrices] = {}
     zeros: dict[tuple[int, int], np.ndarray] = {}
     nodes, edges = list(nodes), []
@@ -61,41 +68,54 @@ def _parts(flows: Flows) -> dict[tuple[int, int], tuple[Part, ...]]:
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
-        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), count, a > b))
+        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), count.times, count.share, a > b))
     return found
 
 
 def _meeting(flow: Flow, flows: Flows) -> Meeting:
     value = flows.values[flow.value]
-    value = replace(value, name="", needs_grad=value.needs_grad and flow.reading.gives_gradient)
+    value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
     ends = flows.offered[flow.src], flows.offered[flow.dst]
-    return Meeting(value, *ends, flow.reading.is_saved, flow.is_held, flows.is_bucketed(flow))
+    return Meeting(value, *ends, flow.saving, flow.value in flows.parameters, flows.is_stored(flow))
 
 
-def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster) -> Matrices:
-    """f64[src.layouts, dst.layouts]: seconds of the conversion and bytes of the converted copy that backward keeps."""
-    pair = meeting.src.layouts, meeting.dst.layouts
-    times = parameter_times if meeting.is_bucketed else conversion_times
-    cost_s = times(meeting.value, *pair, mesh.shape, cluster)
-    if not meeting.is_saved:
-        return cost_s, np.zeros_like(cost_s)
-    memory = copy_bytes(meeting.value, *pair, mesh.shape, is_held=meeting.is_held)
-    again = np.logical_and.outer(meeting.src.again, meeting.dst.again)
-    if again.any():
-        cost_s = cost_s + np.where(again, conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster), 0.0)
-    return cost_s, np.where(again, 0.0, memory)
+def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
+    """f64[src.layouts, dst.layouts]: the conversion, and what backward keeps of it.
+
+    Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or in a region, in
+    backward again.
+    """
+    pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
+    again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
+    is_bucketed = is_parameter and meeting.is_stored
+    cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
+    is_repeated = again if is_parameter else np.ones_like(again)
+    twice = again if is_parameter else np.full_like(again, meeting.saving.region != NOWHERE)
+    if twice.any():
+        cost_s = cost_s + np.where(twice, conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster), 0.0)
+    kept = kept_bytes(
+        meeting.value, *pair, mesh.shape, meeting.saving, training,
+        is_parameter=is_parameter, is_stored=meeting.is_stored, again=again,
+    )  # fmt: skip
+    return np.where(is_repeated, training.num_microbatches, 1) * cost_s, *kept
 
 
-def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Matrices]) -> Node:
+def _matrices(part: Part, prices: Mapping[Meeting, Prices]) -> Matrices:
+    """The part's seconds and bytes for each pair of layouts."""
+    cost_s, kept, inside = prices[part.meeting]
+    return part.count * cost_s, part.count * kept + part.share * inside
+
+
+def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Prices]) -> Node:
     """The node with the flows from its entity to itself."""
     cost_s, memory = node.cost_s, node.memory_bytes
     for part in parts:
         at = part.meeting.src.index, part.meeting.dst.index
-        cost_s, memory = (own + part.count * found[at] for own, found in zip((cost_s, memory), prices[part.meeting]))
+        cost_s, memory = (own + found[at] for own, found in zip((cost_s, memory), _matrices(part, prices)))
     return Node(node.name, cost_s, memory)
 
 
-def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Matrices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
     """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing else."""
     first, *others = [_spread_one(part, prices, zeros) for part in parts]
     for more in others:
@@ -103,15 +123,14 @@ def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Matrices], zeros: di
     return first
 
 
-def _spread_one(part: Part, prices: Mapping[Meeting, Matrices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+def _spread_one(part: Part, prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
     at = part.meeting.src.index, part.meeting.dst.index
     rows, columns = at[::-1] if part.is_turned else at
     shape = len(rows), len(columns)
     found = []
-    for small in prices[part.meeting]:
+    for small in _matrices(part, prices):
         if small.any():
-            small = part.count * (small.T if part.is_turned else small)
-            found.append(small[np.ix_(rows, columns)])
+            found.append((small.T if part.is_turned else small)[np.ix_(rows, columns)])
         else:
             found.append(zeros.setdefault(shape, np.zeros(shape)))
     return found[0], found[1]

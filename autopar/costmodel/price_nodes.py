@@ -1,20 +1,18 @@
 """What every option costs by itself: an op under a strategy, an input in a layout."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import shapes_time
-from autopar.costmodel.entities import End, Flows
+from autopar.costmodel.entities import Count, End, Flows
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
 from autopar.costmodel.training import Training
-from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
 from autopar.sbp.local_ops import LOCAL_OPS
@@ -25,20 +23,18 @@ from autopar.search.table import Node
 Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
 
 
-def price_nodes(graph: Graph, folded: Folded, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
+def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
     """A node an entity, without what flows cost; equal ones share their arrays."""
-    counts = Counter(folded.representative[op.name] for op in graph.ops)
-    counts.update(folded.representative[item.value.name] for item in graph.inputs)
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
     known: dict[tuple, Prices] = {}
     nodes = []
     for number, entity in enumerate(flows.entities):
         if entity.kind == "op":
-            op, count = ops[entity.name], counts[entity.name]
-            key = nameless(op), id(entity.options), count
-            found = known.get(key) or _times(count, _price_op(op, entity.options, _operands(op, number, flows), mesh, cluster))
+            op, count = ops[entity.name], flows.members[entity.name]
+            key = nameless(op), id(entity.options), astuple(count)
+            found = known.get(key) or _of_ops(count, _price_op(op, entity.options, _operands(op, number, flows), mesh, cluster), training)
         elif entity.kind == "input":
-            item, count = inputs[entity.name], counts[entity.name]
+            item, count = inputs[entity.name], flows.members[entity.name].times
             key = item.kind, replace(item.value, name=""), entity.options, count
             found = known.get(key) or _times(count, _price_input(item, entity.options, mesh, cluster, training))
         else:
@@ -53,6 +49,14 @@ def _times(count: int, prices: Prices) -> Prices:
     return prices[0] * count, prices[1] * count
 
 
+def _of_ops(count: Count, prices: np.ndarray, training: Training) -> Prices:
+    """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs."""
+    forward_s, backward_s, saved = prices.T
+    times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
+    kept = training.num_in_flight * (count.times - count.num_inside) + count.share
+    return training.num_microbatches * times_s, np.ascontiguousarray(kept * saved)
+
+
 def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:
     """The layouts of the op's inputs and outputs; of an output that nothing reads there is no flow."""
     options = flows.entities[node].options
@@ -63,8 +67,9 @@ def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offe
 
 def _price_op(
     op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster
-) -> Prices:
-    """Seconds, and bytes saved for backward without what is saved of the inputs. Strategies with the same local shapes share a price."""
+) -> np.ndarray:
+    """f64[strategies, 3]: seconds of forward and of backward, and bytes saved without what is saved of the inputs. Strategies with the same
+    local shapes share a price."""
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
@@ -73,17 +78,20 @@ def _price_op(
     for position in first:
         local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
         inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
-        prices.append((sum(shapes_time(op, inputs, outputs, cluster)), saved_by_op(op, inputs, outputs)))
+        prices.append((*shapes_time(op, inputs, outputs, cluster), saved_by_op(op, inputs, outputs)))
     found = np.array(prices, dtype=np.float64)[index]
-    return found[:, 0] + _inner_times(op, strategies, mesh, cluster), np.ascontiguousarray(found[:, 1])
+    if op.target in LOCAL_OPS:
+        found[:, :2] += _inner_times(op, strategies, mesh, cluster)
+    return found
 
 
 def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    """Seconds of the collectives that the op issues itself."""
-    if op.target not in LOCAL_OPS:
-        return np.zeros(len(strategies))
-    inner = (inner_collectives(op, strategy, mesh.shape) for strategy in strategies)
-    return np.array([sum(collective_time(cluster, mesh, collective) for collective in found) for found in inner])
+    """f64[strategies, 2]: seconds of the collectives that the op issues itself, in forward and in backward."""
+    found = np.zeros((len(strategies), 2))
+    for row, strategy in zip(found, strategies):
+        for collective in inner_collectives(op, strategy, mesh.shape):
+            row[int(collective.phase == "backward")] += collective_time(cluster, mesh, collective)
+    return found
 
 
 def _price_input(item: Input, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training) -> Prices:

@@ -188,15 +188,16 @@ def _by_owner(plan: Explained) -> dict[str, tuple[CollectiveRow, ...]]:
     for planned in plan.costs.collectives:
         owner = owners.get(planned.where, planned.where)
         found.setdefault(plan.folded.representative[owner], []).append(planned)
-    return {owner: _grouped(planned, plan.mesh) for owner, planned in found.items()}
+    return {owner: _grouped(planned, plan.costs, plan.mesh) for owner, planned in found.items()}
 
 
-def _grouped(planned: list[PlannedCollective], mesh: Mesh) -> tuple[CollectiveRow, ...]:
+def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
     """Equal ones together, forward first, otherwise in the order in which they are issued."""
-    counts: Counter[Collective] = Counter(item.collective for item in planned)
+    counts: Counter[Collective] = Counter()
     times: Counter[Collective] = Counter()
     for item in planned:
-        times[item.collective] += item.time_s
+        counts[item.collective] += costs.num_issued(item)
+        times[item.collective] += costs.num_issued(item) * item.time_s
     rows = [CollectiveRow(c.phase, c.kind, mesh.name_of(c.axes), c.num_bytes, counts[c], times[c]) for c in counts]
     return tuple(sorted(rows, key=lambda row: row.phase != "forward"))
 
@@ -204,6 +205,7 @@ def _grouped(planned: list[PlannedCollective], mesh: Mesh) -> tuple[CollectiveRo
 def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
     """All collectives by phase, axes and kind; `num_bytes` is the sum."""
     found: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
+    issued = plan.costs.num_issued
     for planned in plan.costs.collectives:
         c = planned.collective
         found.setdefault((c.phase == "backward", c.axes, c.kind), []).append(planned)
@@ -212,9 +214,9 @@ def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
             "backward" if is_backward else "forward",
             kind,
             plan.mesh.name_of(axes),
-            sum(item.collective.num_bytes for item in planned),
-            len(planned),
-            sum(item.time_s for item in planned),
+            sum(issued(item) * item.collective.num_bytes for item in planned),
+            sum(map(issued, planned)),
+            sum(issued(item) * item.time_s for item in planned),
         )
         for (is_backward, axes, kind), planned in sorted(found.items())
     )

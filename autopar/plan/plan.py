@@ -167,5 +167,5 @@ def _without_rule(
             found[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
     for planned in costs.collectives:
         names = {folded.representative.get(user) for user in planned.users} & found.keys()
-        found.update((name, found[name] + planned.time_s) for name in names)
+        found.update((name, found[name] + costs.num_issued(planned) * planned.time_s) for name in names)
     return found

@@ -1,0 +1,125 @@
+"""What of each value is in memory from forward to backward, and what only while a recomputed region is run again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.costmodel.probe import Footprint
+from autopar.ir.graph import Graph
+from autopar.sbp.assignment import Use, uses_of
+
+Regions = tuple[tuple[str, ...], ...]  # each the names of consecutive ops, see `Assignment.recomputed`
+NOWHERE = -1  # number of no region
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What becomes of a value at one of its conversions (`assignment.conversions`), which is made in region number `region`.
+
+    From forward to backward: is_saved: what is made is kept. is_entering: what it is made of is kept, for it is made again in its region.
+    is_held: what it is made of is in memory anyhow. While its region is run again: is_saved_inside, is_held_inside.
+    """
+
+    region: int
+    is_saved: bool
+    is_entering: bool
+    is_held: bool
+    is_saved_inside: bool
+    is_held_inside: bool
+
+
+def region_of_ops(regions: Regions) -> dict[str, int]:
+    """Number of the region of every op that is in one."""
+    return {name: number for number, region in enumerate(regions) for name in region}
+
+
+def savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions = ()) -> dict[str, tuple[Saving, ...]]:
+    """For each value that is read a saving for each of its conversions. known: footprint of each op, by name.
+
+    A value is converted where it is first read, a parameter before all regions unless it is regathered. What enters a region is kept
+    as it is outside; its inside is kept only while the region runs again.
+    """
+    places = region_of_ops(regions)
+    made_in = {value.name: places.get(op.name, NOWHERE) for op in graph.ops for value in op.outputs}
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    readings = {
+        name: [(places.get(use.user, NOWHERE), _is_saved(use, known)) for use in uses] for name, uses in uses_of(graph).items()
+    }
+    entering = {
+        name for name, found in readings.items() if any(place not in (NOWHERE, made_in.get(name, NOWHERE)) for place, _ in found)
+    }
+    saved = {name for name, found in readings.items() if any(is_saved and place == NOWHERE for place, is_saved in found)} | entering
+    outside = _held_values(graph, known, saved, frozenset(places))
+    inside = outside | _held_values(graph, known, saved | {n for n, found in readings.items() if any(s for _, s in found)}, frozenset())
+    return {
+        name: _of_parameter(found)
+        if name in parameters
+        else _of_value(found, made_in.get(name, NOWHERE), name in outside, name in inside)
+        for name, found in readings.items()
+    }
+
+
+Reading = tuple[int, bool]  # region of the reader, and whether it saves what it reads
+
+
+def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
+    """Converted before all regions: there it is kept, as what enters. Regathered, it is made in its one reader's region."""
+    each = [Saving(place, saved or place != NOWHERE, False, True, saved and place != NOWHERE, True) for place, saved in readings]
+    if len(each) == 1:
+        return tuple(each)
+    first = Saving(NOWHERE, any(one.is_saved for one in each), False, True, False, True)
+    return first, *each
+
+
+def _of_value(readings: Sequence[Reading], made_in: int, is_held: bool, is_held_inside: bool) -> tuple[Saving, ...]:
+    """Of an activation, buffer, constant or argument, made in region `made_in`."""
+    first = readings[0][0]
+    enters = first not in (NOWHERE, made_in)
+    is_alone = len(readings) == 1
+    # read elsewhere: by an op that saves it, or where it enters another region
+    is_saved = any(saved if place == NOWHERE else place != first for place, saved in readings)
+    is_saved_inside = first != NOWHERE and any(saved and place == first for place, saved in readings)
+    main = Saving(first, is_saved, enters, is_held, is_saved_inside, enters or is_held_inside)
+    if is_alone:
+        return (main,)
+    return main, *(Saving(place, saved and place == NOWHERE, False, True, saved and place != NOWHERE, True) for place, saved in readings)
+
+
+def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:
+    return use.user in known and use.slot in known[use.user].saved_inputs
+
+
+def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:
+    """Values whose memory is there until backward even if none of their readers saves it: inputs, what ops save of their results, views
+    of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep nothing of theirs."""
+    held = {item.value.name for item in graph.inputs}
+    for op in graph.ops:
+        found = known[op.name]
+        for index, value in enumerate(op.outputs):
+            alias = found.alias_of[index]
+            is_view_of_held = alias >= 0 and (op.inputs[alias].name in held or op.inputs[alias].name in saved)
+            if is_view_of_held or (index in found.saved_outputs and op.name not in apart):
+                held.add(value.name)
+    return held
+
+
+def inside_shares(graph: Graph, known: Mapping[str, Footprint], regions: Regions, found: Mapping[str, tuple[Saving, ...]]) -> list[float]:
+    """Which share of each region's inside to count, so that the sum is the inside of one.
+
+    One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share the count: so it is
+    a sum over ops and conversions, which a table can hold, and exact where the copies are laid out alike.
+    """
+    if not regions:
+        return []
+    places = region_of_ops(regions)
+    sizes = [0] * len(regions)
+    for op in graph.ops:
+        if op.name in places:
+            saved = sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs)
+            sizes[places[op.name]] += saved + known[op.name].internal_bytes
+    values = {value.name: value for op in graph.ops for value in op.outputs}
+    for name in found.keys() & values.keys():
+        for saving in found[name]:
+            if saving.is_saved_inside and not saving.is_held_inside:
+                sizes[saving.region] += values[name].num_bytes
+    largest = [size == max(sizes) for size in sizes]
+    return [is_one / sum(largest) for is_one in largest]
