@@ -1,0 +1,100 @@
+"""A training step of the stages of one rank, run by the schedules of torch.distributed.pipelining."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from autopar.codegen.pipeline_stage import LocalStage, RunningStage, Work, now_s
+from autopar.plan.schedule import Schedule
+from autopar.plan.timeline import Action, Span
+
+ONE_STAGE_A_RANK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of a step: the loss, on every rank, and if it was timed, when this rank computed what."""
+
+    loss: torch.Tensor
+    spans: tuple[Span, ...]
+
+
+class StageRunner:
+    """Runs the stages of this rank. `group`: the ranks along the pipeline axis; its rank r holds the stages that are r modulo its size.
+
+    `schedule.num_stages == 1` needs no group: its microbatches follow one another.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[LocalStage],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        loss_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.schedule, self.group, self.device, self.loss_dtype = schedule, group, device, loss_dtype
+        self.stages = [] if group is None else [RunningStage(stage, schedule.num_stages, group, device) for stage in stages]
+        self._torch = self._made() if self.stages else None
+
+    def _made(self) -> ScheduleGPipe | ScheduleInterleaved1F1B:
+        # Losses are of parts of one whole batch: they are summed and nothing is scaled.
+        options = {"n_microbatches": self.schedule.num_microbatches, "loss_fn": _loss_of, "scale_grads": False}
+        if self.schedule.name in ONE_STAGE_A_RANK:
+            return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
+        return SEVERAL_STAGES_A_RANK[self.schedule.name](self.stages, **options)
+
+    def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> Step:
+        """Forward and backward of all microbatches; `works` by stage. Gradients are added to those of the leaves."""
+        start_s = self._start() if is_timed else 0.0
+        if self._torch is None:
+            losses, spans = self._accumulate(works[0], is_timed=is_timed)
+            total = torch.stack(losses).sum()
+        else:
+            total, spans = self._run(works, is_timed=is_timed)
+        timed = tuple(Span(action, begin - start_s, end - start_s) for action, begin, end in spans) if is_timed else ()
+        return Step(total, timed)
+
+    def _run(self, works: Mapping[int, Work], *, is_timed: bool) -> tuple[torch.Tensor, list[Span]]:
+        for stage in self.stages:
+            stage.begin(works[stage.stage_index], is_timed=is_timed)
+        last = next((stage for stage in self.stages if stage.is_last), None)
+        losses: list[torch.Tensor] = []
+        try:
+            # torch cuts a target into one part for each microbatch and wants to have one.
+            target = torch.arange(self.schedule.num_microbatches) if last is not None else None
+            self._torch.step(target=target, losses=losses, return_outputs=False)
+        finally:
+            for stage in self.stages:
+                stage.end()
+        total = torch.stack(losses).detach().sum() if last is not None else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
+        spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
+        return total, spans
+
+    def _accumulate(self, work: Work, *, is_timed: bool) -> tuple[list[torch.Tensor], list[Span]]:
+        losses, spans = [], []
+        for microbatch in range(self.schedule.num_microbatches):
+            begin_s = self._clock(is_timed)
+            (loss,) = work.body(microbatch, ())
+            middle_s = self._clock(is_timed)
+            loss.backward()
+            losses.append(loss.detach())
+            end_s = self._clock(is_timed)
+            spans += [Span(Action("F", 0, microbatch), begin_s, middle_s), Span(Action("B", 0, microbatch), middle_s, end_s)]
+        return losses, spans
+
+    def _clock(self, is_timed: bool) -> float:
+        return now_s(self.device) if is_timed else 0.0
+
+    def _start(self) -> float:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        return now_s(self.device)
+
+
+def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return outputs[0]
