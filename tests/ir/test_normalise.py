@@ -95,6 +95,34 @@ def test_flattened_product_is_linear():
     assert [target.split("[")[0] for target in kept] == ["reshape.default", "mm.default"]
 
 
+def test_tensors_broadcast_together_are_expanded():
+    assert targets(lambda w, x: F.mse_loss(x, x + 1)) == ["add.Tensor[1]", "mse_loss.default[Slot(index=1)]"]
+    assert "expand.default[(2, 3, 4)]" in targets(lambda w, x: torch.broadcast_tensors(w[:1], x)[0] * x)
+
+
+OWN_ROWS = {
+    "columns": lambda w, x: x[torch.arange(2)[:, None, None, None], torch.arange(3)],
+    "columns with dims of their own": lambda w, x: x[torch.arange(2)[:, None, None], torch.tensor([[[2, 0], [1, 1]]])],
+    "two": lambda w, x: x[torch.arange(2)[:, None, None], torch.tensor([[0], [2]]), torch.arange(4)[None, :]],
+    "transformers": lambda w, x: x[(torch.arange(2) + 0).view(2, 1, 1, 1), torch.arange(3).view(1, 1, 1, 3)],
+}
+OTHER_ROWS = {
+    "another order": lambda w, x: x[torch.tensor([1, 0])[:, None], torch.arange(3)],
+    "few": lambda w, x: x[torch.arange(1)[:, None], torch.arange(3)],
+    "a column for each row": lambda w, x: x[torch.arange(2), torch.tensor([2, 1])],
+    "rows and columns differ": lambda w, x: x[torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 2]])],
+    "rows last": lambda w, x: x[torch.arange(2)[None, :], torch.arange(3)[:, None]],
+    "a mask": lambda w, x: x[torch.arange(2), torch.tensor([True, False, True]).nonzero_static(size=2)[:, 0]],
+}
+
+
+@pytest.mark.parametrize("name", [*OWN_ROWS, *OTHER_ROWS])
+def test_rows_that_count_themselves_are_not_indexed(name):
+    found = targets((OWN_ROWS | OTHER_ROWS)[name])
+    index = next(target for target in found if target.startswith("index."))
+    assert index.startswith("index.Tensor[(None") == (name in OWN_ROWS)
+
+
 def test_equal_ops_are_merged_but_not_random_ones():
     assert len(targets(lambda w, x: (x @ w).exp() + (x @ w).exp())) == 3
     assert len(targets(lambda w, x: F.dropout(x @ w, 0.5) + F.dropout(x @ w, 0.5))) == 4
