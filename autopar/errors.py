@@ -35,3 +35,7 @@ class RankMismatch(AutoparError):
 
 class PeerFailed(AutoparError):
     """Another rank failed or died while this one waited for it."""
+
+
+class MicrobatchError(AutoparError):
+    """The batch cannot be run in so many microbatches with the numbers of the whole; the message names the op and why."""

@@ -1,8 +1,10 @@
 """The values of a graph's constant inputs."""
 
+from collections.abc import Iterable
+
 import torch
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.ir.slots import call, takes_device
 
 
@@ -15,3 +17,13 @@ def run_constants(graph: Graph, device: torch.device | str) -> dict[str, torch.T
             results = call(op, [env[value.name] for value in op.inputs], **extra)
             env.update((value.name, result) for value, result in zip(op.outputs, results))
     return {item.value.name: env[item.value.name] for item in graph.of_kind("constant")}
+
+
+def constants_for(graph: Graph, names: Iterable[str]) -> tuple[tuple[Op, ...], dict[str, torch.Tensor]]:
+    """Those `constant_ops` and `constants` that the constant inputs called `names` are made of."""
+    wanted, kept = set(names), []
+    for op in reversed(graph.constant_ops):
+        if any(value.name in wanted for value in op.outputs):
+            kept.append(op)
+            wanted.update(value.name for value in op.inputs)
+    return tuple(reversed(kept)), {name: tensor for name, tensor in graph.constants.items() if name in wanted}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.errors import UnsupportedOp
+from autopar.ir.constants import constants_for
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.passes.rewire import is_random
@@ -139,30 +140,19 @@ def _stage(
     is_last, receives, sends = index == len(blocks) - 1, crossing[index], crossing[index + 1]
     read = tuple(item for item in graph.inputs if index in readers.get(item.value.name, ()))
     inputs = tuple(Input("argument", value, value.name) for value in receives) + read
-    constant_ops = _constant_ops(graph, {item.value.name for item in read})
-    used = {value.name for op in constant_ops for value in op.inputs} | {item.value.name for item in read}
+    constant_ops, constants = constants_for(graph, {item.value.name for item in read})
     stage = Graph(
         inputs=inputs,
         ops=blocks[index],
         outputs=graph.outputs if is_last else sends,
         mutations=tuple((fqn, value) for fqn, value in graph.mutations if made.get(value.name, 0) == index),
         constant_ops=constant_ops,
-        constants={name: tensor for name, tensor in graph.constants.items() if name in used},
+        constants=constants,
         arguments=tuple(item.value.name for item in inputs if item.kind == "argument"),
         argument_spec=None,
         output_spec=graph.output_spec if is_last else None,
     )
     return StageGraph(stage, tuple(value.name for value in receives), tuple(value.name for value in sends))
-
-
-def _constant_ops(graph: Graph, wanted: set[str]) -> tuple[Op, ...]:
-    """Those that the constants named `wanted` are made of."""
-    wanted, kept = set(wanted), []
-    for op in reversed(graph.constant_ops):
-        if any(value.name in wanted for value in op.outputs):
-            kept.append(op)
-            wanted.update(value.name for value in op.inputs)
-    return tuple(reversed(kept))
 
 
 def _check_buffers(graph: Graph, readers: Mapping[str, set[int]]) -> None:
