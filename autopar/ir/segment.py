@@ -28,7 +28,7 @@ def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
     its member in the first copy of the segment; what all copies share stays one class. ValueError for sizes that do not fit.
     """
     _check(folded, segments)
-    copies = _copies(folded, graph)
+    copies = copies_of(folded, graph)
     starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in segments]
     first: dict[tuple[str, Places], str] = {}
     classes: dict[str, tuple[str, Places]] = {}
@@ -50,7 +50,7 @@ def _segment(starts: Sequence[int], copy: int) -> int:
     return max(i for i, start in enumerate(starts) if start <= copy)
 
 
-def _copies(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
+def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     """Name of each op and input that has a class of several members -> the (repeat, copy) pairs it belongs to.
 
     An input belongs to the copies that read it, also when it is not by that reading that it has its class: that only makes finer classes.

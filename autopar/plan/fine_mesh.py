@@ -42,7 +42,7 @@ def solve_any_mesh(
         choice = setting.search(problem, [] if start is None else [start])
         is_done = choice.cost_s >= cost_s * (1 - 1e-6) or setting.remaining_s == 0
         if choice.cost_s < cost_s:
-            best, cost_s = problem.decode(choice), choice.cost_s
+            best, cost_s = problem.decode(choice.strategies), choice.cost_s
         if is_done:
             break
     bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=wishes.training))

@@ -57,8 +57,8 @@ class Problem:
         except PlanError:
             return None
 
-    def decode(self, choice: Choice) -> Assignment:
-        return decode(self.priced, self.graph, self.folded, choice.strategies)
+    def decode(self, strategies: tuple[int, ...]) -> Assignment:
+        return decode(self.priced, self.graph, self.folded, strategies)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Setting:
     def remaining_s(self) -> float:
         return max(0.0, self.time_limit_s - self.clock.timings["search"])
 
-    def search(self, problem: Problem, starts: list[tuple[int, ...]]) -> Choice:
-        """The cheapest choice; InfeasibleError with what binds and what to do."""
-        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP)
+    def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
+        """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
+        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP, is_brief=is_brief)
         try:
             return self.clock.run("search", partial(work, progress=self.clock.tell_cost))
         except InfeasibleError as error:

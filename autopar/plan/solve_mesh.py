@@ -1,6 +1,6 @@
 """The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers apart."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.hardware import Cluster
@@ -10,15 +10,14 @@ from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.hand import hand_plans
+from autopar.plan.mixture import can_mix, mixture, two_groups
 from autopar.plan.setting import ENOUGH_GAP, Problem, Setting, Wishes
 from autopar.plan.store import HandCosts
 from autopar.sbp.assignment import Assignment
-from autopar.search.table import cost_of, memory_of
+from autopar.search.table import Choice, cost_of, memory_of
 
 # The plans that a lower bound is about.
-ANY, ALIKE = "plan", "plan whose inner layers are alike"
-# A gap above this under a memory limit is worth another search, in which the layers of a repeat may differ.
-_WORTH_SEGMENTS = ENOUGH_GAP
+ANY, ALIKE, GROUPS = "plan", "plan whose inner layers are alike", "plan whose inner layers are alike within each of these groups"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def solve_mesh(
 ) -> Solved:
     """The best plan found in the time, never worse than a start or a hand plan that meets the wishes.
 
-    First, last and inner copies of a repeat have choices of their own; where the memory limit leaves a gap, so have parts of the inner
+    First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
     copies. PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
     setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock)
@@ -48,42 +47,35 @@ def solve_mesh(
     hand = clock.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]
-    choice = setting.search(problem, [*given, *by_hand.values()])
+    is_mixed = can_mix(folded) and wishes.memory_limit_bytes < float("inf")
+    choice = setting.search(problem, [*given, *by_hand.values()], is_brief=is_mixed)
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
     table = problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     bound_of = ALIKE if folded.repeats else ANY
-    best = Solved(mesh, problem.decode(choice), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
-    if choice.gap > _WORTH_SEGMENTS and wishes.memory_limit_bytes < float("inf") and setting.remaining_s > 0:
-        return _with_layers_apart(setting, setting.problem(segmented(folded, graph, _halves(folded))), best)
+    best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
+    if is_mixed and choice.around is not None and choice.gap > ENOUGH_GAP and setting.remaining_s > 0:
+        return _in_groups(setting, folded, problem, choice, best)
     return best
 
 
-def _with_layers_apart(setting: Setting, problem: Problem, best: Solved) -> Solved:
-    """`best`, or better where the copies of a repeat may be of several kinds."""
-    start = problem.encode(best.assignment)
-    choice = setting.search(problem, [] if start is None else [start])
-    if choice.cost_s >= best.cost_s:
-        return replace(best, lower_bound_s=min(best.lower_bound_s, choice.lower_bound_s))
-    return replace(best, assignment=problem.decode(choice), cost_s=choice.cost_s, lower_bound_s=choice.lower_bound_s, found_by="search")
+def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
+    """`best`, or better where the inner copies of a repeat may be of two kinds."""
+    (over_bytes, within_bytes), limit = (memory_of(alike.priced.table, end) for end in choice.around), setting.wishes.memory_limit_bytes
+    segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
+    problem = setting.problem(segmented(folded, setting.graph, segments))
+    above, within = (alike.decode(end) for end in choice.around)
+    known = (mixture(setting.graph, folded, segments, above, within), best.assignment, above, within)
+    starts = [start for assignment in known if (start := problem.encode(assignment)) is not None]
+    found = setting.search(problem, starts)
+    if found.cost_s >= best.cost_s:
+        return replace(best, lower_bound_s=min(best.lower_bound_s, found.lower_bound_s))
+    return replace(
+        best, assignment=problem.decode(found.strategies), cost_s=found.cost_s, lower_bound_s=found.lower_bound_s, bound_of=GROUPS,
+        found_by="search",
+    )  # fmt: skip
 
 
 def fold_stored(graph: Graph, wishes: Wishes) -> Folded:
     """The graph folded so that what is stored differently already stays apart."""
     return fold(graph, {item.value.name: wishes.stored[item.fqn] for item in graph.inputs if item.fqn in wishes.stored})
-
-
-def _halves(folded: Folded) -> tuple[tuple[int, ...], ...]:
-    """Segments of each repeat: the first copy, then half of the rest, half of what is left, ...: any number of copies is a sum of some."""
-    return tuple((1, *_halved(repeat.count - 1)) for repeat in folded.repeats)
-
-
-def _halved(count: int) -> Iterator[int]:
-    """
-    >>> list(_halved(11))
-    [6, 3, 1, 1]
-    """
-    while count > 0:
-        half = (count + 1) // 2
-        yield half
-        count -= half

@@ -3,16 +3,16 @@
 The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination is quick.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.search.descent import descend, landscape
+from autopar.search.descent import descend, landscape, shed
 from autopar.search.eliminate import Elimination, Limits, elimination_order
-from autopar.search.lagrange import Dual, by_elimination, by_messages, least_memory, maximise, memory_only
+from autopar.search.lagrange import Dual, around_limit, by_elimination, by_messages, least_memory, maximise, memory_only
 from autopar.search.marginals import Marginals, min_marginals
 from autopar.search.messages import pass_messages
 from autopar.search.reduce import Reduced, reduce, restrict, unreduced
@@ -28,6 +28,12 @@ _QUICK_ADDITIONS = 2e7
 # Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the best,
 # and no pairs yet.
 _SLOW_ADDITIONS = 2e8
+# The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent on what is left.
+_ROUGH = 1e-3
+# Of the choices met, so many are descended from.
+_MOST_DESCENTS = 4
+# So many moves bring the best of them within the limit; others shed memory at any cost.
+_MOST_SHED = 8
 # A round that leaves more than this part of the strategies and pairs was the last of its kind.
 _LEAST_SHRINK = 0.9
 
@@ -36,23 +42,29 @@ _LEAST_SHRINK = 0.9
 class Squeezed:
     """What is left of a table: every choice that beats `best` lies in `reduced`, and none costs less than `lower_bound_s`.
 
-    `best` is in terms of `reduced.table`, None as long as no choice within the limit is known.
+    `best` is in terms of `reduced.table`, None as long as no choice within the limit is known. `around`: in terms of the whole table, two
+    choices, above the limit and within it, of equal cost at the price that gives the bound; None where the limit does not bind.
     """
 
     reduced: Reduced
     best: tuple[int, ...] | None
     lower_bound_s: float
     is_pruned: bool = False
+    around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-def squeeze(table: CostTable, best: tuple[int, ...] | None, *, additions: float, deadline: float) -> Iterator[Squeezed]:
+def squeeze(
+    table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), additions: float, deadline: float
+) -> Iterator[Squeezed]:
     """Yield a state a round until the gap is closed, little more can be dropped, or the deadline (`time.monotonic`) has passed.
 
     Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
-    `best`: a choice within the limit, if one is known. `additions` bounds the work of one elimination; a table that needs more is
+    `best`: a choice within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
+    `additions` bounds the work of one elimination; a table that needs more is
     relaxed. Raises `InfeasibleError` with the least memory that would do.
     """
-    now = Squeezed(unreduced(table), best, trivial_bound(table))
+    around = None if best is None else around_limit(table, (best, *known))
+    now = Squeezed(unreduced(table), best, trivial_bound(table), around=around)
     limits = Limits(additions=additions)
     messages_help = True
     for _ in range(_MOST_ROUNDS):
@@ -127,17 +139,33 @@ def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dua
     known = [now.best] if now.best is not None else _lightest(table, view)
     feasible = cheapest(table, known)
     evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
-    dual = maximise(view.table, evaluate, feasible=feasible, most_steps=8 if view.is_slow else 40, deadline=deadline)
+    above = None if now.around is None else now.reduced.lower(now.around[0])
+    tolerance = _ROUGH if view.order is None else 0.0
+    most_steps = 8 if view.is_slow else 40
+    dual = maximise(
+        view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, most_steps=most_steps, deadline=deadline
+    )
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
     best = cheapest(table, (*known, *dual.met))
     if best is None or not _is_closed(cost_of(table, best), dual.bound_s):
-        land = landscape(table)
-        best = cheapest(table, (*([] if best is None else [best]), *(descend(land, met) for met in dict.fromkeys((*known, *dual.met)))))
+        best = cheapest(table, (*([] if best is None else [best]), *_descents(table, (*known, *dual.met), dual.price)))
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
-    return replace(now, best=best, lower_bound_s=bound_s), dual
+    around = None if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
+    return replace(now, best=best, lower_bound_s=bound_s, around=around), dual
+
+
+def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float) -> list[tuple[int, ...]]:
+    """Where descents end from the choices that cost least at the price."""
+    land = landscape(table)
+
+    def objective(choice: tuple[int, ...]) -> float:
+        return cost_of(table, choice) + (price * memory_of(table, choice) if price else 0.0)
+
+    best = sorted(dict.fromkeys(choices), key=objective)[:_MOST_DESCENTS]
+    return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
 
 
 def _lightest(table: CostTable, view: _View) -> list[tuple[int, ...]]:

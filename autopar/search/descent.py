@@ -53,9 +53,9 @@ def landscape(table: CostTable) -> Landscape:
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
     """A choice that no move of one node or of two neighbours improves: first less memory above the limit, then less cost."""
     current = list(start)
-    limited = np.isfinite(land.table.memory_limit_bytes)
     used = _memory_used(land, current)
     settled: set[tuple[int, ...]] = set()
+    has_room_changed = False
     while len(settled) < len(land.groups):
         for group in land.groups:
             if group in settled:
@@ -68,9 +68,42 @@ def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
             for v, k in zip(group, moved):
                 current[v] = k
             used = _memory_used(land, current)
-            # Room under the memory limit is shared by all, costs only by neighbours.
-            settled = {group} if limited else {g for g in settled if g == group or not _depends(land, g, touched)}
+            settled = {g for g in settled if g == group or not _depends(land, g, touched)}
+            has_room_changed = np.isfinite(land.table.memory_limit_bytes)
+        # Room under the memory limit is shared by all, costs only by neighbours, who come first.
+        if has_room_changed and len(settled) == len(land.groups):
+            settled, has_room_changed = set(), False
     return tuple(current)
+
+
+def shed(land: Landscape, start: Sequence[int], *, most_moves: int) -> tuple[int, ...]:
+    """A choice above the limit brought within it by the moves of one node or of two neighbours that cost least for each byte of the excess.
+
+    `start` as far as it came if no move saves memory, or when so many have been made.
+    """
+    current, limit = list(start), land.table.memory_limit_bytes
+    for _ in range(most_moves):
+        excess = _memory_used(land, current) - limit
+        if excess <= 0:
+            break
+        rate, group, moved = min((_cheapest_shed(land, current, group, excess) for group in land.groups), default=(np.inf, (), ()))
+        if rate == np.inf:
+            break
+        for v, k in zip(group, moved):
+            current[v] = k
+    return tuple(current)
+
+
+def _cheapest_shed(
+    land: Landscape, current: Sequence[int], group: tuple[int, ...], excess: float
+) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    """Seconds for each byte that the group can take off the excess, `inf` if none, and the group's strategies then."""
+    now = tuple(current[v] for v in group)
+    cost, memory = (_given_others(land, current, group, term) for term in ("cost", "memory"))
+    saved = np.minimum(memory[now] - memory, excess)
+    rate = np.divide(cost - cost[now], saved, out=np.full(cost.shape, np.inf), where=saved > 0)
+    best = _argmin(rate)
+    return float(rate[best]), group, best
 
 
 def own_starts(land: Landscape) -> tuple[tuple[int, ...], ...]:
@@ -85,38 +118,37 @@ def _own_best(land: Landscape, v: int, term: str) -> int:
 
 def _best_move(land: Landscape, current: Sequence[int], group: tuple[int, ...], used: float) -> tuple[int, ...] | None:
     """The group's best strategies given all others, or None when they are no better than the current ones."""
-    cost, memory = _given_others(land, current, group)
-    now = tuple(current[v] for v in group)
-    if np.isfinite(land.table.memory_limit_bytes):
-        excess = np.maximum(memory + (used - memory[now] - land.table.memory_limit_bytes), 0.0)
+    now, limit = tuple(current[v] for v in group), land.table.memory_limit_bytes
+    cost = _given_others(land, current, group, "cost")
+    most = cost[now] - _LEAST_GAIN * abs(cost[now])
+    if used <= limit and not cost.min() < most:
+        return None
+    if np.isfinite(limit):
+        memory = _given_others(land, current, group, "memory")
+        excess = np.maximum(memory + (used - memory[now] - limit), 0.0)
         least = excess.min()
         cost = np.where(excess <= least, cost, np.inf)
         if excess[now] > least * (1 + _LEAST_GAIN):
             return _argmin(cost)
     best = _argmin(cost)
-    return best if cost[best] < cost[now] - _LEAST_GAIN * abs(cost[now]) else None
+    return best if cost[best] < most else None
 
 
-def _given_others(land: Landscape, current: Sequence[int], group: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Cost and memory of each combination of the group's strategies, everything else as it is."""
+def _given_others(land: Landscape, current: Sequence[int], group: tuple[int, ...], term: str) -> np.ndarray:
+    """Cost or memory of each combination of the group's strategies, everything else as it is."""
     if len(group) == 1:
-        return _fields(land, current, group[0], beside=-1)
+        return _field(land, current, group[0], term, beside=-1)
     a, b = group
-    (cost_a, memory_a), (cost_b, memory_b) = _fields(land, current, a, beside=b), _fields(land, current, b, beside=a)
     joint = next(i for i in land.incident[a] if i.other == b)
-    cost = cost_a[:, None] + cost_b + joint.cost
-    if not np.isfinite(land.table.memory_limit_bytes):
-        return cost, cost  # memory is never looked at
-    return cost, memory_a[:, None] + memory_b + joint.memory
+    return _field(land, current, a, term, beside=b)[:, None] + _field(land, current, b, term, beside=a) + getattr(joint, term)
 
 
-def _fields(land: Landscape, current: Sequence[int], v: int, *, beside: int) -> tuple[np.ndarray, np.ndarray]:
-    cost, memory = land.cost[v], land.memory[v]
+def _field(land: Landscape, current: Sequence[int], v: int, term: str, *, beside: int) -> np.ndarray:
+    values = getattr(land, term)[v]
     for incidence in land.incident[v]:
         if incidence.other != beside:
-            cost = cost + incidence.cost[:, current[incidence.other]]
-            memory = memory + incidence.memory[:, current[incidence.other]]
-    return cost, memory
+            values = values + getattr(incidence, term)[:, current[incidence.other]]
+    return values
 
 
 def _memory_used(land: Landscape, current: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from time import monotonic
 
 import numpy as np
 
-from autopar.search.compact import Classes, compacted
+from autopar.search.compact import Classes, Compact, compacted
 from autopar.search.table import CostTable, cost_of, memory_of
 
 # Of the objective, what rounding may have added to a bound: some hundred terms of 2^-53 relative error each.
@@ -26,12 +26,14 @@ _PATIENCE, _LEAST_PROGRESS = 6, 0.02
 class Passed:
     """`value`: no choice has a lower objective. `marginals[v][k]`: nor has any that takes k at v a lower one than this.
 
-    `met`: choices met on the way, in the order of their objective, best first.
+    `met`: choices met on the way, in the order of their objective, best first. `edges` and `messages`: where another price begins.
     """
 
     value: float
     marginals: tuple[np.ndarray, ...]
     met: tuple[tuple[int, ...], ...]
+    edges: tuple[Compact, ...]
+    messages: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +66,22 @@ def pass_messages(
     ceiling: float = float("inf"),
     most_sweeps: int = 60,
     deadline: float = float("inf"),
+    before: Passed | None = None,
 ) -> Passed:
     """Bound cost + multiplier * memory (seconds, and seconds a byte) from below; the memory limit itself is not looked at.
 
     `known`: choices to compare with. `ceiling`: how far above it an objective is does not matter. Stops when the bound meets a choice,
-    stands still, or `deadline` (of `time.monotonic`) has passed; after one sweep at the earliest.
+    stands still, or `deadline` (of `time.monotonic`) has passed; after one sweep at the earliest. `before`: what was passed at another
+    price of the same table. Whatever messages it begins with, the bound holds: they move costs between terms and chains and add none.
     """
 
     def objective(choice: tuple[int, ...]) -> float:
         return cost_of(table, choice) + multiplier * memory_of(table, choice)
 
-    field = _field(table, multiplier, ceiling)
-    messages = [np.zeros(field.nodes[half.here].size) for half in field.halves]  # messages[h]: into the node that sees half h
+    edges = compacted(table) if before is None else before.edges
+    field = _field(table, edges, multiplier, ceiling)
+    # messages[h]: into the node that sees half h
+    messages = [np.zeros(field.nodes[half.here].size) for half in field.halves] if before is None else list(before.messages)
     marginals = [np.full(node.size, -np.inf) for node in field.nodes]
     bounds: list[float] = []
     met = {choice: objective(choice) for choice in known}
@@ -87,7 +93,8 @@ def pass_messages(
         bounds.append(_backward(field, messages, marginals, bounds[-1] if bounds else -np.inf))
     slack = _ROUNDING * abs(bounds[-1])
     ranked = sorted((value, i, choice) for i, (choice, value) in enumerate(met.items()))
-    return Passed(max(bounds) - slack, tuple(values - slack for values in marginals), tuple(choice for _, _, choice in ranked))
+    lowered = tuple(values - slack for values in marginals)
+    return Passed(max(bounds) - slack, lowered, tuple(choice for _, _, choice in ranked), edges, tuple(messages))
 
 
 def _stands_still(bounds: Sequence[float], best: float) -> bool:
@@ -97,9 +104,8 @@ def _stands_still(bounds: Sequence[float], best: float) -> bool:
     return len(bounds) > _PATIENCE and bounds[-1] - bounds[-1 - _PATIENCE] < _LEAST_PROGRESS * min(gap, abs(bounds[-1]))
 
 
-def _field(table: CostTable, multiplier: float, ceiling: float) -> _Field:
+def _field(table: CostTable, compact: Sequence[Compact], multiplier: float, ceiling: float) -> _Field:
     """The objective with each term cut off where it alone lifts a choice above the ceiling: a relaxation without infinities."""
-    compact = compacted(table)
     nodes = [node.cost_s + multiplier * node.memory_bytes for node in table.nodes]
     edges = [edge.cost_s + multiplier * edge.memory_bytes for edge in compact]
     room = _room((*nodes, *edges), ceiling)

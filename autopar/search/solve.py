@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from time import monotonic
 
 from autopar.errors import InfeasibleError
-from autopar.search.bound import cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
+from autopar.search.bound import Squeezed, cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
 from autopar.search.check import checked
 from autopar.search.close import close
 from autopar.search.descent import descend, landscape, own_starts
@@ -17,11 +18,11 @@ _ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 # CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
 _MOST_VARIABLES = 500_000
 
+# A table of fewer strategies and pairs is bounded as well as any price can in a few hundredths of a second.
+_FEW_ENTRIES = 1e5
+
 # What bounds a table meets better choices than further descents do.
 _MOST_DESCENTS = 3
-
-# Stages that may be ended by a gap that is enough; those before them take little time.
-_SLOW_STAGES = ("labels", "refine")
 
 Progress = Callable[[str, float, float], None]
 
@@ -32,19 +33,21 @@ def solve(
     starts: Sequence[tuple[int, ...]] = (),
     time_limit_s: float = 30.0,
     enough_gap: float = 0.0,
+    is_brief: bool = False,
     progress: Progress | None = None,
     worker: Sequence[str] = WORKER,
 ) -> Choice:
     """The cheapest choice within the memory limit, and a proven lower bound.
 
     Never worse than any start within the limit. The same table and starts give the same choice, unless the time limit strikes first.
-    `enough_gap`: the search ends when the choice is so near to its bound, relatively, unless nearer comes at once.
+    `enough_gap`: a search under a binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once.
+    `is_brief`: or when the limit is seen to bind and about the best price on memory gives a bound and the choices `around` the limit.
     Ctrl-C ends the search with the best choice known. `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker`
     is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
     """
     table = checked(table)
     _check_starts(table, starts)
-    best = None
+    best, is_small = None, num_entries(table) < _FEW_ENTRIES
     try:
         with closing(_choices(table, starts, time_limit_s, worker)) as choices:
             for stage, choice in choices:
@@ -52,7 +55,7 @@ def solve(
                     best = choice
                     if progress is not None:
                         progress(stage, best.cost_s, best.lower_bound_s)
-                if stage in _SLOW_STAGES and best.gap <= enough_gap:
+                if choice.around is not None and (is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))):
                     break
     except KeyboardInterrupt:
         if best is None:
@@ -73,19 +76,19 @@ def _choices(
     if best is not None:
         yield "descent", _choice(table, best, trivial_bound(table))
     additions = min(_ADDITIONS_PER_S * max(1.0, time_limit_s), _MOST_ADDITIONS)
-    for state in squeeze(table, best, additions=additions, deadline=deadline):
+    for state in squeeze(table, best, known=starts, additions=additions, deadline=deadline):
         if state.best is not None:
-            yield "bound", _choice(table, state.reduced.lift(state.best), state.lower_bound_s)
+            yield "bound", _of_state(table, state)
     if not is_solved(state):
         squeezed = state
         for state in close(squeezed, deadline=deadline):
-            yield "labels", _choice(table, state.reduced.lift(state.best), state.lower_bound_s)
+            yield "labels", _of_state(table, state)
     if is_solved(state) or num_entries(state.reduced.table) > _MOST_VARIABLES or monotonic() > deadline:
         return
     remaining_s = deadline - monotonic()
     for found in refine(state.reduced.table, state.best, state.lower_bound_s, time_limit_s=remaining_s, worker=worker):
         bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
-        yield "refine", _choice(table, state.reduced.lift(found.strategies), bound_s)
+        yield "refine", replace(_choice(table, state.reduced.lift(found.strategies), bound_s), around=state.around)
 
 
 def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -96,6 +99,10 @@ def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tupl
         return excess, cost_of(table, start)
 
     return sorted(dict.fromkeys(starts), key=rank)[:_MOST_DESCENTS]
+
+
+def _of_state(table: CostTable, state: Squeezed) -> Choice:
+    return replace(_choice(table, state.reduced.lift(state.best), state.lower_bound_s), around=state.around)
 
 
 def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:

@@ -35,12 +35,17 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy index per node; `lower_bound_s` is proven: no choice within the limit costs less."""
+    """One strategy index per node; `lower_bound_s` is proven: no choice within the limit costs less.
+
+    `around`: where the memory limit binds, a choice above it and one within it that cost the same at the price of memory which gives the
+    bound. What can be divided between the two, so that the limit is just filled, costs no more than the bound.
+    """
 
     strategies: tuple[int, ...]
     cost_s: float
     memory_bytes: float
     lower_bound_s: float
+    around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def gap(self) -> float:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from autopar.search.check import checked
-from autopar.search.descent import descend, landscape, own_starts
+from autopar.search.descent import descend, landscape, own_starts, shed
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import small_tables
 
@@ -54,3 +54,28 @@ def test_two_neighbours_move_together():
 def test_a_start_above_the_limit_sheds_memory_first():
     table = CostTable((Node("a", np.array([1.0, 2.0, 5.0]), np.array([30.0, 20.0, 10.0])),) * 2, (), 40.0)
     assert descend(landscape(table), (0, 0)) == (2, 0)
+
+
+def test_memory_is_shed_where_a_byte_costs_least():
+    # 10 bytes too many: the first node would save 100 at 1 s, of which 10 count; the second 10 at .2 s; the third 5 at .01 s.
+    table = CostTable(
+        (
+            Node("a", np.array([0.0, 1.0]), np.array([200.0, 100.0])),
+            Node("b", np.array([0.0, 0.2]), np.array([20.0, 10.0])),
+            Node("c", np.array([0.0, 0.01]), np.array([10.0, 5.0])),
+        ),
+        (),
+        220.0,
+    )
+    assert shed(landscape(table), (0, 0, 0), most_moves=1) == (0, 0, 1)
+    assert shed(landscape(table), (0, 0, 0), most_moves=9) == (0, 1, 1)
+    assert shed(landscape(table), (1, 0, 0), most_moves=9) == (1, 0, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_tables(limited=True))
+def test_shedding_ends_within_the_limit_or_nearer_to_it(table):
+    table = checked(table)
+    start = tuple(0 for _ in table.nodes)
+    if np.isfinite(cost_of(table, start)):
+        assert rank(table, shed(landscape(table), start, most_moves=20))[0] <= rank(table, start)[0]

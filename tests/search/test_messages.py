@@ -27,6 +27,18 @@ def test_no_choice_is_below_the_bound_or_its_strategies_marginals(table, multipl
     assert [values[choice] for choice in passed.met] == sorted(values[choice] for choice in passed.met)
 
 
+@settings(max_examples=100, deadline=None)
+@given(small_tables(limited=False), st.lists(st.sampled_from([0.0, 1e-12, 1e-9, 1e-6]), min_size=2, max_size=4), st.integers(1, 9))
+def test_messages_of_other_prices_bound_this_one(table, prices, most_sweeps):
+    table, passed = checked(table), None
+    for price in prices:
+        passed = pass_messages(table, multiplier=price, most_sweeps=most_sweeps, before=passed)
+        for choice in every_choice(table):
+            value = cost_of(table, choice) + price * memory_of(table, choice)
+            assert passed.value <= value * (1 + 1e-14)
+            assert all(marginals[k] <= value * (1 + 1e-14) for marginals, k in zip(passed.marginals, choice))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_on_a_tree_the_bound_is_the_optimum(seed, is_star):

@@ -155,3 +155,19 @@ def test_a_transformer_block_is_solved_exactly_and_fast():
     assert limited.memory_bytes <= 6e8
     assert found.cost_s < limited.cost_s
     assert limited.gap < 0.005
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_tables(limited=True))
+def test_a_brief_search_bounds_and_gives_choices_around_a_limit_that_binds(table):
+    truth = brute_force(checked(table))
+    if truth is None:
+        return
+    found = solve(table, is_brief=True, time_limit_s=30.0)
+    assert found.lower_bound_s <= truth[0] * (1 + 1e-12) and truth[0] <= found.cost_s * (1 + 1e-12)
+    assert found.memory_bytes <= table.memory_limit_bytes
+    if found.around is None:
+        assert found.cost_s == pytest.approx(truth[0], rel=1e-9)
+    else:
+        above, within = (memory_of(checked(table), end) for end in found.around)
+        assert above > table.memory_limit_bytes >= within
