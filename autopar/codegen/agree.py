@@ -29,7 +29,7 @@ def peers_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_from_backend(error):
+        if not is_from_backend(error):
             raise
         raise PeerFailed(
             f"rank {dist.get_rank()} waited for another rank, which failed or died; its error is the cause, look at its output first "
@@ -37,7 +37,8 @@ def peers_alive() -> Iterator[None]:
         ) from error
 
 
-def _is_from_backend(error: RuntimeError) -> bool:
+def is_from_backend(error: RuntimeError) -> bool:
+    """Whether a process group's backend raised it: a connection broke or timed out."""
     # gloo raises plain RuntimeErrors, which its sources' names give away
     words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket closed")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -67,6 +67,8 @@ class StageRunner:
             # torch cuts a target into one part for each microbatch and wants to have one.
             target = torch.arange(self.schedule.num_microbatches) if last is not None else None
             self._torch.step(target=target, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            raise _own_error(error)  # noqa: B904  it has a cause of its own
         finally:
             for stage in self.stages:
                 stage.end()
@@ -94,6 +96,12 @@ class StageRunner:
         if self.group is not None:
             dist.barrier(group=self.group)
         return now_s(self.device)
+
+
+def _own_error(error: RuntimeError) -> BaseException:
+    """What a stage raised, without what torch wraps it in: a list of every argument."""
+    is_wrapped = error.__cause__ is not None and "ailed to run" in str(error)
+    return error.__cause__ if is_wrapped else error
 
 
 def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
