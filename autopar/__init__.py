@@ -12,6 +12,7 @@ _HOMES = {
     "Plan": "autopar.plan.plan",
     "compile": "autopar.api",
     "plan": "autopar.api",
+    "unshare": "autopar.ir.unshare",
 }
 
 __all__ = sorted(_HOMES)
