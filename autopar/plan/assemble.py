@@ -18,15 +18,19 @@ from autopar.plan.factorise import as_used, factorise
 from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.setting import ENOUGH_GAP, Setting, Wishes
+from autopar.plan.setting import Setting, Wishes
 from autopar.plan.solve_mesh import ANY, Solved, solve_mesh
 from autopar.plan.tuned import Tried, tuned
 from autopar.plan.unfolded import bound_unfolded
 
 # An open mesh is searched on so many meshes at most.
 _MOST_MESHES = 4
-# The best mesh gets the time that is left if its gap is above this.
-_WORTH_MORE_TIME = ENOUGH_GAP
+# A mesh whose best hand plan takes so many times as long as the best of all, or as much memory where none fits, is not searched.
+_PROMISING = 1.5
+# What takes so much of the memory limit by hand, the search may make fit.
+_NEARLY = 1.25
+# Of the time that is left, for the next mesh.
+_SHARE = 0.6
 
 
 def make_plan(
@@ -43,7 +47,7 @@ def make_plan(
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
-    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, coarsest first, and the plan has the best of them.
+    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the best of them.
     `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
     `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
@@ -72,8 +76,10 @@ def make_plan(
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
 ) -> dict[Mesh, Solved]:
-    """The best plan found on each of the promising meshes, of which the best gets the time that is left; and the best hand plan if that is
-    better. A finer mesh starts from the plans of those it refines. InfeasibleError of the last mesh if there is no plan.
+    """The best plan found on each of the promising meshes, most promising first, and the best hand plan if that is better.
+
+    A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is known. It starts from
+    the plans of those it refines. InfeasibleError of the last mesh if there is no plan.
     """
     if wishes.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
@@ -84,23 +90,19 @@ def _solve_all(
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
     meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, limit)
-    for num_left, mesh in zip(range(2 * len(meshes), 0, -1), meshes):
-        used_s = clock.timings["search"]
+    for mesh in meshes:
+        used_s, share = clock.timings["search"], 1.0 if mesh == meshes[-1] else _SHARE
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
+        to_beat_s = min((solved.cost_s for solved in found.values()), default=math.inf)
         clock.where = f"mesh {mesh}: "
         try:
             found[mesh] = solve_mesh(
-                graph, mesh, cluster, wishes, starts=starts, time_limit_s=used_s + (time_limit_s - used_s) / num_left, clock=clock
-            )
+                graph, mesh, cluster, wishes, starts=starts, to_beat_s=to_beat_s, time_limit_s=used_s + share * (time_limit_s - used_s),
+                clock=clock,
+            )  # fmt: skip
         except InfeasibleError as error:
             failure = error
     best = min(found.values(), key=lambda solved: solved.cost_s, default=None)
-    if best is not None and best.cost_s > (1 + _WORTH_MORE_TIME) * best.lower_bound_s and clock.timings["search"] < time_limit_s:
-        clock.where = f"mesh {best.mesh}: "
-        again = solve_mesh(graph, best.mesh, cluster, wishes, starts=[best.assignment], time_limit_s=time_limit_s, clock=clock)
-        # not as a matter of course: a start in which layers differ is searched from as if they were alike
-        if again.cost_s <= best.cost_s:
-            found[best.mesh] = best = again
     expert = by_hand.best
     if expert is not None and (best is None or expert.costs.step_s < best.cost_s):
         bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, training=training))
@@ -112,15 +114,20 @@ def _solve_all(
 
 
 def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:
-    """The coarsest mesh, and of the others those on which the best hand plans lie: fastest of what fits, or else nearest to fitting."""
+    """Those on which the best hand plans lie, best first: fastest of what nearly fits, or else the lightest. Equals: coarsest first."""
+    most_bytes = _NEARLY * limit_bytes
+    fits = any(one.costs.memory_bytes <= most_bytes for one in tried)
 
-    def rank(mesh: Mesh) -> tuple[float, float]:
+    def rank(mesh: Mesh) -> float:
         degrees = {math.prod(mesh.shape[:count]) for count in range(mesh.ndim + 1)}
-        here = (one.costs for one in tried if _data_degree(one) in degrees)
-        return min((max(0.0, costs.memory_bytes - limit_bytes), costs.step_s) for costs in here)
+        here = [one.costs for one in tried if _data_degree(one) in degrees]
+        if not fits:
+            return min(costs.memory_bytes for costs in here)
+        return min((costs.step_s for costs in here if costs.memory_bytes <= most_bytes), default=math.inf)
 
-    chosen = {meshes[0], *sorted(meshes[1:], key=rank)[: _MOST_MESHES - 1]}
-    return [mesh for mesh in meshes if mesh in chosen]
+    ranks = {mesh: rank(mesh) for mesh in meshes}
+    least = min(ranks.values())
+    return [mesh for mesh in sorted(meshes, key=ranks.__getitem__) if ranks[mesh] <= _PROMISING * least][:_MOST_MESHES]
 
 
 def _data_degree(one: Tried) -> int:

@@ -72,6 +72,7 @@ class Setting:
     time_limit_s: float  # of all searches that the clock has timed
     clock: Clock
     near: Assignment | None = None  # search only what differs from it on few axes
+    to_beat_s: float = float("inf")  # what costs no less is of no interest
 
     def problem(self, folded: Folded) -> Problem:
         """The search problem with one choice for each class of `folded`."""
@@ -91,9 +92,12 @@ class Setting:
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
         """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
-        work = partial(solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP, is_brief=is_brief)
+        work = partial(
+            solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP, is_brief=is_brief,
+            to_beat_s=self.to_beat_s, progress=self.clock.tell_cost,
+        )  # fmt: skip
         try:
-            return self.clock.run("search", partial(work, progress=self.clock.tell_cost))
+            return self.clock.run("search", work)
         except InfeasibleError as error:
             raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
 

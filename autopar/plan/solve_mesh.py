@@ -34,14 +34,17 @@ class Solved:
 
 
 def solve_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), time_limit_s: float, clock: Clock
+    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
+    time_limit_s: float, clock: Clock,
 ) -> Solved:
     """The best plan found in the time, never worse than a start or a hand plan that meets the wishes.
+
+    The search ends early when no plan can take less than `to_beat_s`.
 
     First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
     copies. PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
-    setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock)
+    setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, to_beat_s=to_beat_s)
     folded = clock.run("fold", lambda: fold_stored(graph, wishes))
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
     hand = clock.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
@@ -54,7 +57,8 @@ def solve_mesh(
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     bound_of = ALIKE if folded.repeats else ANY
     best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
-    if is_mixed and choice.around is not None and choice.gap > ENOUGH_GAP and setting.remaining_s > 0:
+    can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < to_beat_s
+    if is_mixed and choice.around is not None and can_win and setting.remaining_s > 0:
         return _in_groups(setting, folded, problem, choice, best)
     return best
 

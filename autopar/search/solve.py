@@ -34,6 +34,7 @@ def solve(
     time_limit_s: float = 30.0,
     enough_gap: float = 0.0,
     is_brief: bool = False,
+    to_beat_s: float = float("inf"),
     progress: Progress | None = None,
     worker: Sequence[str] = WORKER,
 ) -> Choice:
@@ -41,7 +42,8 @@ def solve(
 
     Never worse than any start within the limit. The same table and starts give the same choice, unless the time limit strikes first.
     `enough_gap`: a search under a binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once.
-    `is_brief`: or when the limit is seen to bind and about the best price on memory gives a bound and the choices `around` the limit.
+    `to_beat_s`: it also ends when no choice can cost less than this. `is_brief`: or when the limit is seen to bind and about the best
+    price on memory gives a bound and the choices `around` the limit.
     Ctrl-C ends the search with the best choice known. `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker`
     is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
     """
@@ -55,7 +57,8 @@ def solve(
                     best = choice
                     if progress is not None:
                         progress(stage, best.cost_s, best.lower_bound_s)
-                if choice.around is not None and (is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))):
+                is_enough = is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))
+                if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
                     break
     except KeyboardInterrupt:
         if best is None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.search.bound import squeeze
@@ -171,3 +172,14 @@ def test_a_brief_search_bounds_and_gives_choices_around_a_limit_that_binds(table
     else:
         above, within = (memory_of(checked(table), end) for end in found.around)
         assert above > table.memory_limit_bytes >= within
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_tables(limited=True), st.floats(0.1, 2.0))
+def test_a_search_that_cannot_win_is_given_up_with_a_bound_that_says_so(table, part):
+    truth = brute_force(checked(table))
+    if truth is None:
+        return
+    found = solve(table, to_beat_s=part * truth[0], time_limit_s=30.0)
+    assert found.lower_bound_s <= truth[0] * (1 + 1e-12) and truth[0] <= found.cost_s * (1 + 1e-12)
+    assert found.lower_bound_s >= part * truth[0] or found.cost_s == pytest.approx(truth[0], rel=1e-9)
