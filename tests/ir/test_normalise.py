@@ -106,14 +106,24 @@ OWN_ROWS = {
     "two": lambda w, x: x[torch.arange(2)[:, None, None], torch.tensor([[0], [2]]), torch.arange(4)[None, :]],
     "transformers": lambda w, x: x[(torch.arange(2) + 0).view(2, 1, 1, 1), torch.arange(3).view(1, 1, 1, 3)],
 }
+OWN_COLUMNS = {
+    "a column for each row": lambda w, x: x[torch.arange(2), torch.tensor([2, 1])],
+    "from the end": lambda w, x: x[torch.arange(2), torch.tensor([-1, -3])],
+    "one number for each row": lambda w, x: x.sum(-1)[torch.arange(2), torch.tensor([0, -1])],
+    "that of the largest": lambda w, x: (x @ w)[torch.arange(2), (x @ w).sum(2).argmax(1)],
+}
 OTHER_ROWS = {
     "another order": lambda w, x: x[torch.tensor([1, 0])[:, None], torch.arange(3)],
     "few": lambda w, x: x[torch.arange(1)[:, None], torch.arange(3)],
-    "a column for each row": lambda w, x: x[torch.arange(2), torch.tensor([2, 1])],
     "rows and columns differ": lambda w, x: x[torch.arange(2)[:, None], torch.tensor([[0, 1], [2, 2]])],
     "rows last": lambda w, x: x[torch.arange(2)[None, :], torch.arange(3)[:, None]],
-    "a mask": lambda w, x: x[torch.arange(2), torch.tensor([True, False, True]).nonzero_static(size=2)[:, 0]],
 }
+
+
+@pytest.mark.parametrize("name", OWN_COLUMNS)
+def test_a_column_for_each_row_is_gathered(name):
+    found = targets(OWN_COLUMNS[name])
+    assert any(target.startswith("gather.") for target in found) and not any(target.startswith("index.") for target in found)
 
 
 @pytest.mark.parametrize("name", [*OWN_ROWS, *OTHER_ROWS])

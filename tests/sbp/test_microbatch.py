@@ -125,6 +125,17 @@ def test_padding_masks(name, exact):
     check(case.model, case.args, case.kwargs | {"attention_mask": mask}, counts=(2, 8))
 
 
+def test_classes_of_the_last_token():
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    sizes = {"vocab_size": zoo.VOCABULARY, "n_positions": zoo.SEQUENCE, "n_embd": zoo.HIDDEN, "n_layer": 1, "n_head": zoo.HEADS}
+    drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, **drops, use_cache=False, num_labels=4)).double()
+    tokens = torch.randint(1, zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
+    tokens[2, 4:] = 0
+    check(model, (), {"input_ids": tokens, "labels": torch.randint(4, (zoo.BATCH,))}, counts=(2, 8))
+
+
 def test_vit(exact):
     case = zoo.build("vit")
     check(case.model, case.args, case.kwargs)
