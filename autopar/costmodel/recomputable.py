@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autopar.costmodel.probe import Footprint, footprints
+from autopar.costmodel.probe import Footprint, footprint, footprints
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Op
 
@@ -20,10 +20,15 @@ def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
+def saves(op: Op) -> bool:
+    """Whether backward needs anything of `op`."""
+    return _is_saving(footprint(op))
+
+
 def _without_end(ops: tuple[Op, ...], known: Mapping[str, Footprint]) -> tuple[str, ...]:
-    saving = [index for index, op in enumerate(ops) if _saves(known[op.name])]
+    saving = [index for index, op in enumerate(ops) if _is_saving(known[op.name])]
     return tuple(op.name for op in ops[: saving[-1] + 1]) if saving else ()
 
 
-def _saves(found: Footprint) -> bool:
+def _is_saving(found: Footprint) -> bool:
     return bool(found.saved_inputs or found.saved_outputs or found.internal_bytes)

@@ -18,6 +18,7 @@ from autopar.codegen.step import close_step, open_step
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.probe import regatherable
+from autopar.costmodel.recomputable import saves
 from autopar.ir.graph import Graph, Value
 from autopar.ir.slots import call
 from autopar.mesh import Mesh
@@ -64,10 +65,10 @@ def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]]
 
 
 def _any_regions(draw: Random, graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """Often none, else any stretches of the graph."""
-    names = [op.name for op in graph.ops]
-    ends = sorted(draw.choices(range(len(names) + 1), k=draw.choice((0, 0, 0, 2, 4))))
-    return tuple(tuple(names[first:end]) for first, end in zip(ends[::2], ends[1::2]) if first < end)
+    """Often none, else any stretches of the graph that save something: others are not run again."""
+    ends = sorted(draw.choices(range(len(graph.ops) + 1), k=draw.choice((0, 0, 0, 2, 4))))
+    stretches = [graph.ops[first:end] for first, end in zip(ends[::2], ends[1::2])]
+    return tuple(tuple(op.name for op in ops) for ops in stretches if any(map(saves, ops)))
 
 
 def draw_graph(draw: Random, num_calls: int) -> tuple[Graph, Tensors]:
@@ -119,7 +120,7 @@ def differences(example: Example, found: Mapping[Coordinate, Found] | None = Non
     """What the plan computes otherwise than one device does, and issues otherwise than priced; `found` on threads unless given."""
     found = found or run_on_threads(example)
     priced = Counter(planned.collective for planned in evaluate(example.graph, example.assignment, example.mesh, _CLUSTER).collectives)
-    wrong = [] if example.assignment.recomputed else [
+    wrong = [
         f"rank {at} issued besides {_text(counted - priced)}, not {_text(priced - counted)}"
         for at, (counted, _) in found.items()
         if not _is_as_priced(counted, priced, is_exact=all_gradients_arrive(example.graph))
