@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Program, Region, Release, UseTogether, Variable, reads
+from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Offload, Program, Region, Release, UseTogether, Variable, reads
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
 _RESERVED = {
     "aten", "convert", "declare", "inf", "local", "move", "nan", "recomputed", "regathered", "seed", "seeded", "self", "torch",
-    "use_together", "I", "P", "R", "S",
+    "use_together", "I", "Offload", "P", "R", "S",
 }  # fmt: skip
 
 
@@ -29,6 +29,8 @@ class _Emitter:
     def __init__(self, program: Program, is_typed: bool) -> None:
         self.program = program
         self.is_typed = is_typed
+        self.offload = "None"  # the last one opened
+        self.is_offloading = False
 
     def gather(self, gather: Gather) -> list[str]:
         results = [one.name for group in gather.results for one in group]
@@ -90,6 +92,8 @@ class _Emitter:
             return [f"del {', '.join(map(variable, step.names))}"]
         if isinstance(step, Region):
             return self._region(step)
+        if isinstance(step, Offload):
+            return self._offload(step)
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
         if isinstance(step, UseTogether):
@@ -102,6 +106,14 @@ class _Emitter:
         body = [line for one in step.steps for line in self._step(one)]
         call = f"{outputs} = recomputed({name}, {inputs})"
         return [*_function(f"{name}({inputs})", [*body, f"return {outputs}"]), call]
+
+    def _offload(self, step: Offload) -> list[str]:
+        name = f"offload_{step.number}"
+        opened = f"{name} = Offload({', '.join([self.offload, *map(variable, step.stay)])})"
+        self.offload, self.is_offloading = name, True
+        body = [line for one in step.steps for line in self._step(one)]
+        self.is_offloading = False
+        return [opened, f"with {name}:", *("    " + line for line in body)]
 
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
@@ -148,7 +160,8 @@ class _Emitter:
         if step.is_no_grad:
             scopes.append("torch.no_grad()")
         if step.again:
-            scopes.append(f"regathered({', '.join(map(self._regathered, step.again))})")
+            rest = [f"rest={self.offload}"] if self.is_offloading else []
+            scopes.append(f"regathered({', '.join([*map(self._regathered, step.again), *rest])})")
         return [", ".join(scopes)] if scopes else []
 
     def _called(self, step: Call) -> str:
@@ -191,7 +204,7 @@ def _note(collectives: tuple[Collective, ...]) -> str:
 def variable(name: str) -> str:
     """`name` as a Python identifier that hides nothing the generated code uses."""
     name = "".join(char if char.isalnum() else "_" for char in name)
-    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith(("axis_", "region_")) else name
+    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith(("axis_", "offload_", "region_")) else name
 
 
 def local_name(target: str) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.codegen.emit import emit, local_name
 from autopar.codegen.groups import joint_group
+from autopar.codegen.offload import Offload
 from autopar.codegen.program import Program
 from autopar.codegen.random import draw_seed, seeded
 from autopar.codegen.recompute import recomputed
@@ -87,7 +88,7 @@ def namespace() -> dict[str, Any]:
     local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
     return {
         "torch": torch, "aten": torch.ops.aten, "convert": convert, "move": move, "local": local, "seeded": seeded,
-        "use_together": use_together, "regathered": regathered, "recomputed": recomputed,
+        "use_together": use_together, "regathered": regathered, "recomputed": recomputed, "Offload": Offload,
         "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
     }  # fmt: skip
 

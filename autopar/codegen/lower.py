@@ -5,7 +5,22 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Gathered, Program, Region, UseTogether, Variable
+from autopar.codegen.program import (
+    Again,
+    AnyStep,
+    Call,
+    Convert,
+    Gather,
+    Gathered,
+    Offload,
+    Program,
+    Region,
+    UseTogether,
+    Variable,
+    flat,
+    reads,
+    writes,
+)  # fmt: skip
 from autopar.codegen.release import with_releases
 from autopar.costmodel.probe import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
@@ -26,8 +41,8 @@ def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = 
     """
     lowering = _Lowering(graph, mesh, assignment)
     gather = lowering.gather() if is_split else None
-    for number, ops in groupby(graph.ops, key=_region_of(assignment)):
-        lowering.run(number, tuple(ops))
+    for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
+        lowering.offload(number, tuple(ops))
     outputs = tuple(lowering.output(index, value) for index, value in enumerate(graph.outputs))
     mutations = tuple((fqn, lowering.read(value, Use("buffer", i))) for i, (fqn, value) in enumerate(graph.mutations))
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
@@ -52,6 +67,7 @@ class _Lowering:
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
+        self._of_inputs = {item.value.name for item in self.graph.inputs}  # and what they are converted to
         self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
 
     def gather(self) -> Gather:
@@ -71,19 +87,35 @@ class _Lowering:
         kept_alive = {one.name for group in results for one in group}
         return Gather(with_releases(steps, kept_alive), results)
 
-    def run(self, number: int, ops: tuple[Op, ...]) -> None:
-        """Call `ops`; in a region, if it has a number: backward runs them again with what they convert. Parameters that are kept are
-        converted before it."""
+    def offload(self, number: int, ops: tuple[Op, ...]) -> None:
+        """Call `ops`; if they have a number, what backward needs of them waits on the host."""
+        if number >= 0:
+            self._convert_parameters(ops)
+        before, self.steps = self.steps, []
+        for region, run in groupby(ops, key=_number_of(self.assignment.recomputed)):
+            self._region(region, tuple(run))
+        inside, self.steps = self.steps, before
+        if number >= 0:
+            read, made = ({name for step in flat(inside) for name in names(step)} for names in (reads, writes))
+            inside = [Offload(number, tuple(sorted(read & self._of_inputs - made)), tuple(inside))]
+        self.steps += inside
+
+    def _region(self, number: int, ops: tuple[Op, ...]) -> None:
+        """Call `ops`; if they have a number, backward runs them again with what they convert."""
         if number < 0:
             return self._calls(ops)
-        for op in ops:
-            for slot, value in enumerate(op.inputs):
-                if value.name in self._parameters and not self._conversions[value.name][0].is_regathered:
-                    self.read(value, Use(op.name, slot))
+        self._convert_parameters(ops)
         before, self.steps, self.is_in_region = self.steps, [], True
         self._calls(ops)
         inside, self.steps, self.is_in_region = tuple(self.steps), before, False
         self.steps.append(Region(number, (), (), inside))
+
+    def _convert_parameters(self, ops: tuple[Op, ...]) -> None:
+        """Those that are kept as `ops` read them."""
+        for op in ops:
+            for slot, value in enumerate(op.inputs):
+                if value.name in self._parameters and not self._conversions[value.name][0].is_regathered:
+                    self.read(value, Use(op.name, slot))
 
     def _calls(self, ops: tuple[Op, ...]) -> None:
         for op in ops:
@@ -112,6 +144,7 @@ class _Lowering:
     def _step(self, step: Step, axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
+        self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
         if len(bucket) == 1:
             self.steps.append(Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after))
             self._steps_of.setdefault(_key(bucket[0]), []).append(self.steps[-1])
@@ -156,8 +189,9 @@ class _Lowering:
         return Variable(self.read(value, Use("output", index))), self.assignment.outputs[value.name]
 
 
-def _region_of(assignment: Assignment) -> Callable[[Op], int]:
-    numbers = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
+def _number_of(regions: tuple[tuple[str, ...], ...]) -> Callable[[Op], int]:
+    """Op -> number of its region, -1 outside of all."""
+    numbers = {name: number for number, region in enumerate(regions) for name in region}
     return lambda op: numbers.get(op.name, -1)
 
 

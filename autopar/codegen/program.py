@@ -90,7 +90,16 @@ class Region:
     steps: tuple["AnyStep", ...]
 
 
-AnyStep = Call | Convert | UseTogether | Release | Region
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What autograd keeps of `steps` waits in the host's memory, but for the variables `stay`: these are on the device anyhow."""
+
+    number: int
+    stay: tuple[str, ...]
+    steps: tuple["AnyStep", ...]
+
+
+AnyStep = Call | Convert | UseTogether | Release | Region | Offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ class Program:
 def flat(steps: Iterable[AnyStep]) -> Iterator[AnyStep]:
     """The steps, and those of regions in place of them."""
     for step in steps:
-        yield from flat(step.steps) if isinstance(step, Region) else (step,)
+        yield from flat(step.steps) if isinstance(step, Region | Offload) else (step,)
 
 
 def reads(step: AnyStep) -> set[str]:
@@ -152,6 +161,8 @@ def reads(step: AnyStep) -> set[str]:
             return {name for name, _ in operands} | {one.source for one in again}
         case Region(inputs=inputs):
             return set(inputs)
+        case Offload(steps=steps):
+            return set().union(*map(reads, steps)) - writes(step)
     return set()
 
 
@@ -166,4 +177,6 @@ def writes(step: AnyStep) -> set[str]:
             return {value.name for value in outputs}
         case Region(outputs=outputs):
             return set(outputs)
+        case Offload(steps=steps):
+            return set().union(*map(writes, steps))
     return set()

@@ -62,6 +62,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "aten": _Ops(torch.ops.aten, "aten", referee), "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
         "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
         "regathered": lambda *_: nullcontext(), "recomputed": lambda function, *inputs: function(*inputs),
+        "Offload": lambda *_: nullcontext(),
         "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
     }  # fmt: skip
 

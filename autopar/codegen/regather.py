@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.codegen.offload import Offload, unpack
 from autopar.sbp.collectives import Axis, move
 from autopar.sbp.placement import Placement
 
@@ -62,21 +63,19 @@ class _Again:
 
 
 @contextmanager
-def regathered(*parameters: tuple[Any, ...]) -> Iterator[None]:
+def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Iterator[None]:
     """What is saved inside for backward and lies in the memory of a gathered parameter is not kept, but made again.
 
     parameters: (gathered tensor, stored part, steps from this to that as (axis, src, dst) ...). One scope for all of an op's, since only
-    the innermost hooks see what is saved. RuntimeError in backward if the stored part has been changed meanwhile, as autograd raises
-    for what it saves itself.
+    the innermost hooks see what is saved; what else is saved is packed by `rest`. RuntimeError in backward if the stored part has been
+    changed meanwhile, as autograd raises for what it saves itself.
     """
     known = [_Again(*parameter) for parameter in parameters]
 
     def pack(x: torch.Tensor) -> Any:
         found = ((again, view) for again in known if (view := again.pack(x)) is not None)
-        return next(found, x)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else packed[0].unpack(packed[1])
+        again = next(found, None)
+        return again or (rest.pack(x) if rest else x)
 
     with saved_tensors_hooks(pack, unpack):
         yield

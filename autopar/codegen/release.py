@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autopar.codegen.program import AnyStep, Region, Release, reads, writes
+from autopar.codegen.program import AnyStep, Offload, Region, Release, reads, writes
 
 
 def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[AnyStep, ...]:
@@ -12,17 +12,19 @@ def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[
     found: list[AnyStep] = []
     alive = set(kept_alive)  # what is read further on
     for step in reversed(steps):
-        step = _closed(step, alive) if isinstance(step, Region) else step
-        touched = reads(step) | writes(step)
-        if ends := touched - alive:
+        step = _closed(step, alive) if isinstance(step, Region | Offload) else step
+        ends = (reads(step) | writes(step)) - alive
+        if ends and not isinstance(step, Offload):  # which releases its own
             found.append(Release(tuple(sorted(ends))))
         found.append(step)
-        alive = (alive | touched) - writes(step)
+        alive = (alive | reads(step)) - writes(step)
     return tuple(reversed(found))
 
 
-def _closed(region: Region, alive: set[str]) -> Region:
-    """`region` with what enters it, in the order of reading, and what of it is `alive` afterwards."""
+def _closed(region: Region | Offload, alive: set[str]) -> Region | Offload:
+    """`region` with its releases, what enters it, in the order of reading, and what of it is `alive` afterwards."""
+    if isinstance(region, Offload):
+        return replace(region, steps=with_releases(region.steps, alive))
     made: dict[str, None] = {}
     entering: dict[str, None] = {}
     for step in region.steps:

@@ -28,7 +28,7 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
     for name, layout in assignment.outputs.items():
         _check_offered(name, layout, candidates.outputs[name])
     _check_kept(assignment.kept, graph, mesh)
-    _check_regions(assignment.recomputed, graph)
+    _check_regions(assignment, graph)
     unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
     if unfit:
         raise PlanError(f"the plan gathers {min(unfit)!r} again in backward, which is no parameter that just one op saves; {_AGAIN}")
@@ -40,15 +40,21 @@ def check_names(assignment: Assignment, graph: Graph) -> None:
     _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
 
 
-def _check_regions(recomputed: Iterable[tuple[str, ...]], graph: Graph) -> None:
-    """PlanError unless the regions are stretches of the graph that do not overlap."""
+def _check_regions(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless the regions are stretches of the graph that overlap none of their kind, the recomputed within or outside others."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    seen: set[str] = set()
-    for region in recomputed:
-        first = position.get(region[0], 0) if region else 0
-        if not region or region != tuple(op.name for op in graph.ops[first : first + len(region)]) or seen & set(region):
-            raise PlanError(f"the plan recomputes {', '.join(region) or 'nothing'}, which are no consecutive ops of their own; {_AGAIN}")
-        seen |= set(region)
+    for verb, regions in (("recomputes", assignment.recomputed), ("offloads", assignment.offloaded)):
+        seen: set[str] = set()
+        for region in regions:
+            first = position.get(region[0], 0) if region else 0
+            is_stretch = region == tuple(op.name for op in graph.ops[first : first + len(region)])
+            if not region or not is_stretch or seen & set(region):
+                raise PlanError(f"the plan {verb} {', '.join(region) or 'nothing'}, which are no consecutive ops of their own; {_AGAIN}")
+            seen |= set(region)
+    offloaded = {name: number for number, region in enumerate(assignment.offloaded) for name in region}
+    for region in assignment.recomputed:
+        if len({offloaded.get(name) for name in region}) > 1:
+            raise PlanError(f"the plan recomputes {region[0]} to {region[-1]} and offloads a part of that; expected all or none; {_AGAIN}")
 
 
 def _check_names(what: str, expected: Iterable[str], found: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
 """Which copies of a repeat a plan treats alike."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from autopar.ir.fold import Folded, Repeat
 from autopar.ir.graph import Graph
@@ -15,12 +15,12 @@ def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
 
 def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ...]:
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    recomputed = {name for region in assignment.recomputed for name in region}
+    apart = [{name for region in regions for name in region} for regions in (assignment.recomputed, assignment.offloaded)]
     first, block = position[repeat.ops[0]], len(repeat.ops)
     sizes: list[int] = []
     latest = None
     for copy in range(repeat.count):
-        choices = _choices(graph, assignment, recomputed, first + copy * block, block)
+        choices = _choices(graph, assignment, apart, first + copy * block, block)
         if choices == latest:
             sizes[-1] += 1
         else:
@@ -29,14 +29,14 @@ def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ..
     return tuple(sizes)
 
 
-def _choices(graph: Graph, assignment: Assignment, recomputed: Set[str], first: int, block: int) -> list[tuple]:
+def _choices(graph: Graph, assignment: Assignment, apart: Sequence[Set[str]], first: int, block: int) -> list[tuple]:
     ops = graph.ops[first : first + block]
     return [
         (
             assignment.strategies[op.name],
             tuple(assignment.layouts.get(value.name) for value in op.inputs),
             tuple(assignment.kept.get(value.name) for value in op.outputs),
-            op.name in recomputed,
+            tuple(op.name in names for names in apart),
         )
         for op in ops
     ]

@@ -68,6 +68,7 @@ def dumps(saved: SavedPlan) -> str:
         "outputs": _layouts_text(saved.assignment.outputs),
         "regathered": sorted(saved.assignment.regathered),
         "recomputed": saved.assignment.recomputed,
+        "offloaded": saved.assignment.offloaded,
     }
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
 
@@ -91,7 +92,7 @@ def loads(text: str) -> SavedPlan:
                 {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
                 *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
                 frozenset(map(str, content["regathered"])),
-                tuple(tuple(map(str, region)) for region in content["recomputed"]),
+                *(tuple(tuple(map(str, region)) for region in content[key]) for key in ("recomputed", "offloaded")),
             ),
         )
     except KeyError as error:

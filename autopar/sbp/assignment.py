@@ -19,6 +19,7 @@ class Assignment:
     several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value name -> layout it
     leaves in. regathered: parameters that are not kept as their one reader has them, but converted again for its backward
     (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which only what enters them is kept for backward.
+    offloaded: regions of which what is kept for backward waits in the host's memory; a recomputed one lies within one or outside all.
     """
 
     strategies: Mapping[str, Strategy]
@@ -27,6 +28,7 @@ class Assignment:
     outputs: Mapping[str, Layout]
     regathered: frozenset[str] = frozenset()
     recomputed: tuple[tuple[str, ...], ...] = ()
+    offloaded: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

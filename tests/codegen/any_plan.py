@@ -60,7 +60,9 @@ def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]]
     mesh = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     cotangents = {index: _cotangent(draw, v) for index, v in enumerate(graph.outputs) if v.needs_grad}
     assignment, is_split = draw_assignment(draw, graph, mesh), draw.random() < 0.3
-    assignment = replace(assignment, recomputed=_any_regions(draw, graph))
+    assignment = replace(assignment, recomputed=_any_regions(draw, graph), offloaded=_any_regions(draw, graph))
+    if not _is_nested(assignment):
+        assignment = replace(assignment, offloaded=())
     return Example(graph, values, cotangents, mesh, assignment, is_split)
 
 
@@ -69,6 +71,11 @@ def _any_regions(draw: Random, graph: Graph) -> tuple[tuple[str, ...], ...]:
     ends = sorted(draw.choices(range(len(graph.ops) + 1), k=draw.choice((0, 0, 0, 2, 4))))
     stretches = [graph.ops[first:end] for first, end in zip(ends[::2], ends[1::2])]
     return tuple(tuple(op.name for op in ops) for ops in stretches if any(map(saves, ops)))
+
+
+def _is_nested(assignment: Assignment) -> bool:
+    overlaps = [(set(inner), set(outer)) for inner in assignment.recomputed for outer in assignment.offloaded]
+    return all(inner <= outer or not inner & outer for inner, outer in overlaps)
 
 
 def draw_graph(draw: Random, num_calls: int) -> tuple[Graph, Tensors]:

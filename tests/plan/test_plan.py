@@ -175,6 +175,16 @@ def test_recomputed_regions_come_back():
     assert loads(plan.dumps()).assignment == plan.assignment
 
 
+def test_a_region_that_is_offloaded_in_part_is_refused():
+    plan, ops = with_regions((0, 1, 2)), traced("mlp").ops
+    within = replace(plan.assignment, offloaded=(tuple(op.name for op in ops[:4]),))
+    assert loads(replace(plan, assignment=within).dumps()).assignment == within
+    with pytest.raises(PlanError, match="offloads a part of that"):
+        loads(replace(plan, assignment=replace(within, offloaded=((ops[2].name, ops[3].name),))).dumps())
+    with pytest.raises(PlanError, match="offloads .* which are no consecutive ops"):
+        loads(replace(plan, assignment=replace(within, offloaded=((ops[0].name, ops[2].name),))).dumps())
+
+
 @pytest.mark.parametrize("positions", [[(0, 2)], [(1, 0)], [(0, 1, 1)], [(0, 1), (1, 2)], [()]])
 def test_recomputed_regions_that_are_no_stretches_are_refused(positions):
     with pytest.raises(PlanError, match="no consecutive ops of their own"):

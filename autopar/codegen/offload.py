@@ -1,0 +1,136 @@
+"""What autograd keeps of a region waits in the host's memory until backward."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Union
+from weakref import WeakValueDictionary
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Copy:
+    """One storage: its bytes on the host, and on the device from when the first of its views is wanted until the last is made.
+
+    storage: whose copy it is; no other has its address as long as this refers to it, though its memory may be free.
+    """
+
+    storage: StorageWeakRef
+    device: torch.device
+    host: torch.Tensor
+    is_there: Any = None  # CUDA event after which `back` holds the bytes
+    back: torch.Tensor | None = None
+    num_views: int = 0
+    num_left: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """A saved tensor as a view of a storage."""
+
+    copy: _Copy
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Offload:
+    """Scope in which what is saved for backward is copied to the host, each storage once, and not kept on the device.
+
+    before: the scope opened before this, whose region backward comes to after this one's. stay: tensors that are on the device anyhow,
+    such as parameters; neither they nor their views are copied. On a GPU the copies run beside the computation, on a stream of their own:
+    when backward comes to a region its tensors are fetched, and with them those of the region before, so that the next wait is short.
+    """
+
+    def __init__(self, before: Union["Offload", None], *stay: torch.Tensor) -> None:
+        self.before = before
+        self.stay = {ref.cdata: ref for ref in (StorageWeakRef(x.untyped_storage()) for x in stay)}
+        # address of a storage -> its copy; what earlier regions have copied is not copied again
+        self.known: WeakValueDictionary[int, _Copy] = before.known if before else WeakValueDictionary()
+        self.copies: list[_Copy] = []
+        self.stream = before.stream if before else None
+        self.is_fetched = False
+        self.hooks: Any = None
+
+    def __enter__(self) -> None:
+        self.hooks = saved_tensors_hooks(self.pack, unpack)
+        self.hooks.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # the hooks refer to this scope: let go of them, or its copies would wait for the garbage collector
+        hooks, self.hooks, self.stay = self.hooks, None, {}
+        hooks.__exit__(kind, error, trace)
+
+    def pack(self, x: torch.Tensor) -> Any:
+        """`x` itself if it stays, else what `unpack` makes it of."""
+        if x.layout != torch.strided or x.is_conj() or x.is_neg() or not x.numel():
+            return x
+        storage = StorageWeakRef(x.untyped_storage())
+        if storage.cdata in self.stay:
+            return x
+        copy = self.known.get(storage.cdata)
+        if copy is None:
+            copy = self.known[storage.cdata] = _Copy(storage, x.device, self._to_host(x))
+            self.copies.append(copy)
+        copy.num_views += 1
+        return self, _View(copy, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
+
+    def unpack(self, view: _View) -> torch.Tensor:
+        """The tensor that was packed, on its device."""
+        if self.stream is not None:
+            self._fetch()
+            if self.before is not None:
+                self.before._fetch()
+        back = self._back(view.copy)
+        return torch.empty(0, dtype=view.dtype, device=back.device).set_(back.untyped_storage(), view.offset, view.size, view.stride)
+
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        found = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        if x.device.type != "cuda":
+            return found.clone()
+        self.stream = self.stream or torch.cuda.Stream(x.device)
+        self.stream.wait_stream(torch.cuda.current_stream(x.device))
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self.stream):
+            host.copy_(found, non_blocking=True)
+        found.record_stream(self.stream)  # its memory is not given away before it is copied
+        return host
+
+    def _fetch(self) -> None:
+        """Begin to bring all copies back, the last first."""
+        if not self.is_fetched:
+            self.is_fetched = True
+            for copy in reversed(self.copies):
+                if copy.back is None:
+                    self._begin(copy)
+
+    def _begin(self, copy: _Copy) -> None:
+        current = torch.cuda.current_stream(copy.device)
+        copy.back, copy.num_left = torch.empty_like(copy.host, device=copy.device), copy.num_views
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            copy.back.copy_(copy.host, non_blocking=True)
+        copy.back.record_stream(self.stream)
+        copy.is_there = self.stream.record_event()
+
+    def _back(self, copy: _Copy) -> torch.Tensor:
+        """The bytes on the device, for one of the views."""
+        if copy.device.type != "cuda":
+            return copy.host
+        if copy.back is None:  # backward comes here once more
+            self._begin(copy)
+        torch.cuda.current_stream(copy.device).wait_event(copy.is_there)
+        back = copy.back
+        copy.num_left -= 1
+        if copy.num_left == 0:
+            copy.back = None
+        return back
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What was saved, from what a hook has made of it: the tensor itself, or (who can make it, of what)."""
+    return packed if isinstance(packed, torch.Tensor) else packed[0].unpack(packed[1])
