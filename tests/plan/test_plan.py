@@ -181,7 +181,7 @@ def test_a_region_that_is_offloaded_in_part_is_refused():
     assert loads(replace(plan, assignment=within).dumps()).assignment == within
     with pytest.raises(PlanError, match="offloads a part of that"):
         loads(replace(plan, assignment=replace(within, offloaded=((ops[2].name, ops[3].name),))).dumps())
-    with pytest.raises(PlanError, match="offloads .* which are no consecutive ops"):
+    with pytest.raises(PlanError, match=r"offloads .* which are no consecutive ops"):
         loads(replace(plan, assignment=replace(within, offloaded=((ops[0].name, ops[2].name),))).dumps())
 
 
