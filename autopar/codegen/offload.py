@@ -37,6 +37,9 @@ class _View:
     stride: tuple[int, ...]
 
 
+_Key = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]  # address of a storage; version and place of a tensor in it
+
+
 class Offload:
     """Scope in which what is saved for backward is copied to the host, each storage once, and not kept on the device.
 
@@ -48,8 +51,8 @@ class Offload:
     def __init__(self, before: Union["Offload", None], *stay: torch.Tensor) -> None:
         self.before = before
         self.stay = {ref.cdata: ref for ref in (StorageWeakRef(x.untyped_storage()) for x in stay)}
-        # address of a storage -> its copy; what earlier regions have copied is not copied again
-        self.known: WeakValueDictionary[int, _Copy] = before.known if before else WeakValueDictionary()
+        # what earlier regions have copied is not copied again
+        self.known: WeakValueDictionary[_Key, _Copy] = before.known if before else WeakValueDictionary()
         self.copies: list[_Copy] = []
         self.stream = before.stream if before else None
         self.is_fetched = False
@@ -71,9 +74,10 @@ class Offload:
         storage = StorageWeakRef(x.untyped_storage())
         if storage.cdata in self.stay:
             return x
-        copy = self.known.get(storage.cdata)
+        key = _key(x, storage)
+        copy = self.known.get(key)
         if copy is None:
-            copy = self.known[storage.cdata] = _Copy(storage, x.device, self._to_host(x))
+            copy = self.known[key] = _Copy(storage, x.device, self._to_host(x))
             self.copies.append(copy)
         copy.num_views += 1
         return self, _View(copy, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
@@ -129,6 +133,15 @@ class Offload:
         if copy.num_left == 0:
             copy.back = None
         return back
+
+
+def _key(x: torch.Tensor, storage: StorageWeakRef) -> _Key:
+    """Equal for tensors that one copy of their storage serves: views of one tensor that has not been written to in between.
+
+    Parts made by `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after others are saved.
+    """
+    base = x._base if x._is_view() else x
+    return storage.cdata, base._version, base.storage_offset(), tuple(base.shape), base.stride()
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -132,6 +132,18 @@ def test_each_storage_is_copied_once_and_what_stays_never():
         assert all(map(torch.equal, found, truth))
 
 
+def test_a_storage_that_changes_is_copied_again():
+    """As in recurrent cells: the gates are activated in place, one after the other, in one tensor."""
+
+    def gates(x: torch.Tensor) -> torch.Tensor:
+        a, b = (x * 1).unsafe_chunk(2)
+        return (a.sigmoid_() * b.tanh_()).sum()
+
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    (truth,) = torch.autograd.grad(gates(x), x)
+    assert torch.equal(torch.autograd.grad(saved_by(gates, x)[0], x)[0], truth)
+
+
 def test_copies_go_with_the_graph():
     x = torch.randn(4, requires_grad=True)
     gc.disable()
