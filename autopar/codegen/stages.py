@@ -9,7 +9,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from autopar.codegen.pipeline_stage import LocalStage, RunningStage, Work, now_s
 from autopar.plan.schedule import Schedule
-from autopar.plan.timeline import Action, Span
+from autopar.plan.timeline import Action, Span, Timeline
 
 ONE_STAGE_A_RANK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
@@ -106,3 +106,12 @@ def _own_error(error: RuntimeError) -> BaseException:
 
 def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     return outputs[0]
+
+
+def measured_timeline(step: Step, group: dist.ProcessGroup | None) -> Timeline:
+    """The timed steps of all ranks of the pipeline axis as one. Their clocks were started together, as well as a barrier can."""
+    if group is None:
+        return Timeline((step.spans,))
+    rows: list[tuple[Span, ...]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(rows, step.spans, group=group)
+    return Timeline(tuple(rows))

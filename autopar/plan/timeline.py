@@ -1,7 +1,20 @@
-"""A pipeline's step as it was simulated or measured: who computes what, and when."""
+"""A pipeline's step as it was simulated or measured: who computes what, and when; as text and for trace viewers."""
 
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from autopar.explain.text import format_seconds
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+WIDTH = 100  # columns of a row of text
+# A microbatch is shown by its last digit: forwards as it is, backwards as the letter that stands for it.
+LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "wwwwwwwwww"}
+LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a backward of weights that was put off, . waiting"
 
 
 class Action(NamedTuple):
@@ -23,6 +36,14 @@ class Span(NamedTuple):
     end_s: float
 
 
+class Wait(NamedTuple):
+    """A rank computes nothing, and why."""
+
+    reason: str
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The spans of each rank of the pipeline axis, in order."""
@@ -39,3 +60,71 @@ class Timeline:
         """Share of the ranks' time in which they compute nothing."""
         busy_s = sum(span.end_s - span.start_s for row in self.rows for span in row)
         return 1 - busy_s / (self.step_s * len(self.rows))
+
+    def waits(self, rank: int) -> Iterator[Wait]:
+        """When `rank` computes nothing. It waits for what the next action reads, and at the end for the other ranks."""
+        row, free_s = self.rows[rank], 0.0
+        for action, start_s, end_s in row:
+            if start_s > free_s:
+                yield Wait(f"for stage {action.stage + (-1 if action.kind == 'F' else 1)}", free_s, start_s)
+            free_s = end_s
+        if self.step_s > free_s:
+            yield Wait("for the end", free_s, self.step_s)
+
+
+def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
+    """A row of `width` columns for each rank, and what its time goes to."""
+    num_digits = len(str(len(timeline.rows) - 1))
+    drawn = [f"rank {rank:>{num_digits}} |{_drawn(row, timeline.step_s, width)}|" for rank, row in enumerate(timeline.rows)]
+    kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.rows for span in row)]
+    lines = [_times(timeline, rank, kinds) for rank in range(len(timeline.rows))]
+    table = tabulate(lines, ["rank", "stages", *map(KINDS.__getitem__, kinds), "waits", "most of it"], disable_numparse=True)
+    head = f"A step of {format_seconds(timeline.step_s)}, of which the ranks wait {timeline.bubble:.1%}:"
+    return "\n".join([head, *drawn, f"({LEGEND})", "", table])
+
+
+def _drawn(row: tuple[Span, ...], step_s: float, width: int) -> str:
+    """Each column shows what the rank does in the middle of it."""
+    spans, found = list(reversed(row)), []
+    for column in range(width):
+        now_s = (column + 0.5) * step_s / width
+        while spans and spans[-1].end_s <= now_s:
+            spans.pop()
+        action, is_running = spans[-1].action if spans else None, bool(spans) and spans[-1].start_s <= now_s
+        found.append(LETTERS[action.kind][action.microbatch % 10] if action and is_running else ".")
+    return "".join(found)
+
+
+def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
+    computed, waited = defaultdict(float), defaultdict(float)
+    for action, start_s, end_s in timeline.rows[rank]:
+        computed[action.kind] += end_s - start_s
+    for reason, start_s, end_s in timeline.waits(rank):
+        waited[reason] += end_s - start_s
+    stages = ", ".join(map(str, sorted({span.action.stage for span in timeline.rows[rank]})))
+    longest = max(waited, key=waited.__getitem__, default="")
+    cells = [format_seconds(computed[kind]) for kind in kinds]
+    return [str(rank), stages, *cells, f"{sum(waited.values()) / timeline.step_s:.1%}", longest]
+
+
+def trace_json(timelines: Mapping[str, Timeline]) -> str:
+    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread for each rank."""
+    events = [event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
+
+
+def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Trace Event Format: complete events "X" in microseconds, metadata "M"."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    for rank, row in enumerate(timeline.rows):
+        at = {"pid": process, "tid": rank}
+        yield {"ph": "M", **at, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        for action, start_s, end_s in row:
+            args = {"stage": action.stage, "microbatch": action.microbatch}
+            yield {"ph": "X", **at, "name": str(action), "cat": KINDS[action.kind], "args": args, **_when(start_s, end_s)}
+        for reason, start_s, end_s in timeline.waits(rank):
+            yield {"ph": "X", **at, "name": f"waits {reason}", "cat": "wait", "args": {}, **_when(start_s, end_s)}
+
+
+def _when(start_s: float, end_s: float) -> dict[str, float]:
+    return {"ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
