@@ -17,6 +17,7 @@ from autopar.ir.passes.rewire import is_random
 from autopar.sbp.localize import localize
 from autopar.sbp.loss_count import LossCount, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
+from autopar.sbp.routed import inverts_order
 from autopar.sbp.rules.loss import SUM
 from autopar.sbp.rules.named import argument_names, tensor_of
 from autopar.sbp.signature import Strategy
@@ -101,6 +102,8 @@ class _Writing:
         signature = self.split.signatures[op.name]
         operands = [self._share(v, op) if is_share(op, signature, i, self.split.placements) else v for i, v in enumerate(op.inputs)]
         inputs = tuple(self.values[value.name] for value in operands)
+        if inverts_order(op, signature):
+            inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
         args, kwargs = localize(op, Strategy((signature,)), (self.count,))
         outputs = tuple(map(self._local, op.outputs))
         self.values.update((value.name, value) for value in outputs)
@@ -120,6 +123,12 @@ class _Writing:
         self.values[share.name] = share
         self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (value,), share, user)
         return share
+
+    def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
+        """As many of the numbers as fill `shape`."""
+        found = replace(value, name=self._unique(f"{value.name}_first"), shape=shape)
+        self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
+        return found
 
     def _call(self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None) -> None:
         at = (origin.is_no_grad, origin.module, origin.line) if origin else (False, "", "")

@@ -14,6 +14,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.annotate import signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
+from autopar.sbp.routed import routed_signatures
 from autopar.sbp.rules import RULES
 from autopar.sbp.signature import Signature
 
@@ -43,8 +44,9 @@ def split_batch(graph: Graph) -> BatchSplit:
     """
     domains: Domains = {item.value.name: _input_domain(item, batch_size(graph)) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
+    routed = routed_signatures(graph)
     for op in graph.ops:  # forward first: the op that fails is then the one that is at fault
-        offered[op.name] = tuple(signature for signature in _possible(op) if _fits(op, signature, domains))
+        offered[op.name] = tuple(found for found in _possible(op, routed.get(op.name, ())) if _fits(op, found, domains))
         if not offered[op.name]:
             raise MicrobatchError(_refusal(op, domains))
         for index, value in enumerate(op.outputs):
@@ -82,18 +84,24 @@ def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
     return frozenset((_whole(value), *(S(dim) for dim in dims if value.shape[dim] > 1)))
 
 
-def _possible(op: Op) -> Iterator[Signature]:
+def _possible(op: Op, routed: tuple[Signature, ...]) -> Iterator[Signature]:
     """Signatures without inner collectives, R written for what is the same in all microbatches and has a gradient.
 
-    Where a gradient flows, I would mean that every microbatch finds the whole gradient: none does.
+    Where a gradient flows, I would mean that every microbatch finds the whole gradient: none does. An op of a `routed` region has its
+    signatures there and those in which all is the same in all microbatches.
     """
     flows = any(value.needs_grad for value in op.outputs)
-    for found in signatures_of_call(op):
+    for found in _offered(op, routed):
         placed = zip(found.inputs + found.outputs, op.inputs + op.outputs)
         if found.role in ALLOWED_ROLES and not (flows and any(placement == I and value.needs_grad for placement, value in placed)):
             inputs = tuple(_whole(value) if placement == I else placement for placement, value in zip(found.inputs, op.inputs))
             if len(set(zip(inputs, op.inputs))) == len(set(op.inputs)):  # a value that is read twice lies in one way
                 yield Signature(inputs, found.outputs, found.role, found.num_units)
+
+
+def _offered(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
+    found = signatures_of_call(op)
+    return (*(signature for signature in found if {*signature.inputs, *signature.outputs} <= {I, R}), *routed) if routed else found
 
 
 def _fits(op: Op, signature: Signature, domains: Domains) -> bool:

@@ -18,6 +18,7 @@ from autopar.ir.run import run
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.plan.assemble import make_plan
+from autopar.sbp.local_ops.grouped import TARGETS
 from autopar.sbp.microbatch import microbatch_counts, microbatched
 from autopar.sbp.placement import P, S
 from tests import zoo
@@ -139,6 +140,21 @@ def test_classes_of_the_last_token():
 def test_vit(exact):
     case = zoo.build("vit")
     check(case.model, case.args, case.kwargs)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Olmoe"])
+def test_experts_sort_the_tokens_of_a_microbatch(name):
+    """Tokens sorted by expert and brought back: each comes out as from the whole batch."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": zoo.VOCABULARY, "hidden_size": zoo.HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": zoo.SEQUENCE}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{name}Config")(**sizes, **experts, **ends, use_cache=False)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)  # grouped products are not for float64
+    tokens = torch.randint(zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
+    micro = check(model, (), {"input_ids": tokens, "labels": ignoring(tokens)}, counts=(2, 8), tolerance=1e-5)
+    assert any(op.target in TARGETS for op in micro.graph.ops), "experts were called one by one"
 
 
 LOSSES = {
@@ -266,7 +282,20 @@ def test_counts_that_do_not_divide():
             microbatched(graph, count)
 
 
+def routed(x, w, between=lambda rows: rows, after=lambda rows, order: rows):
+    """Rows sorted by a key, multiplied one by one and put back."""
+    _, order = (x @ w).argmax(1).sort()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return after(between(x[order]) @ w, order)[back].square().sum()
+
+
 REFUSED = {
+    "a sum over sorted rows": (lambda x, w: routed(x, w, between=lambda rows: rows.cumsum(0)), "sort"),
+    "sorted rows beside others": (lambda x, w: routed(x, w, between=lambda rows: rows + x), "sort"),
+    "rows sorted twice": (lambda x, w: routed(x, w, after=lambda rows, order: rows[order]), "sort"),
+    "the order itself": (lambda x, w: routed(x, w, after=lambda rows, order: rows * order[:, None]), "sort"),
+    "rows by place": (lambda x, w: routed(x, w, between=lambda rows: rows * torch.arange(8)[:, None]), "sort"),
     "products of means": (lambda x, w: (x.mean(0) * x.square().mean(0)).sum(), "whole batch"),
     "softmax over the batch": (lambda x, w: (x @ w).softmax(0).square().sum(), "softmax"),
     "contrastive": (lambda x, w: (x @ x.T).logsumexp(1).sum(), "matmul|mm|transpose|permute"),
@@ -290,6 +319,12 @@ def test_what_needs_the_whole_batch_is_refused(name):
     function, text = REFUSED[name]
     with pytest.raises(MicrobatchError, match=text):
         microbatched(trace(Refused(function), (torch.randn(8, 16),), {}), 2)
+
+
+def test_sorted_rows_that_are_put_back():
+    model = Refused(routed).double()
+    check(model, (torch.randn(8, 16).double(),), {})
+    check(Refused(lambda x, w: routed(x, w, between=torch.sin)).double(), (torch.randn(8, 16).double(),), {})
 
 
 class Counting(nn.Module):
