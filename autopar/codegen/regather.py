@@ -32,14 +32,14 @@ class _Again:
 
     def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
         # no reference to `whole` itself: autograd holds on to this
-        self.key, self.dtype, self.offset = whole.untyped_storage().data_ptr(), whole.dtype, whole.storage_offset()
+        self.key, self.dtype, self.offset = _key(whole), whole.dtype, whole.storage_offset()
         self.stored, self.version, self.steps = stored, stored._version, steps
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> _View | None:
         """`x` as a view of this tensor; None if it is none."""
-        if x.dtype != self.dtype or x.untyped_storage().data_ptr() != self.key or x.is_neg() or not x.numel():
+        if x.dtype != self.dtype or _key(x) != self.key or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
         return _View(tuple(x.shape), x.stride(), x.storage_offset() - self.offset, x.is_conj())
@@ -60,6 +60,11 @@ class _Again:
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
         return made
+
+
+def _key(x: torch.Tensor) -> int:
+    """What tells the memory of tensors apart while they live, also of those without data, whose pointers are all 0."""
+    return x.untyped_storage()._cdata
 
 
 @contextmanager

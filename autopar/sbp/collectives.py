@@ -20,15 +20,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A mesh axis, or several as one, as one rank sees it: `index` is this rank's coordinate on it."""
+    """A mesh axis, or several as one, as one rank sees it: `index` is this rank's coordinate on it.
+
+    Without a `group` the rank has no peers: collectives give tensors of the right shape with nothing of use in them.
+    """
 
     name: str
     size: int
     index: int
-    group: dist.ProcessGroup | None  # None only on an axis of size 1
+    group: dist.ProcessGroup | None
 
 
-def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup) -> Axis:
+def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None) -> Axis:
     """All ranks of `axes` as one axis, in row-major order, which must be their order in `group`."""
     index = 0
     for axis in axes:
@@ -40,11 +43,18 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, src, dst):
         ctx.axis, ctx.src, ctx.dst = axis, src, dst
-        return move(x, axis, src, dst)
+        return _moved(x, axis, src, dst)
 
     @staticmethod
     def backward(ctx, grad):
-        return move(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+        return _moved(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+
+
+def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
+    """`move`, a slice in memory of its own: what backward or a gradient keeps is then the slice, not the whole."""
+    made = move(x, axis, src, dst)
+    is_slice = axis.size > 1 and src.kind in ("I", "R") and dst.is_split
+    return made.clone(memory_format=torch.contiguous_format) if is_slice else made
 
 
 def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
@@ -61,7 +71,7 @@ class _ReduceTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=ctx.axis.group)
+        _all_reduce(flat, ctx.axis, dist.ReduceOp.SUM)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads))
 
@@ -103,15 +113,21 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.T
 def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """Sum (or `op`) of the ranks' `x`, as a new tensor; not differentiable."""
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=axis.group)
+    _all_reduce(out, axis, op)
     return out
+
+
+def _all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> None:
+    if axis.group is not None:
+        dist.all_reduce(x, op=op, group=axis.group)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of the ranks' `x`; contiguous."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    _reduce_scatter(out, x, group=axis.group)
+    if axis.group is not None:
+        _reduce_scatter(out, x, group=axis.group)
     return out.movedim(0, dim).contiguous()
 
 
@@ -119,7 +135,8 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """The ranks' `x` joined along `dim` in rank order; contiguous, for some ops read only such tensors."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    _all_gather(out, x, group=axis.group)
+    if axis.group is not None:
+        _all_gather(out, x, group=axis.group)
     return out.movedim(0, dim).contiguous()
 
 
@@ -127,7 +144,8 @@ def all_to_all(x: torch.Tensor, axis: Axis, src_dim: int, dst_dim: int) -> torch
     """From split along `src_dim` to split along `dst_dim`."""
     parts = torch.stack(x.chunk(axis.size, dst_dim)).contiguous()
     out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=axis.group)
+    if axis.group is not None:
+        dist.all_to_all_single(out, parts, group=axis.group)
     return torch.cat(out.unbind(0), dim=src_dim)
 
 

@@ -91,3 +91,12 @@ def test_a_failing_rank_fails_the_test() -> None:
 
     with pytest.raises(RuntimeError, match="rank"):
         on_threads(rank, (2,))
+
+
+def test_a_slice_and_its_gradient_hold_no_more_memory_than_they_need():
+    axis = Axis("a", 4, 1, None)
+    whole, part = torch.arange(8.0, requires_grad=True), torch.arange(2.0, requires_grad=True)
+    sliced = convert(whole, axis, I, S(0))
+    assert sliced.tolist() == [2.0, 3.0] and sliced.untyped_storage().nbytes() == sliced.nbytes
+    convert(part, axis, S(0), I).sum().backward()  # its gradient is a slice of the gradient of the whole
+    assert part.grad.untyped_storage().nbytes() == part.nbytes

@@ -1,0 +1,75 @@
+"""Bytes of the tensors that are there at one time, counted as their storages come and go."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+
+class Storages:
+    """`num_bytes` that are held now, and `peak_bytes` at any time since `restart`."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.peak_bytes = 0
+        self._known: dict[int, weakref.ref] = {}  # by identity of a storage, which is its own as long as it lives
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of `tensors`, each once, until they are freed."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key in self._known or not size:
+                continue
+
+            def forget(_: Any, key: int = key, size: int = size) -> None:
+                del self._known[key]
+                self.num_bytes -= size
+
+            self._known[key] = weakref.ref(storage, forget)
+            self.num_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def restart(self) -> int:
+        """`peak_bytes`, which from now on is the most from now on."""
+        most, self.peak_bytes = self.peak_bytes, self.num_bytes
+        return most
+
+
+@contextmanager
+def count_storages(held: Iterable[torch.Tensor] = ()) -> Iterator[Storages]:
+    """Count what is allocated inside the block by tensors of any device, real, fake or meta, and before it by `held`.
+
+    Of a DTensor its local tensor counts. What kernels allocate for themselves and free again is not seen.
+    """
+    storages = Storages()
+    storages.hold(plain for tensor in held for plain in plain_tensors(tensor))
+    with _Counter(storages):
+        yield storages
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storages inside a wrapper such as DTensor, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):
+            yield from plain_tensors(part)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its inner, plain ops come by once more
+        out = func(*args, **(kwargs or {}))
+        found = (x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x))
+        self.storages.hold(found)
+        return out

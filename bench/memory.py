@@ -1,0 +1,226 @@
+"""Predicted peaks of memory beside measured ones: `python -m bench.memory`, under 3 minutes on 2 cores.
+
+Each plan of each model is run by gloo ranks on CPU: two steps of AdamW, of which the second is counted, allocation by allocation. The
+prediction runs the generated program without data; the estimate is what the search adds up.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from autopar.codegen.module import run
+from autopar.codegen.peak import Peak, predict_peak
+from autopar.codegen.step import close_step, open_step
+from autopar.codegen.storages import count_storages
+from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.recomputable import recomputable
+from autopar.costmodel.training import Training
+from autopar.ir.fold import fold
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh
+from autopar.plan.assemble import make_plan
+from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.plan import Plan, plan_of
+from autopar.sbp.annotate import annotate
+from bench.report import Section, save_sections
+from tests.codegen.split import load_program, microbatch
+from tests.workers import Ranks, device_mesh
+from tests.zoo import Case
+
+MESH = Mesh((2, 2), ("dp", "tp"))
+BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 64, 1024, 128, 4, 4
+TOLERANCE = 0.05
+TIME_LIMIT_S = 5.0
+TEXT = """Most bytes that a rank has allocated at one time in a step, among them its parts of parameters, gradients and AdamW's state, and
+the whole batch. Measured: the second of two steps on 4 gloo ranks, every allocation counted; of the ranks the one that has most. Predicted:
+`codegen.peak`, without data or ranks; the phase is that of the step in which it expects the peak. The search's estimate is a sum over
+choices: gradients count as if they were all there while all activations are, and what is made for a moment does not. "searched" is under
+a memory limit of 0.8 of what the fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches" is zero2."""
+KINDS = ("ddp", "zero3", "megatron", "searched", "recomputed", "4 microbatches")
+
+
+class MLP(nn.Module):
+    """Wide layers and a cross-entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(LAYERS)]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def _mlp() -> Case:
+    return Case(MLP(), (torch.randn(32 * BATCH, WIDTH), torch.randint(VOCABULARY, (32 * BATCH,))), {}, lambda loss: loss)
+
+
+def _gpt2() -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": SEQUENCE}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False))
+    model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
+    return _of_tokens(model)
+
+
+def _llama() -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCABULARY}
+    return _of_tokens(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, use_cache=False))
+    )
+
+
+def _t5() -> Case:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"num_layers": LAYERS // 2, "d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 4 * WIDTH, "num_heads": HEADS}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False}
+    return _of_tokens(T5ForConditionalGeneration(T5Config(**sizes, vocab_size=VOCABULARY, **ids)))
+
+
+def _of_tokens(model: nn.Module) -> Case:
+    tokens = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
+    return Case(model, (), {"input_ids": tokens, "labels": tokens.clone()}, lambda output: output.loss)
+
+
+MODELS: Mapping[str, Callable[[], Case]] = {"mlp": _mlp, "gpt2": _gpt2, "llama": _llama, "t5": _t5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan; measured: on each rank the most in each phase of the step."""
+
+    model: str
+    plan: str
+    predicted: Peak
+    measured: tuple[dict[str, int], ...]
+    estimated_bytes: int
+
+    @property
+    def measured_bytes(self) -> int:
+        """Of the rank that has most."""
+        return max(max(phases.values()) for phases in self.measured)
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted.total_bytes / self.measured_bytes - 1
+
+
+def build(name: str) -> Case:
+    """The model with its weights and a batch, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        case = MODELS[name]()
+    return case._replace(model=case.model.train())
+
+
+def training_of(kind: str) -> Training:
+    """AdamW; microbatches where the plan is named after them."""
+    return Training("adamw", 4) if kind == "4 microbatches" else Training()
+
+
+def plan_called(name: str, kind: str) -> Plan:
+    """One of `KINDS`; the graph is that of a microbatch."""
+    training = training_of(kind)
+    case = microbatch(build(name), 0, training.num_microbatches)
+    graph = trace(skeleton(case.model), case.args, case.kwargs)
+    if kind == "searched":
+        cluster = load_cluster("free-links")
+        least = make_plan(graph, MESH, cluster, memory_limit_bytes=math.inf, time_limit_s=TIME_LIMIT_S).costs.total_memory_bytes
+        return make_plan(graph, MESH, cluster, memory_limit_bytes=0.8 * least, time_limit_s=TIME_LIMIT_S)
+    folded = fold(graph)
+    by_hand = parse_hand_plan({"recomputed": "megatron", "4 microbatches": "zero2"}.get(kind, kind), MESH)
+    assignment = hand_plan(by_hand, graph, folded, annotate(graph, MESH, folded), MESH)
+    if kind == "recomputed":
+        assignment = replace(assignment, recomputed=recomputable(folded, graph))
+    return plan_of(graph, assignment, MESH, load_cluster("cpu"), training=training)
+
+
+def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
+    """On every rank: the most bytes in each phase of the second step."""
+    case, count = build(name), plan.training.num_microbatches
+    loaded = load_program(plan, case.model, device_mesh(MESH.shape, MESH.axis_names), is_split=count > 1)
+    optimizer = torch.optim.AdamW(case.model.parameters(), foreach=False)
+
+    def step(tell: Callable[[str], None]) -> None:
+        results = open_step(loaded) if count > 1 else {}
+        tell("gather")
+        for number in range(count):
+            part = microbatch(case, number, count)
+            loss = case.loss(run(loaded, part.args, part.kwargs))
+            tell(f"F{number}")
+            loss.backward()
+            del loss
+            tell(f"B{number}")
+        if count > 1:
+            close_step(loaded, results)
+        tell("reduce")
+        optimizer.step()
+        tell("update")
+        optimizer.zero_grad()
+
+    step(lambda _: None)
+    state = [x for of_parameter in optimizer.state.values() for x in of_parameter.values()]
+    batch = [x for x in tree_leaves((case.args, case.kwargs)) if isinstance(x, torch.Tensor)]
+    phases: dict[str, int] = {}
+    with count_storages([*case.model.parameters(), *case.model.buffers(), *loaded.constants.values(), *state, *batch]) as storages:
+        step(lambda phase: phases.update({phase: storages.restart()}))
+    return phases
+
+
+def measure(ranks: Ranks, name: str, kind: str) -> Row:
+    """One row of the table."""
+    plan = plan_called(name, kind)
+    predicted = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training)
+    measured = ranks.run(measure_on_rank, name, plan, timeout_s=120)
+    return Row(name, kind, predicted, tuple(measured), plan.costs.total_memory_bytes)
+
+
+def _section(rows: list[Row]) -> Section:
+    mib = lambda num_bytes: f"{num_bytes / 2**20:.2f}"  # noqa: E731
+    cells = tuple(
+        (row.model, row.plan, mib(row.measured_bytes), mib(row.predicted.total_bytes), f"{row.error:+.1%}", row.predicted.phase,
+         mib(row.estimated_bytes), f"{row.estimated_bytes / row.measured_bytes - 1:+.1%}")
+        for row in rows
+    )  # fmt: skip
+    header = ("model", "plan", "measured, MiB", "predicted, MiB", "error", "phase", "estimate of the search, MiB", "its distance")
+    found = tuple(asdict(row) | {"measured_bytes": row.measured_bytes, "error": row.error} for row in rows)
+    return Section("Peak memory of a step", TEXT, header, cells, found)
+
+
+def main() -> None:
+    """Measure, write the table, and say if a prediction is off."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plans", nargs="+", choices=KINDS, default=list(KINDS))
+    options = parser.parse_args()
+    ranks, rows = Ranks(MESH.num_devices), []
+    for name in options.models:
+        for kind in options.plans:
+            rows.append(measure(ranks, name, kind))
+            row = rows[-1]
+            print(f"{name}, {kind}: predicted {row.error:+.1%}", file=sys.stderr, flush=True)
+    ranks.stop()
+    settings = {"mesh": str(MESH), "batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
+    print(save_sections("memory", [_section(rows)], settings))
+    if any(abs(row.error) > TOLERANCE for row in rows):
+        raise SystemExit(f"a prediction is more than {TOLERANCE:.0%} off")
+
+
+if __name__ == "__main__":
+    main()
