@@ -105,7 +105,7 @@ class Setting:
         def least_bytes(pins: Mapping[str, str]) -> float:
             return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
 
-        pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes)
+        pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes) if self.wishes.pins else ()
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
         memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (

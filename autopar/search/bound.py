@@ -136,7 +136,7 @@ def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
 def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dual]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
-    known = [now.best] if now.best is not None else _lightest(table, view)
+    known = [now.best] if now.best is not None else _lightest(table, view, deadline)
     feasible = cheapest(table, known)
     evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
     above = None if now.around is None else now.reduced.lower(now.around[0])
@@ -168,20 +168,31 @@ def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float
     return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
 
 
-def _lightest(table: CostTable, view: _View) -> list[tuple[int, ...]]:
-    """The choice of least memory, if memory is limited."""
+def _lightest(table: CostTable, view: _View, deadline: float) -> list[tuple[int, ...]]:
+    """The choice of least memory, or one that messages find light, if memory is limited."""
     limit = table.memory_limit_bytes
     if limit == float("inf"):
         return []
-    if view.order is None:
-        return list(pass_messages(memory_only(table)).met[:1])
-    least, lightest = least_memory(view.table, view.order)
-    if least > limit and memory_of(view.table, lightest) > limit:
+    if view.order is not None:
+        least, lightest = least_memory(view.table, view.order)
+    else:
+        memory = replace(memory_only(table), memory_limit_bytes=float("inf"))
+        passed = pass_messages(memory, deadline=deadline)
+        least, lightest = passed.value, descend(landscape(memory), passed.met[0])
+    found = memory_of(table, lightest)
+    if least > limit and found > limit:
         raise InfeasibleError(
             f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
-            f"{least:.0f} bytes ({least / 2**30:.2f} GiB); raise the memory limit, or use more devices"
+            f"{_between(least, found)}; raise the memory limit, or use more devices"
         )
     return [lightest]
+
+
+def _between(least: float, found: float) -> str:
+    """What is known of the least memory: proven from below, and that of a choice."""
+    if least >= found * (1 - TOLERANCE):
+        return f"{found:.0f} bytes ({found / 2**30:.2f} GiB)"
+    return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
 
 
 def _pruned(now: Squeezed, view: _View, dual: Dual) -> Reduced:

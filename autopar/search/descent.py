@@ -32,6 +32,7 @@ class Landscape:
     memory: tuple[np.ndarray, ...]
     incident: tuple[tuple[Incidence, ...], ...]
     groups: tuple[tuple[int, ...], ...]  # what moves together: single nodes first, then the ends of each edge
+    member_of: tuple[tuple[tuple[int, ...], ...], ...]  # for each node its groups
 
 
 def landscape(table: CostTable) -> Landscape:
@@ -47,7 +48,8 @@ def landscape(table: CostTable) -> Landscape:
         incident[edge.b].append(Incidence(edge.a, np.ascontiguousarray(cost.T), np.ascontiguousarray(memory.T)))
     nodes = walls[: len(table.nodes)]
     groups = (*((v,) for v in range(len(nodes))), *((edge.a, edge.b) for edge in table.edges))
-    return Landscape(table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups)
+    member_of = tuple(((v,), *(tuple(sorted((v, i.other))) for i in incident[v])) for v in range(len(nodes)))
+    return Landscape(table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups, member_of)
 
 
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
             for v, k in zip(group, moved):
                 current[v] = k
             used = _memory_used(land, current)
-            settled = {g for g in settled if g == group or not _depends(land, g, touched)}
+            settled -= _dependent(land, touched) - {group}
             has_room_changed = np.isfinite(land.table.memory_limit_bytes)
         # Room under the memory limit is shared by all, costs only by neighbours, who come first.
         if has_room_changed and len(settled) == len(land.groups):
@@ -152,13 +154,18 @@ def _field(land: Landscape, current: Sequence[int], v: int, term: str, *, beside
 
 
 def _memory_used(land: Landscape, current: Sequence[int]) -> float:
+    """Bytes of the choice where memory is limited."""
+    if np.isinf(land.table.memory_limit_bytes):
+        return 0.0
     nodes = sum(float(memory[k]) for memory, k in zip(land.memory, current))
     both = sum(float(i.memory[k, current[i.other]]) for incident, k in zip(land.incident, current) for i in incident)
     return nodes + both / 2
 
 
-def _depends(land: Landscape, group: tuple[int, ...], touched: set[int]) -> bool:
-    return any(v in touched or any(i.other in touched for i in land.incident[v]) for v in group)
+def _dependent(land: Landscape, touched: set[int]) -> set[tuple[int, ...]]:
+    """The groups with a node that is touched or beside one that is."""
+    beside = touched | {incidence.other for v in touched for incidence in land.incident[v]}
+    return {group for v in beside for group in land.member_of[v]}
 
 
 def _argmin(cost: np.ndarray) -> tuple[int, ...]:

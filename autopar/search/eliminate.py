@@ -5,6 +5,7 @@ takes part in by their minimum over its strategies, a function of its neighbours
 nearly series-parallel graphs they depend on two nodes each.
 """
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,16 +48,24 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
     for edge in table.edges:
         neighbours[edge.a].add(edge.b)
         neighbours[edge.b].add(edge.a)
+    entries = {v: math.prod(float(sizes[u]) for u in near) for v, near in neighbours.items()}
+    waiting = [(size, v) for v, size in entries.items()]
+    heapq.heapify(waiting)
     order, additions = [], 0.0
-    while neighbours:
-        entries, node = min((math.prod(float(sizes[u]) for u in near), v) for v, near in neighbours.items())
-        additions += entries * sizes[node]
-        if entries > limits.entries or additions > limits.additions:
+    while waiting:
+        size, node = heapq.heappop(waiting)
+        if entries.get(node) != size:
+            continue  # gone, or changed and waiting with another size
+        additions += size * sizes[node]
+        if size > limits.entries or additions > limits.additions:
             return None
+        del entries[node]
         near = neighbours.pop(node)
         for u in near:
             neighbours[u] |= near - {u}
             neighbours[u].discard(node)
+            entries[u] = math.prod(float(sizes[w]) for w in neighbours[u])
+            heapq.heappush(waiting, (entries[u], u))
         order.append(node)
     return tuple(order)
 

@@ -1,3 +1,4 @@
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.search.bound import squeeze
 from autopar.search.check import checked
+from autopar.search.eliminate import Limits, elimination_order
+from autopar.search.lagrange import least_memory
 from autopar.search.solve import solve
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
@@ -156,6 +159,18 @@ def test_a_transformer_block_is_solved_exactly_and_fast():
     assert limited.memory_bytes <= 6e8
     assert found.cost_s < limited.cost_s
     assert limited.gap < 0.005
+
+
+def test_an_impossible_limit_on_a_large_table_is_refused_with_the_least_that_would_do():
+    table = block_table(num_nodes=40, num_strategies=100)
+    assert elimination_order(table, Limits(additions=2e7)) is None, "small enough for elimination: this would test nothing"
+    exact, _ = least_memory(table, elimination_order(table))
+    with pytest.raises(InfeasibleError, match=r"the least that would do is (between )?\d+") as refused:
+        solve(replace(table, memory_limit_bytes=0.9 * exact), time_limit_s=60.0)
+    least, *found = (float(number) for number in re.findall(r"(\d+) (?:and|bytes)", str(refused.value).split("would do is")[1]))
+    assert least - 1 <= exact <= (found or [least])[0] + 1
+    assert least > 0.99 * exact
+    assert solve(replace(table, memory_limit_bytes=1.05 * exact), time_limit_s=60.0, enough_gap=0.5).memory_bytes <= 1.05 * exact
 
 
 @settings(max_examples=60, deadline=None)
