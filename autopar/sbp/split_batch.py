@@ -42,7 +42,8 @@ def split_batch(graph: Graph) -> BatchSplit:
 
     The batch is dim 0 of the first tensor argument that has one. Raises MicrobatchError naming the first op that needs the whole batch.
     """
-    domains: Domains = {item.value.name: _input_domain(item, batch_size(graph)) for item in graph.inputs}
+    batch = batch_size(graph)
+    domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
     routed = routed_signatures(graph)
     for op in graph.ops:  # forward first: the op that fails is then the one that is at fault
