@@ -13,10 +13,11 @@ from autopar.ir.segment import segmented
 from autopar.mesh import parse_mesh
 from autopar.plan.assemble import make_plan
 from autopar.sbp.annotate import annotate
-from autopar.search.chain import Chains, bound_chains, condensed, unrolled
+from autopar.search.chain import Chains, condensed
 from autopar.search.solve import solve
 from autopar.search.table import CostTable
 from tests.plan.test_folding import V100, traced, unfolded
+from tests.search.chains import unrolled
 
 
 def _chains(name: str, layers: int, mesh: str) -> Chains:
@@ -46,15 +47,6 @@ def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
     np.testing.assert_allclose(_sums(table), _sums(whole), rtol=1e-9, atol=1e-15)
     found, truth = solve(table), solve(whole)
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
-
-
-@pytest.mark.parametrize(("name", "layers", "mesh"), [("gpt2", 6, "8"), ("gpt2", 6, "4x2"), ("llama", 6, "8"), ("t5", 5, "8")])
-def test_their_bound_is_the_optimum(name, layers, mesh):
-    chains = _chains(name, layers, mesh)
-    truth = solve(_whole(name, layers, mesh)).cost_s
-    found = bound_chains(chains)
-    assert chains.chains and found.is_exact
-    assert found.value == pytest.approx(truth, rel=1e-9)
 
 
 @pytest.mark.parametrize("mesh", ["8", "4x2"])
