@@ -130,6 +130,18 @@ def _backward_products(op: Op) -> float:
     return float(sum(value.needs_grad for value in _operands(op)))
 
 
+# Products of an activation and a weight.
+_LAYERS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "convolution"))
+
+
+def weight_share(op: Op) -> float:
+    """What part of a layer's backward makes its weight's gradient: one of its products; 0 for other ops."""
+    if family(op.target) not in _LAYERS:
+        return 0.0
+    activation, weight = _operands(op)
+    return weight.needs_grad / max(1, activation.needs_grad + weight.needs_grad)
+
+
 def _operands(op: Op) -> tuple[Value, ...]:
     """The factors of a product, without what is added to it."""
     count = FLOPS[family(op.target)]

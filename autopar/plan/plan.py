@@ -9,7 +9,6 @@ from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.compute import op_time
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.errors import PlanError
 from autopar.explain.report import report
 from autopar.explain.text import format_report
 from autopar.ir.fold import Folded, fold
@@ -89,8 +88,8 @@ class Plan:
     def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices) -> "Plan":
         """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it."""
         saved = store.loads(text)
-        mesh = saved.mesh if isinstance(mesh, Devices) and mesh.num_devices == saved.mesh.num_devices else mesh
-        _check_belongs(saved, graph, mesh)
+        store.check_belongs(saved.fingerprint, saved.mesh, graph, mesh)
+        mesh = saved.mesh if isinstance(mesh, Devices) else mesh
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)
@@ -145,16 +144,6 @@ def plan_of(
         meshes=meshes or {},
         timings=timings or {},
     )
-
-
-def _check_belongs(saved: SavedPlan, graph: Graph, mesh: Mesh | Devices) -> None:
-    if isinstance(mesh, Devices) or saved.mesh.shape != mesh.shape:
-        raise PlanError(f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for this one")
-    if saved.fingerprint != fingerprint(graph):
-        raise PlanError(
-            f"the plan is for another model or other input shapes (graph {saved.fingerprint[:12]}, here {fingerprint(graph)[:12]}); "
-            "build the model and its example inputs as they were planned, or plan anew"
-        )
 
 
 def _without_rule(

@@ -13,13 +13,15 @@ from typing import Any
 from autopar.costmodel.cluster import Cluster, cluster_from_json
 from autopar.costmodel.training import Training
 from autopar.errors import MeshError, PlanError
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.text import fingerprint
+from autopar.mesh import Devices, Mesh
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout, parse_layout
 from autopar.sbp.signature import Signature, Strategy
 
 FORMAT = 1
-_AGAIN = "make the plan anew with autopar.plan(...).save(path)"
+AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,17 @@ def dumps(saved: SavedPlan) -> str:
         "recomputed": saved.assignment.recomputed,
         "offloaded": saved.assignment.offloaded,
     }
-    return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
+    return signed(content)
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """JSON text of `content` with a checksum."""
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1)
 
 
 def loads(text: str) -> SavedPlan:
     """Inverse of `dumps`; PlanError if the text is damaged, edited, or of another format."""
-    content = _content(text)
+    content = content_of(text)
     try:
         limit = content["memory_limit_bytes"]
         return SavedPlan(
@@ -96,33 +103,44 @@ def loads(text: str) -> SavedPlan:
             ),
         )
     except KeyError as error:
-        raise PlanError(f"the plan lacks {error}; {_AGAIN}") from error
+        raise PlanError(f"the plan lacks {error}; {AGAIN}") from error
     except (ValueError, TypeError, AttributeError, MeshError) as error:
-        raise PlanError(f"the plan cannot be read: {error}; {_AGAIN}") from error
+        raise PlanError(f"the plan cannot be read: {error}; {AGAIN}") from error
 
 
-def _content(text: str) -> dict[str, Any]:
+def content_of(text: str) -> dict[str, Any]:
     """The JSON object without its checksum, once format and checksum are right."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"the plan is no JSON, or cut off: {error}; {_AGAIN}") from error
+        raise PlanError(f"the plan is no JSON, or cut off: {error}; {AGAIN}") from error
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {_AGAIN}")
+        raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {AGAIN}")
     if content["format"] != FORMAT:
         raise PlanError(
-            f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {_AGAIN}"
+            f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {AGAIN}"
         )
     checksum = content.pop("checksum", None)
     if checksum is None:
-        raise PlanError(f"the plan lacks 'checksum'; {_AGAIN}")
+        raise PlanError(f"the plan lacks 'checksum'; {AGAIN}")
     if checksum != _checksum(content):
-        raise PlanError(f"the plan was changed after it was written (its checksum differs); to force a layout use pins=, then {_AGAIN}")
+        raise PlanError(f"the plan was changed after it was written (its checksum differs); to force a layout use pins=, then {AGAIN}")
     return content
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_belongs(saved_fingerprint: str, saved: Mesh, graph: Graph, mesh: Mesh | Devices) -> None:
+    """PlanError unless a plan for a graph of this fingerprint on mesh `saved` is one for `graph` on `mesh`."""
+    if (isinstance(mesh, Devices) and mesh.num_devices != saved.num_devices) or (isinstance(mesh, Mesh) and saved.shape != mesh.shape):
+        raise PlanError(f"the plan is for a mesh of shape {saved.shape}, this mesh is {mesh}; use that mesh or plan for this one")
+    if saved_fingerprint != fingerprint(graph):
+        raise PlanError(
+            f"the plan is for another model or other input shapes (graph {saved_fingerprint[:12]}, here {fingerprint(graph)[:12]}); "
+            "build the model and its example inputs as they were planned, or plan anew"
+        )
 
 
 def _layouts_text(layouts: Mapping[str, Layout]) -> dict[str, str]:
@@ -162,4 +180,4 @@ def read(path: str | os.PathLike) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error}; {_AGAIN}") from error
+        raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error}; {AGAIN}") from error

@@ -1,0 +1,140 @@
+"""What an assignment costs op by op: the figures from which stages of a pipeline are cut."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.costmodel.collective import collective_time
+from autopar.costmodel.compute import local_shapes, shapes_time, weight_share
+from autopar.costmodel.conversion import copy_bytes
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.inner import inner_collectives
+from autopar.costmodel.memory import held_values, input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes
+from autopar.costmodel.probe import footprints
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
+from autopar.sbp.redistribute import again_in_backward, collectives_together, redistribute
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A parameter or buffer that ops at `positions` read: each stage that has one of them holds it."""
+
+    positions: tuple[int, ...]
+    state_bytes: float
+    once_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
+    and may wait, as in zero-bubble schedules (products only: one of those of backward). once_s: once a step, what gathers parameters, reduces
+    their gradients and updates them, at their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too.
+    saved_bytes: what a microbatch keeps for backward. crossing_bytes: of the values made before the op and read by it or later.
+    """
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
+    once_s: np.ndarray
+    state_bytes: np.ndarray
+    saved_bytes: np.ndarray
+    crossing_bytes: np.ndarray
+    shared: tuple[Shared, ...] = field(default=())
+
+
+def profile(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH, gathers_once: bool = False
+) -> Profile:
+    """The figures of `assignment` on one device. gathers_once: gathered parameters stay for all microbatches, and with them the gradients
+    that add up."""
+    number = {op.name: position for position, op in enumerate(graph.ops)}
+    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "saved_bytes")}
+    known, found = footprints(graph), conversions(graph, assignment)
+    held = held_values(graph, known)
+    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs if item.kind in ("parameter", "buffer")}  # bytes, seconds a step
+    for position, op in enumerate(graph.ops):
+        strategy = assignment.strategies[op.name]
+        shapes = local_shapes(op, strategy, mesh.shape)
+        forward_s, backward_s = shapes_time(op, *shapes, cluster)
+        columns["forward_s"][position] += forward_s
+        columns["backward_s"][position] += backward_s
+        columns["weight_s"][position] += backward_s * weight_share(op)
+        columns["saved_bytes"][position] += saved_by_op(op, *shapes)
+        for collective in inner_collectives(op, strategy, mesh.shape):
+            columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
+    for name, of_value in found.items():
+        for order, one in enumerate(of_value):
+            is_saved = any(use.user in known and use.slot in known[use.user].saved_inputs for use in one.uses)
+            position = min((number[use.user] for use in one.uses if use.user in number), default=len(graph.ops) - 1)
+            times = _times(one, mesh, cluster, is_saved=is_saved)
+            is_held = order > 0 or name in held
+            kept = float(copy_bytes(one.value, (one.src,), (one.dst,), mesh.shape, is_held=is_held)[0, 0])
+            if name in stored and not one.is_regathered:
+                copies = 1 + one.value.needs_grad if gathers_once else is_saved
+                stored[name][0] += kept * copies
+                stored[name][1] += sum(times.values())
+                continue
+            for phase, time_s in times.items():
+                columns[f"{phase}_s"][position] += time_s
+            if is_saved and not one.is_regathered:
+                columns["saved_bytes"][position] += kept
+    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored)
+    crossing_bytes = _crossing(graph, assignment, mesh, number)
+    return Profile(once_s=once_s, state_bytes=state_bytes, shared=shared, crossing_bytes=crossing_bytes, **columns)
+
+
+def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> dict[str, float]:
+    """Seconds of the conversion in forward and in backward."""
+    times = {"forward": 0.0, "backward": 0.0}
+    steps = redistribute(one.src, one.dst)
+    for step in steps:
+        for collective in collectives_together(step, [one.value], mesh.shape):
+            times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=one.latency_share)
+    if one.is_regathered and is_saved:
+        times["backward"] += sum(collective_time(cluster, mesh, c) for c in again_in_backward(steps, one.value, mesh.shape))
+    return times
+
+
+def _of_inputs(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training,
+    number: Mapping[str, int], stored: Mapping[str, list[float]],
+) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:  # fmt: skip
+    """once_s and state_bytes of what one op reads, and what several do."""
+    once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
+    uses = uses_of(graph)
+    for item in graph.inputs:
+        layout = assignment.layouts[item.value.name]
+        gathered_bytes, gathered_s = stored.get(item.value.name, (0.0, 0.0))
+        held = sum(input_bytes(item, layout, mesh.shape, training).values()) + gathered_bytes
+        time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
+        positions = sorted({number[use.user] for use in uses.get(item.value.name, ()) if use.user in number}) or [0]
+        if len(positions) > 1:
+            shared.append(Shared(tuple(positions), held, time_s))
+        else:
+            state_bytes[positions[0]] += held
+            once_s[positions[0]] += time_s
+    return once_s, state_bytes, tuple(shared)
+
+
+def _crossing(graph: Graph, assignment: Assignment, mesh: Mesh, number: Mapping[str, int]) -> np.ndarray:
+    produced = produced_layouts(graph, assignment)
+    change = np.zeros(len(graph.ops) + 2)
+    for value, made, read in _lifetimes(graph, number):
+        size = local_bytes(value.shape, value.dtype.itemsize, memory_layout(produced[value.name]), mesh.shape)
+        change[made + 1] += size
+        change[read + 1] -= size
+    return np.cumsum(change)[: len(graph.ops)]
+
+
+def _lifetimes(graph: Graph, number: Mapping[str, int]) -> Iterator[tuple]:
+    """(value that an op makes, position of the op, position of its last reader). What needs no gradient is made anew where it is read."""
+    uses = uses_of(graph)
+    for position, op in enumerate(graph.ops):
+        for value in op.outputs:
+            readers = [number.get(use.user, len(graph.ops) - 1) for use in uses.get(value.name, ())]
+            if readers and value.needs_grad:
+                yield value, position, max(readers)

@@ -1,0 +1,213 @@
+"""The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its own memory limit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.recomputable import recomputable
+from autopar.costmodel.saving import Regions
+from autopar.errors import InfeasibleError
+from autopar.ir.cut import StageGraph
+from autopar.ir.fold import Folded, value_classes
+from autopar.ir.graph import Graph, Value, nameless
+from autopar.ir.segment import segmented
+from autopar.ir.wiring import wire
+from autopar.ir.within import within
+from autopar.mesh import Mesh
+from autopar.plan.clock import Clock
+from autopar.plan.plan import Plan, plan_of
+from autopar.plan.setting import Setting, Wishes
+from autopar.plan.shorten import Short
+from autopar.plan.staged import stage_graphs
+from autopar.plan.sweep import Model, Staged, in_flight, with_new
+from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
+from autopar.sbp.placement import I, Layout, format_layout
+from autopar.search.table import Choice
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A microbatch's graph in stages, and the plan by hand that they start from."""
+
+    graph: Graph
+    folded: Folded
+    stages: tuple[StageGraph, ...]
+    starts: tuple[str, ...]
+    by_hand: Assignment
+    regions: Regions
+
+
+def cut_as(model: Model, found: Staged) -> Cut:
+    """The stages that a plan of the sweep has."""
+    starts = tuple(model.graph.ops[model.starts[block]].name for block in found.partition.starts[1:])
+    micro, stages = stage_graphs(model.graph, starts, found.schedule.num_microbatches)
+    folded = with_new(model.folded, micro.graph)
+    return Cut(micro.graph, folded, stages, starts, _expanded(found.assignment, model, micro.graph, folded), recomputable(folded, micro.graph))
+
+
+def _expanded(assignment: Assignment, model: Model, graph: Graph, folded: Folded) -> Assignment:
+    """The assignment of the shortened microbatch for the whole one."""
+    classes = value_classes(graph, folded)
+    several = tuple((name, classes[name]) for name, found in uses_of(graph).items() if len(found) > 1)
+    short = replace(model.outline.short, whole=graph, folded=folded, several=several)
+    return replace(short, graph=_only(graph, assignment)).expand(assignment)
+
+
+def _only(graph: Graph, assignment: Assignment) -> Graph:
+    return replace(graph, ops=tuple(op for op in graph.ops if op.name in assignment.strategies))
+
+
+def solve_stages(
+    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, time_limit_s: float, clock: Clock
+) -> tuple[Plan, ...]:
+    """The plans of the stages. InfeasibleError if one cannot be made to fit, which a plan that the sweep has seen to fit should.
+
+    Stages alike in all that matters are searched once. What crosses a cut does so in the layout that the plan by hand has it in.
+    """
+    solver = _Solver(cut, found, mesh, cluster, wishes, clock, time_limit_s)
+    return tuple(solver.solve(number) for number in range(len(cut.stages)))
+
+
+class _Solver:
+    def __init__(
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, clock: Clock, time_limit_s: float
+    ) -> None:
+        self.cut, self.found, self.mesh, self.cluster, self.wishes, self.clock = cut, found, mesh, cluster, wishes, clock
+        self.time_limit_s = time_limit_s
+        self.crossing = _crossing_layouts(cut)
+        self.known: dict[Any, tuple[Graph, Assignment]] = {}
+        self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first
+
+    def solve(self, number: int) -> Plan:
+        """The plan of stage `number`."""
+        stage = self.cut.stages[number]
+        training = replace(
+            self.wishes.training,
+            num_microbatches=self.found.schedule.num_microbatches,
+            num_in_flight=in_flight(self.found.schedule)[number],
+        )
+        limit = self.wishes.memory_limit_bytes * self.found.schedule.num_ranks / self.found.schedule.num_stages
+        fqns = {item.fqn for item in stage.graph.inputs}
+        received = {name: format_layout(self.crossing[name]) for name in stage.receives}
+        stored = {fqn: layout for fqn, layout in (self.wishes.stored | self.tied).items() if fqn in fqns} | received
+        sent = {name: self.crossing[name] for name in stage.sends}
+        pins = {fqn: layout for fqn, layout in self.wishes.pins.items() if fqn in fqns}
+        wishes = replace(self.wishes, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, sent=sent)
+        assignment = self._best(stage.graph, wishes, self.found.partition.num_recomputed[number])
+        self._remember_tied(stage.graph, assignment)
+        return plan_of(stage.graph, assignment, self.mesh, self.cluster, training=training, memory_limit_bytes=limit, found_by="search")
+
+    def _remember_tied(self, graph: Graph, assignment: Assignment) -> None:
+        for item in graph.of_kind("parameter"):
+            self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
+
+    def _best(self, graph: Graph, wishes: Wishes, most_recomputed: int) -> Assignment:
+        """The fastest of a few numbers of recomputed blocks; the most is what the plan by hand takes."""
+        best: tuple[float, Assignment] | None = None
+        failure: InfeasibleError | None = None
+        for num in dict.fromkeys((0, most_recomputed // 2, most_recomputed)):
+            try:
+                found = self._with_recomputed(graph, wishes, num)
+            except InfeasibleError as error:
+                failure = error
+                continue
+            best = min(best, found, key=lambda one: one[0]) if best else found
+        if best is None:
+            raise failure
+        return best[1]
+
+    def _with_recomputed(self, graph: Graph, wishes: Wishes, num: int) -> tuple[float, Assignment]:
+        """Seconds of a step, and the assignment, with the first `num` blocks recomputed."""
+        own = {op.name for op in graph.ops}
+        regions = tuple(region for region in self.cut.regions if region[0] in own)[:num]
+        wishes = replace(wishes, recomputed=regions)
+        for limited in (replace(wishes, memory_limit_bytes=float("inf")), wishes):
+            key = _shape_of(graph, limited)
+            if key not in self.known:
+                self.known[key] = graph, *self._search(graph, limited)
+            like, choice, assignment = self.known[key]
+            if choice.memory_bytes <= wishes.memory_limit_bytes:
+                break
+        return choice.cost_s, _renamed(assignment, like, graph, regions)
+
+    def _search(self, graph: Graph, wishes: Wishes) -> tuple[Choice, Assignment]:
+        setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
+        folded = within(self.cut.folded, graph)
+        problem = setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
+        start = problem.encode(_restricted(self.cut.by_hand, graph, self.crossing))
+        choice = setting.search(problem, [start] if start is not None else [])
+        return choice, problem.decode(choice.strategies)
+
+
+def _crossing_layouts(cut: Cut) -> dict[str, Layout]:
+    """What crosses a cut, as the plan by hand makes it; whole where its sum, or its gradient's, would be pending."""
+    produced = produced_layouts(cut.graph, cut.by_hand)
+    names = {name for stage in cut.stages for name in stage.sends}
+    return {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
+
+
+def _segments(folded: Folded, num_recomputed: int) -> tuple[tuple[int, ...], ...]:
+    """First, inner and last copies apart, and those that are recomputed, which are the first, from those that are not."""
+    found = []
+    for repeat in folded.repeats:
+        again = min(num_recomputed, repeat.count)
+        num_recomputed -= again
+        ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
+        found.append(tuple(b - a for a, b in zip(ends, ends[1:])))
+    return tuple(found)
+
+
+def _restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Layout]) -> Assignment:
+    """The part of a whole microbatch's assignment that is about one stage."""
+    uses = uses_of(graph)
+    sent = {value.name: crossing[value.name] for value in graph.outputs if isinstance(value, Value) and value.name in crossing}
+    outputs = {v.name: assignment.outputs[v.name] for v in graph.outputs if isinstance(v, Value) and v.name in assignment.outputs}
+    layouts = {item.value.name: crossing.get(item.value.name) or assignment.layouts[item.value.name] for item in graph.inputs}
+    return Assignment(
+        strategies={op.name: assignment.strategies[op.name] for op in graph.ops},
+        layouts=layouts,
+        kept={name: layout for name, layout in assignment.kept.items() if len(uses.get(name, ())) > 1},
+        outputs=outputs | sent,
+        regathered=frozenset(name for name in assignment.regathered if name in layouts),
+    )
+
+
+def _shape_of(graph: Graph, wishes: Wishes) -> Any:
+    """Equal for stages that are searched alike: the same ops wired alike, and the same wishes but for names."""
+    number = {item.value.name: i for i, item in enumerate(graph.inputs)}
+    wired = wire(graph).sources
+    wished = [(wishes.pins.get(item.fqn), wishes.stored.get(item.fqn), item.kind, replace(item.value, name="")) for item in graph.inputs]
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    regions = tuple(tuple(position[name] for name in region) for region in wishes.recomputed)
+    sent = tuple(wishes.sent.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
+    made = tuple(_place(graph, number, value) for value in graph.outputs)
+    ops = tuple(nameless(op) for op in graph.ops)
+    return ops, wired, tuple(wished), regions, sent, made, wishes.memory_limit_bytes, wishes.training
+
+
+def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
+    if not isinstance(value, Value):
+        return value
+    return inputs.get(value.name, (value.shape, value.dtype))
+
+
+def _renamed(assignment: Assignment, like: Graph, graph: Graph, regions: Sequence[tuple[str, ...]]) -> Assignment:
+    """The assignment of graph `like` for `graph`, which is the same but for names."""
+    names = dict(zip(_names(like), _names(graph)))
+    return Assignment(
+        strategies={names[name]: strategy for name, strategy in assignment.strategies.items()},
+        layouts={names[name]: layout for name, layout in assignment.layouts.items()},
+        kept={names[name]: layout for name, layout in assignment.kept.items()},
+        outputs={names[name]: layout for name, layout in assignment.outputs.items()},
+        regathered=frozenset(names[name] for name in assignment.regathered),
+        recomputed=tuple(regions),
+    )
+
+
+def _names(graph: Graph) -> Iterable[str]:
+    """Of inputs, ops and values, in an order that graphs alike share; an op and its first value may have the same."""
+    yield from (item.value.name for item in graph.inputs)
+    for op in graph.ops:
+        yield op.name
+        yield from (value.name for value in op.outputs)

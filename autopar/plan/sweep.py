@@ -1,0 +1,229 @@
+"""Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches, priced alike."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.costmodel.hardware import Cluster, check_mesh
+from autopar.costmodel.profile import Profile, Shared, profile
+from autopar.costmodel.training import Training
+from autopar.costmodel.transfer import transfer
+from autopar.ir.cut import cut_points
+from autopar.ir.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.plan.hand import HandPlan, Outline, format_hand_plan, outlined
+from autopar.plan.partition import Blocks, Partition, blocks_of, partition
+from autopar.plan.schedule import Schedule, can_run, num_in_flight
+from autopar.plan.shorten import Short
+from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
+from autopar.sbp.annotate import annotate
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.microbatch import microbatch_counts, microbatched
+
+# Numbers of microbatches tried on a mesh.
+_MOST_COUNTS = 6
+# Stages a rank of the interleaved schedule.
+_CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the sub-mesh of a rank
+    of the pipeline. `assignment`: of the shortened graph of a microbatch."""
+
+    plan: HandPlan
+    mesh: Mesh
+    schedule: Schedule
+    partition: Partition
+    step_s: float
+    assignment: Assignment
+
+    @property
+    def name(self) -> str:
+        """'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with 'recompute' and for how many of the blocks if some are."""
+        again = sum(self.partition.num_recomputed)
+        words = [f"pp={self.schedule.num_ranks}", format_hand_plan(self.plan, self.mesh), self.schedule.name]
+        words += [f"m={self.schedule.num_microbatches}"] + [f"recompute={again}"] * (again > 0)
+        return ",".join(words)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be recomputed."""
+
+    graph: Graph
+    folded: Folded
+    outline: Outline
+    starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
+    recomputable: tuple[int, ...]
+    counts: tuple[int, ...]  # of microbatches
+
+    def of_microbatch(self, num: int) -> Outline:
+        """The outline of one of `num` microbatches."""
+        short = self.outline.short
+        graph = microbatched(short.graph, num).graph
+        return replace(self.outline, short=replace(short, graph=graph, folded=with_new(short.folded, graph)))
+
+
+def with_new(folded: Folded, graph: Graph) -> Folded:
+    """`folded` for a graph that has more ops and inputs, each like no other."""
+    names = (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs))
+    return replace(folded, representative=dict(zip(names, names)) | dict(folded.representative))
+
+
+def model_of(graph: Graph, folded: Folded) -> Model:
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    starts = (0, *(position[name] for name in cut_points(folded, graph)))
+    copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
+    recomputable = tuple(number for number, start in enumerate(starts) if start in copies)
+    outline = outlined(graph, folded)
+    return Model(graph, folded, outline, starts, recomputable, microbatch_counts(outline.short.graph))
+
+
+def sweep(
+    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
+    num_microbatches: Sequence[int] = (), schedules: Sequence[str] = ("1f1b", "interleaved", "zero-bubble"),
+) -> list[Staged]:  # fmt: skip
+    """The plans that fit, fastest first. meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called
+    "dp" or "tp", else on every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline."""
+    tried: dict[int, list[tuple[int, Mesh]]] = {}
+    for num_ranks, mesh in meshes:
+        check_mesh(cluster, num_ranks * mesh.num_devices)
+        for num in num_microbatches or _counts(model, num_ranks):
+            tried.setdefault(num, []).append((num_ranks, mesh))
+    found: list[Staged] = []
+    for num, here in sorted(tried.items()):
+        outline = model.of_microbatch(num)
+        for num_ranks, mesh in here:
+            plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
+            found += _on(model, outline, plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules)
+    return sorted(found, key=lambda one: one.step_s)
+
+
+def _counts(model: Model, num_ranks: int) -> list[int]:
+    """Powers of two, enough to fill the pipeline where there are."""
+    powers = [num for num in model.counts if num & (num - 1) == 0]
+    return [num for num in powers if num_ranks == 1 or num >= min(num_ranks, powers[-1])][:_MOST_COUNTS]
+
+
+def _plans(mesh: Mesh) -> Iterator[HandPlan]:
+    """What splits tensors also splits the sequence. Stored in parts, parameters cost what data parallelism does, and take less memory."""
+    named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
+    inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
+    for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else dict.fromkeys(inner):
+        flavours = ("zero2", "zero3") if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes) else ("ddp",)
+        yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
+
+
+def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float) -> bool:
+    """Whether each rank of the batch has a sample, and an even share of what is stored and gathered fits."""
+    data = math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+    parameters = [item.value for item in model.graph.of_kind("parameter")]
+    own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
+    stored = (2 * own_bytes + elements * training.state_bytes) / (num_ranks * mesh.num_devices)
+    gathered = own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
+    return model.counts[-1] % (data * num) == 0 and stored + gathered * (2 if num > 1 else 1) <= limit_bytes
+
+
+def _on(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, num_ranks: int, mesh: Mesh, cluster: Cluster,
+    training: Training, limit_bytes: float, schedules: Sequence[str],
+) -> Iterator[Staged]:  # fmt: skip
+    """The plans on one mesh with one number of microbatches."""
+    short = outline.short
+    candidates = annotate(short.graph, mesh, short.folded) if plans else None
+    index = _index(model, short)
+    link = transfer(cluster, num_ranks, mesh.num_devices)
+    for plan, assignment in outline.follow(plans, candidates, mesh).items() if plans else ():
+        figures = profile(short.graph, assignment, mesh, cluster, training=training, gathers_once=num > 1 or num_ranks > 1)
+        blocks = blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+        for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
+            found = _cut(blocks, schedule, limit_bytes, link)
+            if found is not None:
+                yield Staged(plan, mesh, schedule, found, time_of(blocks, found, schedule, link), assignment)
+
+
+def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:
+    if num_ranks == 1:
+        yield Schedule("accumulate", 1, 1, num)
+        return
+    for name in names:
+        for chunks in _CHUNKS if name == "interleaved" else (1,):
+            if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
+                yield Schedule(name, chunks * num_ranks, num_ranks, num)
+
+
+def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, link: tuple[float, float]) -> Partition | None:
+    """The stages of a rank share its memory evenly. What is recomputed cannot wait for its weights' gradients."""
+    if schedule.name == "zero-bubble":
+        blocks = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
+    share = limit_bytes * schedule.num_ranks / schedule.num_stages
+    return partition(blocks, in_flight(schedule), share, transfer_s_per_byte=1 / link[1] if schedule.num_ranks > 1 else 0.0)
+
+
+@cache
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches between their forward and their backward."""
+    return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def _ordered(schedule: Schedule) -> Order:
+    return ordered(schedule)
+
+
+def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
+    """Seconds of a step: the schedule, and what the slowest rank does once."""
+    times = stage_times(blocks, found, link)
+    if schedule.num_stages == 1:
+        return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
+    return float(step_s(_ordered(schedule), as_array(times))) + found.once_s * schedule.num_stages / schedule.num_ranks
+
+
+def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
+    """Seconds of each stage on a microbatch; `link`: latency in seconds and bytes/s to the next."""
+    stops = (*found.starts, len(blocks.forward_s))
+    times = []
+    for (a, b), again in zip(pairwise(stops), found.num_recomputed):
+        can = blocks.is_recomputable[a:b]
+        forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
+        again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())
+        sent_s = link[0] + blocks.entering_bytes[b] / link[1] if b < len(blocks.forward_s) else 0.0
+        back_s = link[0] + blocks.entering_bytes[a] / link[1] if a else 0.0
+        times.append(StageTimes(forward_s, blocks.backward_s[a:b].sum() - weight_s + again_s, weight_s, sent_s, back_s))
+    return tuple(times)
+
+
+def _index(model: Model, short: Short) -> np.ndarray:
+    """For each op of the whole graph the position of its like in the short one: itself, or its fellow in the second copy."""
+    same = model.folded.representative
+    position = {op.name: number for number, op in enumerate(short.graph.ops)}
+    alike: dict[str, list[int]] = {}
+    for op in short.graph.ops:
+        if op.name in same:
+            alike.setdefault(same[op.name], []).append(position[op.name])
+    return np.array([position[op.name] if op.name in position else alike[same[op.name]][1] for op in model.graph.ops])
+
+
+def _expanded(found: Profile, index: np.ndarray) -> Profile:
+    """The figures of the whole graph."""
+    columns = {name: column[index] for name, column in vars(found).items() if isinstance(column, np.ndarray)}
+    shared = (
+        Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s) for one in found.shared
+    )
+    return replace(found, **columns, shared=tuple(shared))
+
+
+def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
+    """(ranks of the pipeline, dp x tp): every way to write the devices as a product of three, stages outermost, tensors innermost."""
+    for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
+        rest = num_devices // num_ranks
+        for tensor in (n for n in range(1, min(rest, most_tensor) + 1) if rest % n == 0):
+            sizes = {"dp": rest // tensor, "tp": tensor}
+            named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+            yield num_ranks, Mesh(tuple(named.values()), tuple(named))
