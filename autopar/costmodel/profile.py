@@ -1,17 +1,18 @@
 """What an assignment costs op by op: the figures from which stages of a pipeline are cut."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import local_shapes, shapes_time, weight_share
-from autopar.costmodel.conversion import copy_bytes
+from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import held_values, input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes
+from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes
 from autopar.costmodel.probe import footprints
+from autopar.costmodel.saving import savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
@@ -30,9 +31,9 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
-    and may wait, as in zero-bubble schedules (products only: one of those of backward). once_s: once a step, what gathers parameters, reduces
-    their gradients and updates them, at their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too.
+    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of
+    weights and may wait, as in zero-bubble schedules. once_s: once a step, what gathers parameters, reduces their gradients and updates
+    them, at their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too.
     saved_bytes: what a microbatch keeps for backward. crossing_bytes: of the values made before the op and read by it or later.
     """
 
@@ -46,16 +47,12 @@ class Profile:
     shared: tuple[Shared, ...] = field(default=())
 
 
-def profile(
-    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH, gathers_once: bool = False
-) -> Profile:
-    """The figures of `assignment` on one device. gathers_once: gathered parameters stay for all microbatches, and with them the gradients
-    that add up."""
+def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Profile:
+    """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has in flight; with
+    several, gathered parameters stay for all of them, and so do the gradients that add up."""
+    training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
     columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "saved_bytes")}
-    known, found = footprints(graph), conversions(graph, assignment)
-    held = held_values(graph, known)
-    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs if item.kind in ("parameter", "buffer")}  # bytes, seconds a step
     for position, op in enumerate(graph.ops):
         strategy = assignment.strategies[op.name]
         shapes = local_shapes(op, strategy, mesh.shape)
@@ -66,22 +63,24 @@ def profile(
         columns["saved_bytes"][position] += saved_by_op(op, *shapes)
         for collective in inner_collectives(op, strategy, mesh.shape):
             columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
-    for name, of_value in found.items():
-        for order, one in enumerate(of_value):
-            is_saved = any(use.user in known and use.slot in known[use.user].saved_inputs for use in one.uses)
-            position = min((number[use.user] for use in one.uses if use.user in number), default=len(graph.ops) - 1)
-            times = _times(one, mesh, cluster, is_saved=is_saved)
-            is_held = order > 0 or name in held
-            kept = float(copy_bytes(one.value, (one.src,), (one.dst,), mesh.shape, is_held=is_held)[0, 0])
-            if name in stored and not one.is_regathered:
-                copies = 1 + one.value.needs_grad if gathers_once else is_saved
-                stored[name][0] += kept * copies
+    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    known, found = footprints(graph), conversions(graph, assignment)
+    for name, savings_of in savings(graph, known).items():
+        for one, saving in zip(found[name], savings_of):
+            kept = kept_bytes(
+                one.value, (one.src,), (one.dst,), mesh.shape, saving, training,
+                is_parameter=name in parameters, is_stored=one is found[name][0], again=one.is_regathered,
+            )[0]  # fmt: skip
+            times = _times(one, mesh, cluster, is_saved=saving.is_saved)
+            if name in parameters and not one.is_regathered:
+                stored[name][0] += float(kept[0, 0])
                 stored[name][1] += sum(times.values())
                 continue
+            position = min((number[use.user] for use in one.uses if use.user in number), default=len(graph.ops) - 1)
+            columns["saved_bytes"][position] += float(kept[0, 0])
             for phase, time_s in times.items():
                 columns[f"{phase}_s"][position] += time_s
-            if is_saved and not one.is_regathered:
-                columns["saved_bytes"][position] += kept
     once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored)
     crossing_bytes = _crossing(graph, assignment, mesh, number)
     return Profile(once_s=once_s, state_bytes=state_bytes, shared=shared, crossing_bytes=crossing_bytes, **columns)
@@ -108,7 +107,7 @@ def _of_inputs(
     uses = uses_of(graph)
     for item in graph.inputs:
         layout = assignment.layouts[item.value.name]
-        gathered_bytes, gathered_s = stored.get(item.value.name, (0.0, 0.0))
+        gathered_bytes, gathered_s = stored[item.value.name]
         held = sum(input_bytes(item, layout, mesh.shape, training).values()) + gathered_bytes
         time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
         positions = sorted({number[use.user] for use in uses.get(item.value.name, ()) if use.user in number}) or [0]

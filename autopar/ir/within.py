@@ -1,17 +1,22 @@
 """The fold of a whole graph as it is seen within one of its stages."""
 
+from collections.abc import Collection
+
 from autopar.ir.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 
 
-def within(folded: Folded, stage: Graph) -> Folded:
+def within(folded: Folded, stage: Graph, received: Collection[str]) -> Folded:
     """`folded`, of a graph of which `stage` has some ops and inputs: the copies of a repeat that lie in the stage stay alike.
 
-    A class is represented by its first member in the stage; what the whole graph does not have (a received value) is like no other.
+    A class is represented by its first member in the stage; what is `received` from the stage before is like no other value.
     """
     first: dict[str, str] = {}
-    names = (*(op.name for op in stage.ops), *(item.value.name for item in stage.inputs))
-    representative = {name: first.setdefault(folded.representative.get(name, name), name) for name in names}
+    representative = {op.name: first.setdefault(folded.representative.get(op.name, op.name), op.name) for op in stage.ops}
+    for name in (item.value.name for item in stage.inputs):
+        # what is received has the name of the op that makes it elsewhere
+        same = name if name in received else folded.representative.get(name, name)
+        representative[name] = first.setdefault(same, name)
     classes = [folded.representative.get(op.name, op.name) for op in stage.ops]
     repeats = []
     for repeat in folded.repeats:

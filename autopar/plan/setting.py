@@ -1,13 +1,14 @@
 """What one search is about: from a folding to the priced problem, and from that to the cheapest choice."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopar.costmodel.decode import decode, encode
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.price import Priced, price
+from autopar.costmodel.saving import Regions
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.fold import Folded
@@ -18,6 +19,7 @@ from autopar.plan.conflict import binding_pins
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.pins import restrict
+from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates
 from autopar.search.eliminate import Limits
 from autopar.search.lagrange import least_memory
@@ -33,12 +35,15 @@ NEAR_AXES = 2
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself."""
+    """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself. crossing: value that
+    comes from another stage or goes there -> layout. recomputed: as in `Assignment`."""
 
     pins: Mapping[str, str]
     stored: Mapping[str, str]
     memory_limit_bytes: float
     training: Training
+    crossing: Mapping[str, Layout] = field(default_factory=dict)
+    recomputed: Regions = ()
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,12 @@ class Setting:
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
+        candidates = _with_crossing(candidates, self.wishes.crossing)
         limit, training = self.wishes.memory_limit_bytes, self.wishes.training
-        return price(self.graph, folded, candidates, self.mesh, self.cluster, training=training, memory_limit_bytes=limit)
+        again = self.wishes.recomputed
+        return price(
+            self.graph, folded, candidates, self.mesh, self.cluster, training=training, recomputed=again, memory_limit_bytes=limit
+        )
 
     @property
     def remaining_s(self) -> float:
@@ -112,3 +121,10 @@ class Setting:
             f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB "
             "are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
         )
+
+
+def _with_crossing(candidates: Candidates, crossing: Mapping[str, Layout]) -> Candidates:
+    """The candidates that have what crosses in the layout that is asked for."""
+    layouts = {name: (crossing[name],) if name in crossing else found for name, found in candidates.layouts.items()}
+    outputs = {name: (crossing[name],) if name in crossing else found for name, found in candidates.outputs.items()}
+    return replace(candidates, layouts=layouts, outputs=outputs)

@@ -89,11 +89,10 @@ class _Solver:
         )
         limit = self.wishes.memory_limit_bytes * self.found.schedule.num_ranks / self.found.schedule.num_stages
         fqns = {item.fqn for item in stage.graph.inputs}
-        received = {name: format_layout(self.crossing[name]) for name in stage.receives}
-        stored = {fqn: layout for fqn, layout in (self.wishes.stored | self.tied).items() if fqn in fqns} | received
-        sent = {name: self.crossing[name] for name in stage.sends}
+        stored = {fqn: layout for fqn, layout in (self.tied | dict(self.wishes.stored)).items() if fqn in fqns}
+        crossing = {name: self.crossing[name] for name in (*stage.receives, *stage.sends)}
         pins = {fqn: layout for fqn, layout in self.wishes.pins.items() if fqn in fqns}
-        wishes = replace(self.wishes, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, sent=sent)
+        wishes = replace(self.wishes, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, crossing=crossing)
         assignment = self._best(stage.graph, wishes, self.found.partition.num_recomputed[number])
         self._remember_tied(stage.graph, assignment)
         return plan_of(stage.graph, assignment, self.mesh, self.cluster, training=training, memory_limit_bytes=limit, found_by="search")
@@ -133,11 +132,11 @@ class _Solver:
 
     def _search(self, graph: Graph, wishes: Wishes) -> tuple[Choice, Assignment]:
         setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
-        folded = within(self.cut.folded, graph)
+        folded = within(self.cut.folded, graph, wishes.crossing)
         problem = setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
         start = problem.encode(_restricted(self.cut.by_hand, graph, self.crossing))
         choice = setting.search(problem, [start] if start is not None else [])
-        return choice, problem.decode(choice.strategies)
+        return choice, problem.decode(choice)
 
 
 def _crossing_layouts(cut: Cut) -> dict[str, Layout]:
@@ -177,10 +176,13 @@ def _shape_of(graph: Graph, wishes: Wishes) -> Any:
     """Equal for stages that are searched alike: the same ops wired alike, and the same wishes but for names."""
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     wired = wire(graph).sources
-    wished = [(wishes.pins.get(item.fqn), wishes.stored.get(item.fqn), item.kind, replace(item.value, name="")) for item in graph.inputs]
+    wished = [
+        (wishes.pins.get(x.fqn), wishes.stored.get(x.fqn), wishes.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
+        for x in graph.inputs
+    ]
     position = {op.name: i for i, op in enumerate(graph.ops)}
     regions = tuple(tuple(position[name] for name in region) for region in wishes.recomputed)
-    sent = tuple(wishes.sent.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
+    sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
     return ops, wired, tuple(wished), regions, sent, made, wishes.memory_limit_bytes, wishes.training

@@ -140,7 +140,7 @@ def _on(
     index = _index(model, short)
     link = transfer(cluster, num_ranks, mesh.num_devices)
     for plan, assignment in outline.follow(plans, candidates, mesh).items() if plans else ():
-        figures = profile(short.graph, assignment, mesh, cluster, training=training, gathers_once=num > 1 or num_ranks > 1)
+        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
         blocks = blocks_of(_expanded(figures, index), model.starts, model.recomputable)
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
             found = _cut(blocks, schedule, limit_bytes, link)

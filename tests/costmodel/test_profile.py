@@ -6,16 +6,19 @@ import pytest
 
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.profile import profile
+from autopar.costmodel.training import Training
 from tests.plan.cases import CPU, MESH, by_hand, traced
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "bert", "resnet"])
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "megatron:dp=2,tp=2,sp,zero3"])
-def test_figures_add_up_to_the_whole(name: str, kind: str) -> None:
+@pytest.mark.parametrize("training", [Training(), Training("sgd", num_microbatches=3)], ids=str)
+def test_figures_add_up_to_the_whole(name: str, kind: str, training: Training) -> None:
     assignment = by_hand(name, kind)
-    whole = evaluate(traced(name), assignment, MESH, CPU)
-    found = profile(traced(name), assignment, MESH, CPU)
-    seconds = sum(column.sum() for column in (found.forward_s, found.backward_s, found.once_s)) + sum(x.once_s for x in found.shared)
+    whole = evaluate(traced(name), assignment, MESH, CPU, training=training)
+    found = profile(traced(name), assignment, MESH, CPU, training=training)
     num_bytes = found.state_bytes.sum() + found.saved_bytes.sum() + sum(x.state_bytes for x in found.shared)
-    assert math.isclose(seconds, whole.step_s, rel_tol=1e-9)
+    assert math.isclose(found.forward_s.sum(), whole.microbatch_s("forward"), rel_tol=1e-9)
+    assert math.isclose(found.backward_s.sum(), whole.microbatch_s("backward"), rel_tol=1e-9)
+    assert math.isclose(found.once_s.sum() + sum(x.once_s for x in found.shared), whole.once_s, rel_tol=1e-9)
     assert math.isclose(num_bytes, whole.total_memory_bytes, rel_tol=1e-9)
