@@ -25,6 +25,8 @@ from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.plan import store
 from autopar.plan.assemble import make_plan
 from autopar.plan.plan import Plan
+from autopar.plan import staged
+from autopar.plan.staged import StagedPlan
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
@@ -79,7 +81,7 @@ def compile(
     wishes = _wishes(pins, memory_limit_bytes, time_limit_s)
     if plan is not None and (wishes or cluster is not None):
         raise AutoparError("plan= is given together with cluster=, pins= or another wish, which are for planning; choose one")
-    if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
+    if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
@@ -104,13 +106,13 @@ class _Planner:
     wishes: dict[str, Any]  # keyword arguments of make_plan
     given: str | None  # JSON text of a plan made before
 
-    def __call__(self, graph: Graph, fixed: dict[str, str]) -> Plan:
+    def __call__(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         text = self.given
         asked = (text, self.wishes, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
             text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed).dumps())
-        return on_every_rank(self.mesh, "reading the plan", lambda: Plan.loads(text, graph, mesh_of(self.mesh)))
+        return on_every_rank(self.mesh, "reading the plan", lambda: staged.loads(text, graph, mesh_of(self.mesh)))
 
     def _make(self, graph: Graph, fixed: dict[str, str]) -> Plan:
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
@@ -136,7 +138,7 @@ def _settled(
 
 
 def _text_of(plan: Plan | str | os.PathLike) -> str:
-    return plan.dumps() if isinstance(plan, Plan) else store.read(plan)
+    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else store.read(plan)
 
 
 def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:

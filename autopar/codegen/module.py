@@ -12,26 +12,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, from_first, meet, on_every_rank, peers_alive
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.state import install, owners, shard_model, stateful, with_parts, without_data
+from autopar.codegen.state import drop_others, install, owners, shard_model, stateful, with_parts, without_data
+from autopar.codegen.train import Trainer, make_trainer, pipeline_mesh
 from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
 from autopar.ir.graph import Graph, Input
 from autopar.ir.inputs import flat_arguments
+from autopar.ir.loss_only import loss_only
+from autopar.ir.passes.rewire import is_random
 from autopar.ir.pytrees import register_types
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.plan.plan import Plan
+from autopar.plan.staged import StagedPlan
 from autopar.sbp.collectives import move
-from autopar.sbp.placement import I, format_layout
+from autopar.sbp.placement import I, Layout, format_layout
 
-Planner = Callable[[Graph, dict[str, str]], Plan]  # (graph, pins of what is already laid out) -> plan, equal on every rank
+# (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
+Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
 Key = tuple[Any, ...]  # what a call looks like; hashable
 # A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a checkpoint.
 LATER_WAIT_S = 300.0
@@ -47,6 +52,14 @@ class ShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._autopar.call(self, args, kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
+
+        Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to those of the
+        parameters, as `backward` does.
+        """
+        return self._autopar.train_step(self, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._autopar.current()
@@ -66,7 +79,7 @@ class ShardedModule(nn.Module):
         return copied
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | StagedPlan:
         """The plan in use for the last shapes and mode seen."""
         return self._autopar.current().plan
 
@@ -77,7 +90,11 @@ class ShardedModule(nn.Module):
 
     @property
     def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
-        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch."""
+        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch. A step in
+        microbatches takes whole arguments."""
+        found = self._autopar.current()
+        if isinstance(found, Trainer):
+            return {item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")}
         return {item.fqn: torch_placements(layout) for item, layout in self._autopar.current().program.inputs if item.kind == "argument"}
 
 
@@ -92,10 +109,10 @@ class Runtime:
     name: str  # the same on every rank, and no other module's
     is_in_use: bool = False  # somebody may hold the parameters
     num_copies: int = 0
-    loaded: dict[Key, Loaded] = field(default_factory=dict)
-    last: Loaded | None = None
+    loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
+    last: Loaded | Trainer | None = None
 
-    def current(self) -> Loaded:
+    def current(self) -> Loaded | Trainer:
         """The program last used."""
         if self.last is None:
             raise AutoparError("not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile")
@@ -114,14 +131,29 @@ class Runtime:
         self.prepare(module, args, kwargs)
         return run(self.last, args, kwargs)
 
+    def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Forward and backward of `module` in training."""
+        self.prepare(module, args, kwargs, trains=True)
+        if isinstance(self.last, Trainer):
+            return self.last.step(args, kwargs)
+        graph = self.last.graph
+        position = graph.outputs.index(loss_only(graph).outputs[0])
+        loss = pytree.tree_leaves(run(self.last, args, kwargs))[position]
+        with peers_alive():
+            loss.backward()
+        return loss.detach()
+
     @torch.compiler.disable
-    def prepare(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         call, key = describe_call(module, args, kwargs)
+        key = (*key, trains)
         if key not in self.loaded:
             self._meet(call)
             with _own_autograd():
-                self.loaded[key] = self._load(module, args, dict(sorted(kwargs.items())))
+                found = self._load(module, args, dict(sorted(kwargs.items())), trains)
+            # without stages and microbatches, one program does for both ways of running
+            self.loaded.update(dict.fromkeys(((*key[:-1], way) for way in (True, False)) if isinstance(found, Loaded) else (key,), found))
         self.last = self.loaded[key]
 
     def _meet(self, call: Key) -> None:
@@ -130,23 +162,52 @@ class Runtime:
         meet(self.mesh, f"autopar/{self.name}/{len(self.loaded)}", wait_s)
         agree_on_call(self.mesh, call)
 
-    def _load(self, module: nn.Module, args: tuple, kwargs: dict) -> Loaded:
+    def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
         """Trace, plan and load; the first time, also take over the model's tensors."""
         graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs))
-        plan = self.plan(graph, self._pins(graph))
+        plan = self._plan(graph, trains)
+        if isinstance(plan, StagedPlan):
+            return self._load_stages(module, graph, plan)
         program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
         if program.has_random_ops:
             check_seed(self.mesh)
-        if not self.loaded:
-            check_weights(self.mesh, self.source)
-            layouts = plan.assignment.layouts
-            parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, self.mesh))
-            install(module, graph, parts, is_in_use=self.is_in_use)
-            self.source = module
+        self._take_over(module, graph, plan.assignment.layouts, self.mesh)
         with peers_alive():
             axes = axes_of(self.mesh, program.joint_axes)
         constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module))
+
+    def _load_stages(self, module: nn.Module, graph: Graph, plan: StagedPlan) -> Trainer:
+        if any(is_random(op) for op in graph.ops):
+            check_seed(self.mesh)
+        mesh, _, rank = pipeline_mesh(self.mesh)
+        own = [plan.stages[number] for number in plan.schedule.stages_of(rank)]
+        held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
+        layouts = {item.value.name: stage.assignment.layouts[item.value.name] for stage in own for item in stateful(stage.graph)}
+        self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
+        return make_trainer(plan, graph, self.mesh, owners(module))
+
+    def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
+        """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has not."""
+        if self.loaded:
+            return
+        check_weights(self.mesh, self.source)
+        parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, mesh))
+        install(module, graph, parts, is_in_use=self.is_in_use)
+        drop_others(module, graph)
+        self.source = module
+
+    def _plan(self, graph: Graph, trains: bool) -> Plan | StagedPlan:
+        """The plan for a graph: where parameters lie on some stages already, with the same stages."""
+        first = next(iter(self.loaded.values()), None)
+        if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
+            return self.plan(graph, self._pins(graph), trains)
+        if not trains:
+            raise AutoparError(
+                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}: model(...) cannot run "
+                "alone; call model.train_step(...), or compile for a mesh without a pipeline axis"
+            )
+        return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
 
     def _trace(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
         bare = skeleton(module)
@@ -159,8 +220,9 @@ class Runtime:
         if not self.loaded:
             return {}
         first = next(iter(self.loaded.values()))
-        layouts = {item.fqn: first.plan.assignment.layouts[item.value.name] for item in stateful(first.graph)}
-        return {item.fqn: format_layout(layouts[item.fqn]) for item in stateful(graph)}
+        stages = first.plan.stages if isinstance(first, Trainer) else (first.plan,)
+        found = {item.fqn: stage.assignment.layouts[item.value.name] for stage in stages for item in stateful(stage.graph)}
+        return {item.fqn: format_layout(found[item.fqn]) for item in stateful(graph)}
 
 
 def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedModule:

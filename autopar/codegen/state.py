@@ -71,6 +71,14 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
                 owner._buffers[name] = tensor
 
 
+def drop_others(module: nn.Module, graph: Graph) -> None:
+    """Leave nothing in the places of parameters and buffers that the graph has not: other ranks hold them."""
+    own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    for fqn, (owner, name) in owners(module).items():
+        if fqn not in own:
+            (owner._parameters if name in owner._parameters else owner._buffers)[name] = None
+
+
 def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
     """`old` with the content of `new`."""
     if old is new:
@@ -90,23 +98,25 @@ def stateful(graph: Graph) -> Iterator[Input]:
 
 
 def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> dict[str, DTensor]:
-    """This rank's parts of the parameters and buffers of `model`, by FQN of the graph's inputs.
+    """This rank's parts of those parameters and buffers of `model` that the graph has, by FQN of its inputs.
 
     Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random state.
     """
     items = {fqn: item for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
-    named = [(items[fqn], x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
+    named = [(items.get(fqn), x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
     by_tensor = {id(x): item for item, x in named}
     done: dict[str, DTensor] = {}
 
     def store(old: torch.Tensor, content: torch.Tensor) -> None:
         item = by_tensor[id(old)]
+        if item is None:  # another rank's
+            return
         part = shard(content, layouts[item.value.name], mesh)
         done[item.fqn] = nn.Parameter(part, requires_grad=old.requires_grad) if item.kind == "parameter" else part
 
     def fetch(old: torch.Tensor) -> torch.Tensor | None:
         item = by_tensor[id(old)]
-        return whole(done[item.fqn], layouts[item.value.name], mesh) if item.fqn in done else None
+        return whole(done[item.fqn], layouts[item.value.name], mesh) if item is not None and item.fqn in done else None
 
     for _, x in named:
         if not x.is_meta:

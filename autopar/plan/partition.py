@@ -80,7 +80,7 @@ def partition(
 
 
 def _spans(blocks: Blocks, kept: int, limit_bytes: float, transfer_s_per_byte: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; how many it recomputes; its bytes.
+    """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks recomputed; its bytes.
 
     Recomputed, a block keeps what enters it; its inside is there once, while its backward runs.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from autopar.costmodel.hardware import Cluster
@@ -18,7 +19,6 @@ from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Setting, Wishes
-from autopar.plan.shorten import Short
 from autopar.plan.staged import stage_graphs
 from autopar.plan.sweep import Model, Staged, in_flight, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
@@ -43,7 +43,8 @@ def cut_as(model: Model, found: Staged) -> Cut:
     starts = tuple(model.graph.ops[model.starts[block]].name for block in found.partition.starts[1:])
     micro, stages = stage_graphs(model.graph, starts, found.schedule.num_microbatches)
     folded = with_new(model.folded, micro.graph)
-    return Cut(micro.graph, folded, stages, starts, _expanded(found.assignment, model, micro.graph, folded), recomputable(folded, micro.graph))
+    by_hand = _expanded(found.assignment, model, micro.graph, folded)
+    return Cut(micro.graph, folded, stages, starts, by_hand, recomputable(folded, micro.graph))
 
 
 def _expanded(assignment: Assignment, model: Model, graph: Graph, folded: Folded) -> Assignment:
@@ -153,7 +154,7 @@ def _segments(folded: Folded, num_recomputed: int) -> tuple[tuple[int, ...], ...
         again = min(num_recomputed, repeat.count)
         num_recomputed -= again
         ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
-        found.append(tuple(b - a for a, b in zip(ends, ends[1:])))
+        found.append(tuple(b - a for a, b in pairwise(ends)))
     return tuple(found)
 
 

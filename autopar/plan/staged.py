@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from autopar.costmodel.cluster import Cluster, cluster_from_json
@@ -15,6 +15,7 @@ from autopar.errors import MeshError, MicrobatchError, PlanError
 from autopar.explain.stages import format_staged
 from autopar.ir.cut import StageGraph, cut
 from autopar.ir.graph import Graph
+from autopar.ir.loss_only import loss_only
 from autopar.ir.text import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plan import store
@@ -94,6 +95,13 @@ class StagedPlan:
         ranks = range(self.schedule.num_ranks)
         return tuple(sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank)) for rank in ranks)
 
+    def of_other(self, graph: Graph) -> "StagedPlan":
+        """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not fit."""
+        _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
+        texts = (replace(stage, fingerprint=fingerprint(one.graph)).dumps() for stage, one in zip(self.stages, cut_graphs))
+        stages = tuple(Plan.loads(text, one.graph, self.stages[0].mesh) for text, one in zip(texts, cut_graphs))
+        return replace(self, graph=graph, stages=stages, lower_bound_s=0.0)
+
     def explain(self) -> str:
         """The plan for people: stages, timeline, memory, and what else there is."""
         return format_staged(self)
@@ -172,6 +180,7 @@ def sub_mesh(mesh: Mesh) -> Mesh:
 
 
 def stage_graphs(graph: Graph, starts: Sequence[str], num_microbatches: int) -> tuple[Microbatched, tuple[StageGraph, ...]]:
-    """One microbatch of `graph` and its stages; MicrobatchError or ValueError if it cannot be cut so."""
-    micro = microbatched(graph, num_microbatches)
+    """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError if it cannot be cut
+    so."""
+    micro = microbatched(loss_only(graph), num_microbatches)
     return micro, cut(micro.graph, starts)

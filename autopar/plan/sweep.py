@@ -44,6 +44,12 @@ class Staged:
     assignment: Assignment
 
     @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Bytes of a device of each rank of the pipeline."""
+        stages_of = map(self.schedule.stages_of, range(self.schedule.num_ranks))
+        return tuple(sum(self.partition.memory_bytes[stage] for stage in stages) for stages in stages_of)
+
+    @property
     def name(self) -> str:
         """'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with 'recompute' and for how many of the blocks if some are."""
         again = sum(self.partition.num_recomputed)
@@ -90,7 +96,8 @@ def sweep(
     num_microbatches: Sequence[int] = (), schedules: Sequence[str] = ("1f1b", "interleaved", "zero-bubble"),
 ) -> list[Staged]:  # fmt: skip
     """The plans that fit, fastest first. meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called
-    "dp" or "tp", else on every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline."""
+    "dp" or "tp", else on every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
+    """
     tried: dict[int, list[tuple[int, Mesh]]] = {}
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
@@ -146,6 +153,24 @@ def _on(
             found = _cut(blocks, schedule, limit_bytes, link)
             if found is not None:
                 yield Staged(plan, mesh, schedule, found, time_of(blocks, found, schedule, link), assignment)
+
+
+def lightest(
+    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = ()
+) -> tuple[float, str] | None:
+    """The least bytes per device with which a plan of the sweep fits, and its name; None if no schedule can run."""
+    best: tuple[float, str] | None = None
+    for num_ranks, mesh in meshes:
+        for num in num_microbatches or _counts(model, num_ranks)[-1:]:
+            outline = model.of_microbatch(num)
+            plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, math.inf))
+            low, high = (best[0] / 2**40, best[0]) if best else (1.0, 2.0**60)
+            while high > 1.001 * low:  # at first over many orders of magnitude
+                middle = math.sqrt(low * high)
+                found = next(_on(model, outline, plans, num, num_ranks, mesh, cluster, training, middle, ("1f1b", "gpipe")), None)
+                low, high = (low, middle) if found else (middle, high)
+                best = (middle, found.name) if found else best
+    return best
 
 
 def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:

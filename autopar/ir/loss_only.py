@@ -1,0 +1,19 @@
+"""The graph that training runs: all it gives is the loss."""
+
+from dataclasses import replace
+
+from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph, Value
+
+
+def loss_only(graph: Graph) -> Graph:
+    """`graph` with its loss for its only output: the first that is a single number and has a gradient. AutoparError if there is none."""
+    losses = [value for value in graph.outputs if isinstance(value, Value) and value.needs_grad and value.shape == ()]
+    if not losses:
+        raise AutoparError(
+            "the model returns no loss, a single number with a gradient, that train_step could differentiate; give the labels to the model "
+            "if it takes them, or loss_fn= to autopar.compile"
+        )
+    return replace(graph, outputs=(losses[0],), output_spec=pytree.tree_flatten(0)[1])

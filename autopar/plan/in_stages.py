@@ -1,0 +1,170 @@
+"""The best plan in stages and microbatches: a sweep as people tune, then each stage of its best points searched."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from autopar.costmodel.floor import floor_s
+from autopar.costmodel.hardware import Cluster
+from autopar.errors import InfeasibleError, MeshError
+from autopar.ir.fold import fold
+from autopar.ir.graph import Graph, Value
+from autopar.ir.loss_only import loss_only
+from autopar.mesh import Devices, Mesh
+from autopar.plan.clock import Clock
+from autopar.plan.plan import Plan, plan_of
+from autopar.plan.setting import Wishes
+from autopar.plan.solve_stages import cut_as, solve_stages
+from autopar.plan.staged import PIPELINE, StagedPlan, sub_mesh
+from autopar.plan.store import HandCosts
+from autopar.plan.sweep import Model, Staged, grids, lightest, model_of, sweep
+from autopar.sbp.assignment import produced_layouts
+from autopar.sbp.microbatch import microbatched
+from autopar.sbp.placement import I
+
+# So many points of the sweep are searched at most, if they are nearly as good as the best.
+_MOST_POINTS, _NEAR = 4, 1.25
+# Points by hand that a plan shows.
+_MOST_SHOWN = 8
+# Tensor-parallel degrees beyond this many nodes are not tried.
+_MOST_NODES = 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of microbatches and stages; None and () leave it to the search."""
+
+    num_microbatches: int | None = None
+    schedule: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_microbatches is None and self.schedule is None
+
+
+def sweep_stages(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, clock: Clock
+) -> tuple[Model, list[Staged]]:
+    """The points by hand that fit, fastest first. MicrobatchError if the batch cannot be cut as asked, MeshError for a pipeline axis that is
+    not the first."""
+    training_graph = loss_only(graph)
+    if asked.num_microbatches is not None:
+        microbatched(training_graph, asked.num_microbatches)  # says what is wrong with it
+    model = model_of(training_graph, fold(training_graph))
+    meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
+    schedules = ("1f1b", "interleaved", "zero-bubble") if asked.schedule is None else (asked.schedule,)
+    counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
+    found = clock.run(
+        "stages by hand",
+        lambda: sweep(
+            model, meshes, cluster, training=wishes.training, limit_bytes=wishes.memory_limit_bytes, num_microbatches=counts,
+            schedules=schedules,
+        ),
+    )  # fmt: skip
+    return model, found
+
+
+def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
+    if isinstance(mesh, Devices):
+        most = _MOST_NODES * (cluster.levels[0].size or mesh.num_devices)
+        yield from grids(mesh.num_devices, cluster, num_layers=num_blocks, most_tensor=most)
+        return
+    if PIPELINE not in mesh.axis_names:
+        yield 1, mesh
+        return
+    if mesh.axis_names[0] != PIPELINE:
+        raise MeshError(f"mesh {mesh}: stages lie along the outermost axis; write {PIPELINE}={mesh.shape[mesh.axis_index(PIPELINE)]} first")
+    yield mesh.shape[0], sub_mesh(mesh)
+
+
+def plan_in_stages(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, time_limit_s: float, clock: Clock,
+    cutoff_s: float = math.inf,
+) -> Plan | StagedPlan | None:  # fmt: skip
+    """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
+
+    Never slower than the best point of the sweep that fits. InfeasibleError, with the least memory that would do, if none fits.
+    """
+    model, found = sweep_stages(graph, mesh, cluster, wishes, asked, clock)
+    if not found:
+        raise _infeasible(model, tuple(_meshes(mesh, cluster, len(model.starts))), cluster, wishes, asked)
+    best: StagedPlan | None = None
+    start_s = perf_counter()
+    for point in _worth_searching(found, cutoff_s):
+        used_s = perf_counter() - start_s
+        if best is not None and used_s > time_limit_s:
+            break
+        plan = _searched(model, point, graph, cluster, wishes, max(1.0, time_limit_s - used_s), clock)
+        if plan is not None and (best is None or plan.step_s < best.step_s):
+            best = plan
+    if best is None:
+        return None
+    if best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1:
+        return _plain(best, graph)
+    bound_s = floor_s(model.graph, best.mesh, cluster, training=wishes.training)
+    return replace(best, hand=_shown(found), lower_bound_s=min(bound_s, best.step_s), timings=clock.timings)
+
+
+def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
+    """The best points, one of each depth, mesh, schedule and number of microbatches: the flavour is for the search to find."""
+    distinct: dict[tuple, Staged] = {}
+    for point in found:
+        distinct.setdefault((point.mesh, point.schedule), point)
+    limit_s = min(found[0].step_s * _NEAR, cutoff_s * _NEAR)
+    return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
+
+
+def _searched(
+    model: Model, point: Staged, graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+) -> StagedPlan | None:
+    cut = cut_as(model, point)
+    clock.where = f"{point.schedule} of {point.mesh}: "
+    try:
+        stages = solve_stages(cut, point, point.mesh, cluster, wishes, time_limit_s=clock.timings["search"] + time_limit_s, clock=clock)
+    except InfeasibleError:
+        return None
+    finally:
+        clock.where = ""
+    mesh = _whole_mesh(point)
+    training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+    return StagedPlan(mesh, cluster, training, wishes.memory_limit_bytes, graph, point.schedule, cut.starts, stages, found_by="search")
+
+
+def _plain(plan: StagedPlan, graph: Graph) -> Plan:
+    """The plan of one stage and one microbatch for the graph with all its outputs."""
+    (stage,) = plan.stages
+    produced = produced_layouts(graph, replace(stage.assignment, outputs={}))
+    names = [value.name for value in graph.outputs if isinstance(value, Value)]
+    whole = {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
+    assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
+    return plan_of(
+        graph, assignment, plan.mesh, plan.cluster, training=plan.training, memory_limit_bytes=plan.memory_limit_bytes, found_by="search",
+        timings=plan.timings,
+    )  # fmt: skip
+
+
+def _whole_mesh(point: Staged) -> Mesh:
+    if point.schedule.num_ranks == 1:
+        return point.mesh
+    shape, names = (point.mesh.shape, point.mesh.axis_names) if point.mesh.num_devices > 1 else ((), ())
+    return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))
+
+
+def _shown(found: Sequence[Staged]) -> dict[str, HandCosts]:
+    return {point.name: HandCosts(point.step_s, round(max(point.rank_bytes))) for point in found[:_MOST_SHOWN]}
+
+
+def _infeasible(model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, asked: Asked) -> InfeasibleError:
+    """What the lightest point would take."""
+    counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
+    least = lightest(model, meshes, cluster, training=wishes.training, num_microbatches=counts)
+    limit = wishes.memory_limit_bytes
+    found = f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device"
+    if least is None:
+        return InfeasibleError(f"{found}, and none of the schedules asked for can run here; ask for other numbers of stages or microbatches")
+    num_bytes, name = least
+    return InfeasibleError(
+        f"{found}: of those people write the one that takes least, {name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB); "
+        "raise the memory limit, or use more devices"
+    )
