@@ -15,8 +15,7 @@ def within(folded: Folded, stage: Graph, received: Collection[str]) -> Folded:
     representative = {op.name: first.setdefault(folded.representative.get(op.name, op.name), op.name) for op in stage.ops}
     for name in (item.value.name for item in stage.inputs):
         # what is received has the name of the op that makes it elsewhere
-        same = name if name in received else folded.representative.get(name, name)
-        representative[name] = first.setdefault(same, name)
+        representative[name] = name if name in received else first.setdefault(folded.representative.get(name, name), name)
     classes = [folded.representative.get(op.name, op.name) for op in stage.ops]
     repeats = []
     for repeat in folded.repeats:
