@@ -137,7 +137,7 @@ class _Solver:
         problem = setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
         start = problem.encode(_restricted(self.cut.by_hand, graph, self.crossing))
         choice = setting.search(problem, [start] if start is not None else [])
-        return choice, problem.decode(choice)
+        return choice, problem.decode(choice.strategies)
 
 
 def _crossing_layouts(cut: Cut) -> dict[str, Layout]:

@@ -67,10 +67,10 @@ class StagedPlan:
 
     def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
         """Seconds that what `stage` receives takes on the way."""
-        plan = self.stages[stage]
-        received = [item for item in plan.graph.of_kind("argument") if item.fqn == item.value.name and item.value.needs_grad]
-        layouts = plan.assignment.layouts
-        sizes = (local_bytes(x.value.shape, x.value.dtype.itemsize, layouts[x.value.name], plan.mesh.shape) for x in received)
+        plan = self.stages[stage - 1]
+        sent = {value.name: value for value in plan.graph.outputs}
+        layouts = plan.assignment.outputs
+        sizes = (local_bytes(x.shape, x.dtype.itemsize, layouts[x.name], plan.mesh.shape) for x in sent.values())
         return link[0] + sum(sizes) / link[1]
 
     @cached_property

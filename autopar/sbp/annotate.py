@@ -27,9 +27,10 @@ def annotate(
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    is_stage = graph.argument_spec is None  # what it receives has its gradient sent back as it is laid out
     return Candidates(
         strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
-        layouts={item.value.name: _input_layouts(item, mesh.shape) for item in graph.inputs},
+        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
         outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
         without_rule=tuple(op.name for op in ops if op.target not in RULES),
         not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
@@ -135,12 +136,13 @@ def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[L
     return tuple(layout for layout in itertools.product(*choices) if is_even(shape, layout, mesh_shape))
 
 
-def _input_layouts(item: Input, mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
-    """Taking a slice of what every rank holds costs nothing; a constant is born whole, a leaf's gradient is due whole.
+def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> tuple[Layout, ...]:
+    """Taking a slice of what every rank holds costs nothing; a constant is born whole, the gradient of an argument that the caller gives is
+    due whole.
 
     Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most of its first dim.
     """
-    is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad)
+    is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
     layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
     return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
 
