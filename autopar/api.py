@@ -20,12 +20,12 @@ from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
-from autopar.ir.trace import trace
+from autopar.ir.trace_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
-from autopar.plan import store
-from autopar.plan.assemble import make_plan
+from autopar.plan import staged, store
+from autopar.plan.choose import choose_plan
 from autopar.plan.plan import Plan
-from autopar.plan import staged
+from autopar.plan.schedule import NAMES as SCHEDULES
 from autopar.plan.staged import StagedPlan
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
@@ -41,20 +41,26 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     pins: Mapping[str, str] | None = None,
     memory_limit_bytes: float | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
-) -> Plan:
+) -> Plan | StagedPlan:
     """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a meta-device model.
 
     `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to factorise it.
     `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices it has.
     `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default nine tenths of what the
-    cluster's devices have. `time_limit_s`: of searching, by default 30. Raises an AutoparError saying what to change.
+    cluster's devices have. A mesh axis called "pp", the outermost, has the stages of a pipeline; an open mesh gets one if that is faster.
+    `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan that fits.
+    `loss_fn`: of what the model returns and the last of `args`, the target. `time_limit_s`: of searching, by default 30. Raises an
+    AutoparError saying what to change.
     """
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    wishes = _wishes(pins, memory_limit_bytes, time_limit_s)
-    return _planned(trace(skeleton(model), args, kwargs), planar, found, wishes)
+    wishes = _wishes(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
+    return _planned(traced(skeleton(model), loss_fn, args, kwargs), planar, found, wishes)
 
 
 def compile(
@@ -66,19 +72,22 @@ def compile(
     cluster: AnyCluster | None = None,
     pins: Mapping[str, str] | None = None,
     memory_limit_bytes: float | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
-    plan: Plan | str | os.PathLike | None = None,
+    plan: Plan | StagedPlan | str | os.PathLike | None = None,
 ) -> ShardedModule:
     """The same module, sharded over `mesh`; every rank calls this with the same model. `model` itself is left as it is.
 
     Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's name,
     a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file; it brings its
-    own cluster, and takes no `pins`, `memory_limit_bytes` or `time_limit_s`. A `mesh` that is left open (see `autopar.plan`) is known once
-    there is a plan: it needs `plan` or example arguments.
+    own cluster, and takes no wishes. A `mesh` that is left open (see `autopar.plan`) is known once there is a plan: it needs `plan` or
+    example arguments. `loss_fn`, `num_microbatches`, `schedule`: as in `autopar.plan`; they are about `train_step`, which runs every plan.
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
-    wishes = _wishes(pins, memory_limit_bytes, time_limit_s)
+    wishes = _wishes(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     if plan is not None and (wishes or cluster is not None):
         raise AutoparError("plan= is given together with cluster=, pins= or another wish, which are for planning; choose one")
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
@@ -86,13 +95,13 @@ def compile(
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or 'dp=2,tp=4'")
-        mesh, plan = _settled(model, _mesh(mesh), example, cluster, wishes, plan)
+        mesh, plan = _settled(model, _mesh(mesh), example, cluster, wishes, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given))
+    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given), loss_fn)
     if args is not None or kwargs is not None:
-        module._autopar.prepare(module, *example)
+        module._autopar.prepare(module, *example, trains=True)
     module._autopar.is_in_use = True
     return module
 
@@ -111,37 +120,38 @@ class _Planner:
         asked = (text, self.wishes, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
-            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed).dumps())
+            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps())
         return on_every_rank(self.mesh, "reading the plan", lambda: staged.loads(text, graph, mesh_of(self.mesh)))
 
-    def _make(self, graph: Graph, fixed: dict[str, str]) -> Plan:
-        wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else self.wishes
+    def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
+        wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else dict(self.wishes)
+        wishes["trains"] = trains
         if self.given is None:
             return _planned(graph, mesh_of(self.mesh), self.cluster, wishes)
-        saved = store.loads(self.given)  # new shapes are planned for what the given plan was made for
-        asked = {"training": saved.training, "memory_limit_bytes": saved.memory_limit_bytes}
-        return _planned(graph, mesh_of(self.mesh), saved.cluster, wishes | asked)
+        cluster, asked = staged.made_for(self.given)  # new shapes are planned for what the given plan was made for
+        return _planned(graph, mesh_of(self.mesh), cluster, wishes | asked)
 
 
 def _settled(
-    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, wishes: Mapping[str, Any], plan: Plan | str | None
-) -> tuple[Mesh, Plan | str | os.PathLike]:
+    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, wishes: Mapping[str, Any],
+    plan: Plan | StagedPlan | str | None, loss_fn: LossFunction | None,
+) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:  # fmt: skip
     """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
     flat = _device_mesh((devices.num_devices,))
     if plan is not None:
-        return on_every_rank(flat, "reading the plan", lambda: store.loads(_text_of(plan)).mesh), plan
+        return on_every_rank(flat, "reading the plan", lambda: staged.mesh_in(_text_of(plan))), plan
     found = _cluster(cluster, flat.device_type)
-    graph = agreed_graph(flat, lambda: trace(skeleton(model), *example))
+    graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, wishes).dumps())
-    plan = on_every_rank(flat, "reading the plan", lambda: Plan.loads(text, graph, devices))
+    plan = on_every_rank(flat, "reading the plan", lambda: staged.loads(text, graph, devices))
     return plan.mesh, plan
 
 
-def _text_of(plan: Plan | str | os.PathLike) -> str:
+def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
     return plan.dumps() if isinstance(plan, Plan | StagedPlan) else store.read(plan)
 
 
-def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan:
+def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan | StagedPlan:
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
@@ -150,7 +160,7 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mappi
                 "every rank; pad the batch or drop its last part to split it",
                 stacklevel=4,
             )
-    return make_plan(graph, mesh, cluster, **wishes)
+    return choose_plan(graph, mesh, cluster, **wishes)
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:
@@ -160,7 +170,10 @@ def _divides(mesh: Mesh | Devices, size: int) -> bool:
     return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
 
 
-def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None, time_limit_s: float | None) -> dict[str, Any]:
+def _wishes(
+    pins: Mapping[str, str] | None, memory_limit_bytes: float | None, time_limit_s: float | None, num_microbatches: int | None,
+    schedule: str | None,
+) -> dict[str, Any]:  # fmt: skip
     """What the user asks of the planner, checked; nothing for what is not asked."""
     wishes: dict[str, Any] = {}
     if pins:
@@ -175,6 +188,14 @@ def _wishes(pins: Mapping[str, str] | None, memory_limit_bytes: float | None, ti
         if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
             raise AutoparError(f"time_limit_s= expects a number of seconds, found {time_limit_s!r}")
         wishes["time_limit_s"] = float(time_limit_s)
+    if num_microbatches is not None:
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise AutoparError(f"num_microbatches= expects a positive number, found {num_microbatches!r}")
+        wishes["num_microbatches"] = num_microbatches
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
+        wishes["schedule"] = schedule
     return wishes
 
 

@@ -29,7 +29,7 @@ from autopar.ir.loss_only import loss_only
 from autopar.ir.passes.rewire import is_random
 from autopar.ir.pytrees import register_types
 from autopar.ir.skeleton import skeleton
-from autopar.ir.trace import trace
+from autopar.ir.trace_loss import LossFunction, traced
 from autopar.plan.plan import Plan
 from autopar.plan.staged import StagedPlan
 from autopar.sbp.collectives import move
@@ -107,6 +107,7 @@ class Runtime:
     source: nn.Module  # the user's model until its tensors have been taken over
     original: type[nn.Module]
     name: str  # the same on every rank, and no other module's
+    loss_fn: LossFunction | None = None  # of train_step
     is_in_use: bool = False  # somebody may hold the parameters
     num_copies: int = 0
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
@@ -152,8 +153,9 @@ class Runtime:
             self._meet(call)
             with _own_autograd():
                 found = self._load(module, args, dict(sorted(kwargs.items())), trains)
-            # without stages and microbatches, one program does for both ways of running
-            self.loaded.update(dict.fromkeys(((*key[:-1], way) for way in (True, False)) if isinstance(found, Loaded) else (key,), found))
+            # without stages, microbatches and a loss function, one program does for both ways of running
+            is_for_both = isinstance(found, Loaded) and self.loss_fn is None
+            self.loaded.update(dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found))
         self.last = self.loaded[key]
 
     def _meet(self, call: Key) -> None:
@@ -164,7 +166,7 @@ class Runtime:
 
     def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
         """Trace, plan and load; the first time, also take over the model's tensors."""
-        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs))
+        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
         plan = self._plan(graph, trains)
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
@@ -209,11 +211,11 @@ class Runtime:
             )
         return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
 
-    def _trace(self, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
+    def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
         bare = skeleton(module)
         del bare._autopar
         bare.__class__ = self.original
-        return trace(bare, *pytree.tree_map(_as_example, (args, kwargs)))
+        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(_as_example, (args, kwargs)))
 
     def _pins(self, graph: Graph) -> dict[str, str]:
         """Layouts in which the parameters and buffers are already stored."""
@@ -225,13 +227,13 @@ class Runtime:
         return {item.fqn: format_layout(found[item.fqn]) for item in stateful(graph)}
 
 
-def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner) -> ShardedModule:
+def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None) -> ShardedModule:
     """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
     module = skeleton(model)
     without_data(module, mesh)
     original = type(model)
     module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
-    module._autopar = Runtime(mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"))
+    module._autopar = Runtime(mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"), loss_fn)
     return module
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.normalise import normalise
-from autopar.ir.trace import to_graph
+from autopar.ir.trace import to_graph, trace
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -29,6 +29,11 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
     graph = _constant_state(to_graph(whole, args, dict(sorted(kwargs.items()))), whole)
     _check_loss(graph)
     return normalise(graph)
+
+
+def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """`trace_loss`, or `trace` without a loss function."""
+    return trace(model, args, kwargs) if loss_fn is None else trace_loss(model, loss_fn, args, kwargs)
 
 
 class _WithLoss(nn.Module):

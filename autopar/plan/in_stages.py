@@ -46,8 +46,8 @@ class Asked:
 def sweep_stages(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, clock: Clock
 ) -> tuple[Model, list[Staged]]:
-    """The points by hand that fit, fastest first. MicrobatchError if the batch cannot be cut as asked, MeshError for a pipeline axis that is
-    not the first."""
+    """The points by hand that fit, fastest first. MicrobatchError if the batch cannot be cut as asked, MeshError for a pipeline axis that
+    is not the first."""
     training_graph = loss_only(graph)
     if asked.num_microbatches is not None:
         microbatched(training_graph, asked.num_microbatches)  # says what is wrong with it
@@ -162,7 +162,7 @@ def _infeasible(model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Clust
     limit = wishes.memory_limit_bytes
     found = f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device"
     if least is None:
-        return InfeasibleError(f"{found}, and none of the schedules asked for can run here; ask for other numbers of stages or microbatches")
+        return InfeasibleError(f"{found}: none of the schedules asked for can run here; ask for other numbers of stages or microbatches")
     num_bytes, name = least
     return InfeasibleError(
         f"{found}: of those people write the one that takes least, {name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB); "

@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.compute import op_time
@@ -58,6 +58,20 @@ class Plan:
     def gap(self) -> float:
         """Relative distance of the step time to its bound, 0 when proven optimal."""
         return (self.costs.step_s - self.lower_bound_s) / self.costs.step_s if self.costs.step_s > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.costs.step_s
+
+    def without_savings(self) -> Iterator[tuple[str, Costs]]:
+        """Each of the plan's choices that save memory, and the costs of the plan without it."""
+        for what, changed in (
+            ("blocks recomputed", replace(self.assignment, recomputed=())),
+            ("parameters gathered again in backward", replace(self.assignment, regathered=frozenset())),
+        ):
+            if changed != self.assignment:
+                yield what, evaluate(self.graph, changed, self.mesh, self.cluster, training=self.training)
 
     def explain(self) -> str:
         """The plan for people: every choice, what it costs, and what else there is."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.costmodel.cluster import Cluster, cluster_from_json
 from autopar.costmodel.compute import op_time, weight_share
@@ -12,7 +13,6 @@ from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.training import Training
 from autopar.costmodel.transfer import transfer
 from autopar.errors import MeshError, MicrobatchError, PlanError
-from autopar.explain.stages import format_staged
 from autopar.ir.cut import StageGraph, cut
 from autopar.ir.graph import Graph
 from autopar.ir.loss_only import loss_only
@@ -22,6 +22,7 @@ from autopar.plan import store
 from autopar.plan.plan import Plan
 from autopar.plan.schedule import Schedule
 from autopar.plan.simulate import StageTimes, simulate
+from autopar.plan.staged_text import format_staged
 from autopar.plan.store import HandCosts
 from autopar.plan.timeline import Timeline
 from autopar.sbp.microbatch import Microbatched, microbatched
@@ -165,6 +166,21 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices) -> Plan | StagedPlan:
     """The plan that `text` holds, of either kind."""
     kind = StagedPlan if store.content_of(text).get("kind") == KIND else Plan
     return kind.loads(text, graph, mesh)
+
+
+def mesh_in(text: str) -> Mesh:
+    """The mesh of the plan that `text` holds."""
+    saved = store.content_of(text)["mesh"]
+    return Mesh(tuple(saved["shape"]), tuple(saved["axis_names"]))
+
+
+def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster, and the other wishes, for which the plan that `text` holds was made."""
+    content = store.content_of(text)
+    limit = content["memory_limit_bytes"]
+    training = replace(Training(**content["training"]), num_microbatches=1, num_in_flight=1)
+    asked = {"training": training, "memory_limit_bytes": float("inf") if limit is None else float(limit)}
+    return cluster_from_json(json.dumps(content["cluster"])), asked
 
 
 def _weight_s(plan: Plan) -> float:

@@ -1,0 +1,106 @@
+"""With stages and microbatches or without: the better plan of the two."""
+
+from collections.abc import Callable, Mapping
+
+from autopar.costmodel.cluster import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.mesh import Devices, Mesh
+from autopar.plan.assemble import make_plan
+from autopar.plan.clock import Clock, Progress
+from autopar.plan.in_stages import Asked, plan_in_stages
+from autopar.plan.plan import Plan
+from autopar.plan.setting import Wishes
+from autopar.plan.staged import PIPELINE, StagedPlan
+
+Whole = Callable[[float], Plan]  # seconds of searching -> the plan
+InStages = Callable[..., Plan | StagedPlan | None]  # the same, and the step time to beat
+
+# A plan that leaves more than this part of the memory limit free is not held back by it.
+_FREE = 0.1
+# Stages and microbatches change the training loop: they are chosen where they gain more than this.
+_WORTH = 0.01
+# Part of the searching time that stages get on an open mesh.
+_SHARE_OF_STAGES = 0.5
+
+
+def choose_plan(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, *,
+    pins: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None = None,
+    memory_limit_bytes: float | None = None,
+    training: Training = WHOLE_BATCH,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    trains: bool = True,
+    time_limit_s: float = 30.0,
+    progress: Progress | None = None,
+) -> Plan | StagedPlan:  # fmt: skip
+    """The best plan found in the time, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
+
+    num_microbatches, schedule: as asked, or None for the best. `trains`: whether the plan will be run by train_step; else it has one stage
+    and one microbatch. MicrobatchError or AutoparError if what is asked cannot be.
+    """
+    limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
+    wishes, asked = Wishes(pins or {}, stored or {}, limit, training), Asked(num_microbatches, schedule)
+    clock = Clock(progress or (lambda _: None))
+    has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
+
+    def in_stages(time_s: float, cutoff_s: float = float("inf")) -> Plan | StagedPlan | None:
+        return plan_in_stages(graph, mesh, cluster, wishes, asked, time_limit_s=time_s, clock=clock, cutoff_s=cutoff_s)
+
+    def whole(time_s: float) -> Plan:
+        return make_plan(
+            graph, mesh, cluster, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, time_limit_s=time_s,
+            progress=progress,
+        )  # fmt: skip
+
+    if has_stages and not trains:
+        raise AutoparError(
+            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
+            f"mesh without {PIPELINE}"
+        )
+    if has_stages or (trains and not asked.is_open and num_microbatches != 1):
+        return in_stages(time_limit_s)
+    if not trains or num_microbatches == 1 or (isinstance(mesh, Devices) and pins):
+        return whole(time_limit_s)
+    if isinstance(mesh, Mesh):
+        return _if_memory_binds(whole, in_stages, limit, time_limit_s)
+    return _better(whole, in_stages, time_limit_s)
+
+
+def _if_memory_binds(whole: Whole, in_stages: InStages, limit_bytes: float, time_limit_s: float) -> Plan | StagedPlan:
+    """Without stages, microbatches and recomputed blocks only save memory."""
+    try:
+        plan = whole(time_limit_s)
+    except InfeasibleError as error:
+        try:
+            return in_stages(time_limit_s)
+        except AutoparError:
+            raise error from None
+    if plan.costs.total_memory_bytes <= (1 - _FREE) * limit_bytes:
+        return plan
+    try:
+        staged = in_stages(time_limit_s / 2, plan.step_s)
+    except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
+        return plan
+    return staged if staged is not None and staged.step_s < (1 - _WORTH) * plan.step_s else plan
+
+
+def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | StagedPlan:
+    """On an open mesh: both ways."""
+    failure: AutoparError | None = None
+    staged: Plan | StagedPlan | None = None
+    try:
+        staged = in_stages(_SHARE_OF_STAGES * time_limit_s)
+    except AutoparError as error:
+        failure = error
+    try:
+        plan = whole(time_limit_s if staged is None else (1 - _SHARE_OF_STAGES) * time_limit_s)
+    except InfeasibleError as error:
+        if staged is None:
+            raise failure if isinstance(failure, InfeasibleError) else error from None
+        return staged
+    return staged if staged is not None and staged.step_s < (1 - _WORTH) * plan.step_s else plan
