@@ -83,6 +83,7 @@ def with_new(folded: Folded, graph: Graph) -> Folded:
 
 
 def model_of(graph: Graph, folded: Folded) -> Model:
+    """Look at the whole batch's graph once for all meshes."""
     position = {op.name: number for number, op in enumerate(graph.ops)}
     starts = (0, *(position[name] for name in cut_points(folded, graph)))
     copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
