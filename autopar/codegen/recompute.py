@@ -1,19 +1,94 @@
-"""Regions that backward runs again, so that only what enters them is kept."""
+"""Regions that backward runs again, so that only what enters them is kept.
 
-from collections.abc import Callable
+`torch.utils.checkpoint` does the same for one backward. Schedules that split backward (inputs first, weights later, one pass for each group
+of weights) would run a region again in every pass; here it is run once, and what it saves lives as long as autograd may ask for it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 def recomputed(function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
-    """`function(*inputs)`, of which autograd keeps the inputs only; backward runs it again, once, to the end.
+    """`function(*inputs)`, of which autograd keeps the inputs only; the first pass of backward that comes to it runs it again.
 
-    To the end, so that every collective of it is issued again on every rank, as is priced. No random state is kept: a program's random ops
+    To its end, so that every collective of it is issued again on every rank, as is priced. No random state is kept: a program's random ops
     have seeds of their own (`random.seeded`).
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    with saved_tensors_hooks(_Run(function, inputs).pack, _unpack):
+        return function(*inputs)
+
+
+class _Saved:
+    """Stands for a tensor that `run` saved; autograd holds it as long as it may ask for the tensor."""
+
+    __slots__ = ("__weakref__", "run")
+
+    def __init__(self, run: "_Run") -> None:
+        self.run = run
+
+
+class _Run:
+    """One call of a region: what enters it, and from when backward first asks what it saved."""
+
+    def __init__(self, function: Callable[..., Tensors], inputs: Sequence[torch.Tensor]) -> None:
+        self.function = function
+        # kept by autograd, so that hooks around this (offloading, another recomputation) see it as all that is saved
+        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn
+        self.autocast = _autocast(inputs[0].device.type) if inputs else nullcontext()
+        self.saved: list[ref[_Saved]] = []
+        self.made: WeakKeyDictionary[_Saved, torch.Tensor] = WeakKeyDictionary()
+
+    def pack(self, _: torch.Tensor) -> _Saved:
+        saved = _Saved(self)
+        self.saved.append(ref(saved))
+        return saved
+
+    def again(self) -> None:
+        """Run the region once more, and hold what it saves for those that are still there."""
+        found: list[torch.Tensor] = []
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.kept.saved_tensors]
+        with torch.enable_grad(), self.autocast, saved_tensors_hooks(lambda x: found.append(x.detach()), _never):
+            self.function(*inputs)
+        if len(found) != len(self.saved):
+            raise RuntimeError(f"a recomputed region saved {len(self.saved)} tensors in forward, {len(found)} when run again")
+        self.made.update((saved, x) for one, x in zip(self.saved, found) if (saved := one()) is not None)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    if saved not in saved.run.made:
+        saved.run.again()
+    return saved.run.made[saved]
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise AssertionError("nothing is differentiated through the second run")
+
+
+class _Keep(torch.autograd.Function):
+    """A node that holds tensors and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, anchor, *tensors):
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("nothing depends on it")
+
+
+def _autocast(device_type: str) -> Any:
+    """Autocasting as it is now."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    dtype, is_on = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=is_on, cache_enabled=torch.is_autocast_cache_enabled())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.codegen.offload import Offload, unpack
 from autopar.sbp.collectives import Axis, move
@@ -32,14 +33,14 @@ class _Again:
 
     def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
         # no reference to `whole` itself: autograd holds on to this
-        self.key, self.dtype, self.offset = _key(whole), whole.dtype, whole.storage_offset()
+        self.storage, self.dtype, self.offset = StorageWeakRef(whole.untyped_storage()), whole.dtype, whole.storage_offset()
         self.stored, self.version, self.steps = stored, stored._version, steps
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> _View | None:
         """`x` as a view of this tensor; None if it is none."""
-        if x.dtype != self.dtype or _key(x) != self.key or x.is_neg() or not x.numel():
+        if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
         return _View(tuple(x.shape), x.stride(), x.storage_offset() - self.offset, x.is_conj())
@@ -60,11 +61,6 @@ class _Again:
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
         return made
-
-
-def _key(x: torch.Tensor) -> int:
-    """What tells the memory of tensors apart while they live, also of those without data, whose pointers are all 0."""
-    return x.untyped_storage()._cdata
 
 
 @contextmanager

@@ -1,13 +1,18 @@
 """Recomputed blocks: the same numbers to the bit, their collectives once more in backward, and only what enters them is kept."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
+from autopar.codegen.recompute import recomputed
 from autopar.costmodel.recomputable import recomputable
 from autopar.ir.fold import fold
 from autopar.mesh import Mesh
@@ -91,3 +96,65 @@ def test_in_each_microbatch(ranks4: Ranks, kind: str) -> None:
     plans = twice(microbatch(logits_case("gpt2"), 0, 2), (2, 2), kind)
     for kept, again in ranks4.run(accumulate_both, "gpt2", plans, 2, timeout_s=240):
         assert kept.keys() == again.keys() and all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def chain(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    return (x,)
+
+
+def counted(calls: list[int], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    calls.append(1)
+    return chain(*inputs)
+
+
+def test_a_backward_in_parts_runs_a_region_again_once():
+    """As zero-bubble schedules do: the gradient of the input, then those of the weights, one after the other."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    truth = torch.autograd.grad(chain(*inputs)[0].sum(), inputs)
+    calls: list[int] = []
+    loss = recomputed(partial(counted, calls), *inputs)[0].sum()
+    found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for x in inputs]
+    assert all(map(torch.equal, found, truth)) and len(calls) == 2
+
+
+def test_what_is_made_again_goes_with_what_backward_has_done():
+    """Nothing waits for the garbage collector, nor for the whole of backward."""
+    x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    alive: list[int] = []
+    made: list[StorageWeakRef] = []
+
+    def region(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        y = (x @ weight).exp()
+        made.append(StorageWeakRef(y.untyped_storage()))
+        return (y.sin(),)
+
+    y = x * 1
+    y.register_hook(lambda _: alive.append(sum(not one.expired() for one in made)))
+    gc.disable()
+    try:
+        loss = recomputed(region, y, weight)[0].sum()
+        alive.append(sum(not one.expired() for one in made))
+        loss.backward()
+    finally:
+        gc.enable()
+    assert len(made) == 2 and set(alive) == {0}
+
+
+def test_regions_within_what_torch_recomputes():
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    truth = torch.autograd.grad(chain(*inputs)[0].sum(), inputs)
+    out = checkpoint(lambda *inputs: recomputed(chain, *inputs)[0] * 1, *inputs, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), inputs), truth))
+
+
+def test_the_second_run_casts_as_the_first():
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, again = chain(*inputs)[0], recomputed(chain, *inputs)[0]
+    found, truth = (torch.autograd.grad(out.sum(), inputs) for out in (again, plain))
+    assert again.dtype == torch.bfloat16 and all(map(torch.equal, found, truth))
