@@ -18,6 +18,7 @@ class _Copy:
     """
 
     storage: StorageWeakRef
+    num_bytes: int
     device: torch.device
     host: torch.Tensor
     is_there: Any = None  # CUDA event after which `back` holds the bytes
@@ -77,19 +78,19 @@ class Offload:
         key = _key(x, storage)
         copy = self.known.get(key)
         if copy is None:
-            copy = self.known[key] = _Copy(storage, x.device, self._to_host(x))
+            copy = self.known[key] = _Copy(storage, x.untyped_storage().nbytes(), x.device, self._to_host(x))
             self.copies.append(copy)
         copy.num_views += 1
         return self, _View(copy, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
 
     def unpack(self, view: _View) -> torch.Tensor:
         """The tensor that was packed, on its device."""
-        if self.stream is not None:
-            self._fetch()
-            if self.before is not None:
-                self.before._fetch()
+        self._fetch()
+        if self.before is not None:
+            self.before._fetch()
         back = self._back(view.copy)
-        return torch.empty(0, dtype=view.dtype, device=back.device).set_(back.untyped_storage(), view.offset, view.size, view.stride)
+        whole = back[: back.numel() // view.dtype.itemsize * view.dtype.itemsize].view(view.dtype)
+        return whole.as_strided(view.size, view.stride, view.offset)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
@@ -113,21 +114,25 @@ class Offload:
                     self._begin(copy)
 
     def _begin(self, copy: _Copy) -> None:
-        current = torch.cuda.current_stream(copy.device)
-        copy.back, copy.num_left = torch.empty_like(copy.host, device=copy.device), copy.num_views
-        self.stream.wait_stream(current)
+        copy.back, copy.num_left = self._bring(copy), copy.num_views
+
+    def _bring(self, copy: _Copy) -> torch.Tensor:
+        if copy.device.type != "cuda":
+            return copy.host
+        back = torch.empty_like(copy.host, device=copy.device)
+        self.stream.wait_stream(torch.cuda.current_stream(copy.device))
         with torch.cuda.stream(self.stream):
-            copy.back.copy_(copy.host, non_blocking=True)
-        copy.back.record_stream(self.stream)
+            back.copy_(copy.host, non_blocking=True)
+        back.record_stream(self.stream)
         copy.is_there = self.stream.record_event()
+        return back
 
     def _back(self, copy: _Copy) -> torch.Tensor:
         """The bytes on the device, for one of the views."""
-        if copy.device.type != "cuda":
-            return copy.host
         if copy.back is None:  # backward comes here once more
             self._begin(copy)
-        torch.cuda.current_stream(copy.device).wait_event(copy.is_there)
+        if copy.is_there is not None:
+            torch.cuda.current_stream(copy.device).wait_event(copy.is_there)
         back = copy.back
         copy.num_left -= 1
         if copy.num_left == 0:

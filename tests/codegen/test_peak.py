@@ -48,6 +48,14 @@ def test_a_recomputed_layer_keeps_what_enters_it():
     assert dict(plain.phases)["F0"] - dict(again.phases)["F0"] == (NUM_LAYERS - 1) * PART
 
 
+def test_an_offloaded_layer_keeps_nothing():
+    graph = layer_stack(NUM_LAYERS)
+    for again, transient in (((), 3), (LAYERS, 4)):  # a layer's last three results; what enters a region is there as long as it runs
+        assignment = replace(data_parallel(graph, I, recomputed=again), offloaded=LAYERS)
+        found = predict_peak(graph, MESH, assignment)
+        assert dict(found.phases)["F0"] == found.stored_bytes + transient * PART
+
+
 def test_the_optimizer_counts():
     plain = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=Training("sgd"))
     master = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=replace(Training(), optimizer="adamw-master"))
