@@ -144,7 +144,8 @@ KINDS: Mapping[str, Kind] = {
     "scope": Kind(
         "scope", TABLES, QUICK_TABLES,
         "The search alone, after tracing and pricing: the median of three searches, but one where it takes more than 10 s. The binding "
-        "limit is as above.",
+        "limit is as above; under it a gap of 0.5 % ends the search. All inner layers are alike here: planning lets them be of two "
+        "kinds where that leaves a gap.",
         ("table", "nodes", "most options", "no limit: time, s", "gap", "binding limit: time, s", "gap"), format_scope, False,
     ),
 }  # fmt: skip
