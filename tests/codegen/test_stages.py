@@ -1,5 +1,6 @@
 """Stages on real processes, under each schedule: loss and gradients are those of one device."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
 from autopar.codegen.stages import StageRunner
-from autopar.plan.schedule import Schedule, actions, can_run
+from autopar.plan.schedule import Schedule, actions, can_run, num_in_flight
 from tests.workers import Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank
@@ -138,6 +139,31 @@ def check(ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axe
         assert seen == expected.keys()
 
 
+def most_received_alive(name: str, cut: Cut, num_microbatches: int) -> dict[int, int]:
+    """For each stage of this rank, of how many microbatches it has held what it received at one time."""
+    mesh = device_mesh((2,), ("pp",))
+    model, ids = build(5)
+    schedule = Schedule(name, len(cut) + 1, 2, num_microbatches)
+    runner, works = pipeline(model, ids, cut, mesh, schedule)
+    most = {}
+    for index in works:
+        works[index] = _watched(works[index], index, most)
+    runner.step(works)
+    runner.step(works)
+    return most
+
+
+def _watched(work: Work, index: int, most: dict[int, int]) -> Work:
+    received: list[Any] = []
+
+    def body(microbatch: int, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        received.extend(weakref.ref(x) for x in values[:1])
+        most[index] = max(most.get(index, 0), sum(x() is not None for x in received))
+        return work.body(microbatch, values)
+
+    return Work(body, work.leaves)
+
+
 @pytest.fixture(scope="module")
 def ranks2() -> Iterator[Ranks]:
     ranks = Ranks(2)
@@ -164,6 +190,13 @@ def test_uneven_stages_on_four_ranks(ranks4):
 
 def test_stages_on_data_parallel_ranks(ranks4):
     check(ranks4, cases_of((3,), (2, 3, 4), 2, BATCH // 2), (2, 2), ("pp", "dp"), num_blocks=5)
+
+
+@pytest.mark.parametrize("name, cut", [("1f1b", (3,)), ("gpipe", (3,)), ("zero-bubble", (3,)), ("interleaved", (2, 3, 4))])
+def test_what_is_received_lives_as_long_as_its_microbatch_is_in_flight(ranks2, name, cut):
+    schedule = Schedule(name, len(cut) + 1, 2, 6)
+    most = {stage: count for found in ranks2.run(most_received_alive, name, cut, 6) for stage, count in found.items()}
+    assert most == {0: 0} | {stage: num_in_flight(schedule, stage) for stage in range(1, len(cut) + 1)}
 
 
 def test_frozen_stages(ranks2):
