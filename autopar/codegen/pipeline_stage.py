@@ -1,5 +1,6 @@
 """One stage as torch's schedules run it: static shapes, buffers that live as long as they are needed, and a clock."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,7 +12,11 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
+from autopar.plan.schedule import IN_ROUNDS, Schedule
 from autopar.plan.timeline import Action, Span
+
+# Microbatches whose gradients may be on their way to the stage before: another one waits until the oldest has arrived.
+MOST_ON_THE_WAY_BACK = 2
 
 Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
@@ -78,14 +83,19 @@ def _sendable(x: torch.Tensor, wire: Wire) -> torch.Tensor:
 class RunningStage(PipelineStage):
     """torch's stage, of which each buffer is made when its microbatch is received and let go after its backward."""
 
-    def __init__(self, stage: LocalStage, num_stages: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, stage: LocalStage, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> None:
         self.running = _Body(stage.sends)
         receives = tuple(wire.example() for wire in stage.receives)
         sends = tuple(wire.example() for wire in stage.sends)
-        super().__init__(self.running, stage.index, num_stages, device, input_args=receives, output_args=sends, group=group)
+        super().__init__(self.running, stage.index, schedule.num_stages, device, input_args=receives, output_args=sends, group=group)
         self.spans: list[Span] = []
         self.is_timed = False
+        self.is_in_rounds = schedule.name in IN_ROUNDS
         self._splits: bool | None = None
+        # torch's schedules in rounds would hold all that is sent until the step is over: these sends are waited for here. By microbatch;
+        # oldest first.
+        self._ahead: dict[int, list[dist.Work]] = {}
+        self._back: deque[list[dist.Work]] = deque()
 
     def begin(self, work: Work, *, is_timed: bool) -> None:
         """Take up a step's work."""
@@ -93,12 +103,27 @@ class RunningStage(PipelineStage):
         self.spans = []
 
     def end(self) -> None:
-        """Forget the step's work."""
+        """Wait until all is sent, and forget the step's work."""
+        _wait([send for sends in (*self._ahead.values(), *self._back) for send in sends])
+        self._ahead.clear(), self._back.clear()
         self.running.work = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         _make_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        if self.is_in_rounds:
+            self._ahead[fwd_chunk_id] = _isend(sends)
+        return [] if self.is_in_rounds else sends
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.is_in_rounds:
+            self._back.append(_isend(sends))
+            _wait(self._back.popleft() if len(self._back) > MOST_ON_THE_WAY_BACK else [])
+        return [] if self.is_in_rounds else sends
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         _make_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
@@ -111,6 +136,7 @@ class RunningStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived: its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
         self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss=loss, full_backward=is_whole, **kwargs))
         # A gradient may come out expanded or transposed, which no backend sends.
@@ -145,6 +171,15 @@ class RunningStage(PipelineStage):
         result = run()
         self.spans.append(Span(Action(kind, self.stage_index, microbatch), start_s, now_s(self.device)))
         return result
+
+
+def _isend(sends: Sequence[dist.P2POp]) -> list[dist.Work]:
+    return [dist.isend(send.tensor, send.peer, group=send.group) for send in sends]
+
+
+def _wait(sends: Sequence[dist.Work]) -> None:
+    for send in sends:
+        send.wait()
 
 
 def _make_buffers(received: Sequence[Any], device: torch.device) -> None:

@@ -37,7 +37,7 @@ class StageRunner:
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.schedule, self.group, self.device, self.loss_dtype = schedule, group, device, loss_dtype
-        self.stages = [] if group is None else [RunningStage(stage, schedule.num_stages, group, device) for stage in stages]
+        self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
         self._torch = self._made() if self.stages else None
 
     def _made(self) -> ScheduleGPipe | ScheduleInterleaved1F1B:
@@ -67,11 +67,10 @@ class StageRunner:
             # torch cuts a target into one part for each microbatch and wants to have one.
             target = torch.arange(self.schedule.num_microbatches) if last is not None else None
             self._torch.step(target=target, losses=losses, return_outputs=False)
-        except RuntimeError as error:
-            raise _own_error(error)  # noqa: B904  it has a cause of its own
-        finally:
             for stage in self.stages:
                 stage.end()
+        except RuntimeError as error:
+            raise _own_error(error)  # noqa: B904  it has a cause of its own
         total = torch.stack(losses).detach().sum() if last is not None else torch.zeros((), dtype=self.loss_dtype, device=self.device)
         dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
         spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)

@@ -1,6 +1,5 @@
 """Stages on real processes, under each schedule: loss and gradients are those of one device."""
 
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
 from autopar.codegen.stages import StageRunner
@@ -139,8 +139,8 @@ def check(ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axe
         assert seen == expected.keys()
 
 
-def most_received_alive(name: str, cut: Cut, num_microbatches: int) -> dict[int, int]:
-    """For each stage of this rank, of how many microbatches it has held what it received at one time."""
+def most_alive(name: str, cut: Cut, num_microbatches: int) -> dict[int, tuple[int, int]]:
+    """For each stage of this rank, of how many microbatches it has held what it received, and what it sent, at one time."""
     mesh = device_mesh((2,), ("pp",))
     model, ids = build(5)
     schedule = Schedule(name, len(cut) + 1, 2, num_microbatches)
@@ -153,13 +153,18 @@ def most_received_alive(name: str, cut: Cut, num_microbatches: int) -> dict[int,
     return most
 
 
-def _watched(work: Work, index: int, most: dict[int, int]) -> Work:
-    received: list[Any] = []
+def _watched(work: Work, index: int, most: dict[int, tuple[int, int]]) -> Work:
+    received: list[StorageWeakRef] = []
+    sent: list[StorageWeakRef] = []
 
     def body(microbatch: int, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        received.extend(weakref.ref(x) for x in values[:1])
-        most[index] = max(most.get(index, 0), sum(x() is not None for x in received))
-        return work.body(microbatch, values)
+        received.extend(StorageWeakRef(x.untyped_storage()) for x in values[:1])
+        found = work.body(microbatch, values)
+        found = (found[0].clone(memory_format=torch.contiguous_format), *found[1:])
+        sent.append(StorageWeakRef(found[0].untyped_storage()))
+        alive = [sum(not x.expired() for x in these) for these in (received, sent)]
+        most[index] = tuple(map(max, zip(alive, most.get(index, (0, 0)))))
+        return found
 
     return Work(body, work.leaves)
 
@@ -193,10 +198,13 @@ def test_stages_on_data_parallel_ranks(ranks4):
 
 
 @pytest.mark.parametrize("name, cut", [("1f1b", (3,)), ("gpipe", (3,)), ("zero-bubble", (3,)), ("interleaved", (2, 3, 4))])
-def test_what_is_received_lives_as_long_as_its_microbatch_is_in_flight(ranks2, name, cut):
-    schedule = Schedule(name, len(cut) + 1, 2, 6)
-    most = {stage: count for found in ranks2.run(most_received_alive, name, cut, 6) for stage, count in found.items()}
-    assert most == {0: 0} | {stage: num_in_flight(schedule, stage) for stage in range(1, len(cut) + 1)}
+def test_what_crosses_lives_as_long_as_its_microbatch_is_in_flight(ranks2, name, cut):
+    schedule, last = Schedule(name, len(cut) + 1, 2, 8), len(cut)
+    most = {stage: count for found in ranks2.run(most_alive, name, cut, 8) for stage, count in found.items()}
+    for stage, found in most.items():
+        in_flight = num_in_flight(schedule, stage)
+        torch_holds = name == "1f1b"  # the last one sent, until it sends another
+        assert found == (in_flight if stage else 0, 8 if stage == last else in_flight + torch_holds), stage  # the losses are kept
 
 
 def test_frozen_stages(ranks2):
