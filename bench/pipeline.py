@@ -1,0 +1,192 @@
+"""Pipeline steps on real processes beside what the simulation says of them, given the times that each stage was measured to take.
+
+    python -m bench.pipeline [--rounds 8]
+
+Stages of two kinds: some compute (matrix products on a core of this machine, no more of them at once than it has cores), others only
+take their time, as a device would that is not this machine, so that pipelines longer than it has cores can be looked at.
+"""
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
+from autopar.codegen.stages import StageRunner, measured_timeline
+from autopar.plan.schedule import Schedule
+from autopar.plan.simulate import StageTimes, simulate
+from autopar.plan.timeline import Timeline
+from bench.report import Section, save_sections
+
+ROWS, WIDTH = 256, 512  # of what crosses a cut: half a megabyte
+Milliseconds = tuple[float, float, float]  # forward, backward for the inputs, backward for the weights
+
+
+@dataclass(frozen=True)
+class Case:
+    """`stages`: for each stage its time, or its number of layers if it computes."""
+
+    name: str
+    schedule: Schedule
+    stages: tuple[Milliseconds | int, ...]
+
+
+# Steps that compute are disturbed by all that the machine does besides: more of them are run.
+MORE_ROUNDS = 10
+
+EVEN = (20.0, 20.0, 20.0)
+UNEVEN = ((20.0, 20.0, 20.0), (35.0, 30.0, 30.0), (10.0, 15.0, 10.0), (25.0, 20.0, 30.0))
+CASES = (
+    Case("even", Schedule("gpipe", 4, 4, 8), (EVEN,) * 4),
+    Case("even", Schedule("1f1b", 4, 4, 8), (EVEN,) * 4),
+    Case("uneven", Schedule("1f1b", 4, 4, 8), UNEVEN),
+    Case("uneven", Schedule("zero-bubble", 4, 4, 8), UNEVEN),
+    Case("uneven", Schedule("interleaved", 8, 4, 8), (*UNEVEN, *UNEVEN)),
+    Case("computes", Schedule("1f1b", 2, 2, 8), (6, 4)),
+    Case("computes", Schedule("interleaved", 4, 2, 8), (3, 3, 2, 2)),
+    Case("computes", Schedule("zero-bubble", 2, 2, 8), (6, 4)),
+)
+
+
+class Takes(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, milliseconds: float) -> torch.Tensor:
+        ctx.milliseconds = milliseconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.milliseconds / 1e3)
+        return gradient, None
+
+
+def build(stage: Milliseconds | int, index: int, num_stages: int) -> Work:
+    """What the stage computes; the last one's loss is a mean."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stage if isinstance(stage, int) else 0))
+    weight = nn.Parameter(torch.zeros(()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x).relu()
+        if isinstance(stage, int):
+            return x
+        time.sleep(stage[0] / 1e3)
+        return Takes.apply(x, stage[1]) + Takes.apply(weight, stage[2])
+
+    def body(microbatch: int, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = run(received[0] if index else torch.full((ROWS, WIDTH), float(microbatch)))
+        return (x.mean(),) if index == num_stages - 1 else (x,)
+
+    return Work(body, [*layers.parameters()] if isinstance(stage, int) else [weight])
+
+
+def run_case(case: Case, rounds: int) -> tuple[list[Timeline], float]:
+    """The timed steps, and the seconds that half a megabyte takes to the next rank; on every rank, call on all."""
+    schedule = case.schedule
+    group = dist.new_group(list(range(schedule.num_ranks)))
+    rank = dist.get_rank()
+    found, send_s = [], 0.0
+    if rank < schedule.num_ranks:
+        wire, loss = Wire((ROWS, WIDTH), torch.float32, True), Wire((), torch.float32, True)
+        last = schedule.num_stages - 1
+        stages = [LocalStage(i, (wire,) if i else (), (loss,) if i == last else (wire,)) for i in schedule.stages_of(rank)]
+        works = {stage.index: build(case.stages[stage.index], stage.index, schedule.num_stages) for stage in stages}
+        runner = StageRunner(schedule, stages, group, torch.device("cpu"))
+        runner.step(works)
+        num_rounds = rounds * (MORE_ROUNDS if isinstance(case.stages[0], int) else 1)
+        found = [measured_timeline(runner.step(works, is_timed=True), group) for _ in range(num_rounds)]
+        send_s = _send_s(group)
+    dist.barrier()
+    return found, send_s
+
+
+def _send_s(group: dist.ProcessGroup, repeat: int = 20) -> float:
+    """Median seconds from rank 0 of the group to rank 1; half a round trip."""
+    x, seconds = torch.zeros(ROWS, WIDTH), []
+    for _ in range(repeat * (dist.get_rank(group) < 2)):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if dist.get_rank(group) == sender:
+                dist.send(x, group_dst=1 - sender, group=group)
+            else:
+                dist.recv(x, group_src=sender, group=group)
+        seconds.append((time.perf_counter() - start) / 2)
+    box = torch.tensor(median(seconds) if seconds else 0.0)
+    dist.broadcast(box, group_src=0, group=group)
+    return float(box)
+
+
+def stage_times(timeline: Timeline, num_stages: int, send_s: float) -> list[StageTimes]:
+    """The mean times that each stage took over its microbatches."""
+    spent = defaultdict(list)
+    for row in timeline.rows:
+        for action, start_s, end_s in row:
+            spent[action.stage, action.kind].append(end_s - start_s)
+    mean = {key: sum(found) / len(found) for key, found in spent.items()}
+    of = [[mean.get((stage, kind), 0.0) for kind in "FBIW"] for stage in range(num_stages)]
+    return [StageTimes(forward, whole + part, weight, send_s, send_s) for forward, whole, part, weight in of]
+
+
+def row_of(case: Case, timelines: Sequence[Timeline], send_s: float) -> dict[str, Any]:
+    """The fastest step of those measured, to which what else the machine does has added least, beside the simulated one."""
+    fastest = min(timelines, key=lambda timeline: timeline.step_s)
+    predicted = simulate(case.schedule, stage_times(fastest, case.schedule.num_stages, send_s))
+    return {
+        "stages": case.name,
+        "schedule": str(case.schedule),
+        "measured_s": fastest.step_s,
+        "predicted_s": predicted.step_s,
+        "ratio": predicted.step_s / fastest.step_s,
+        "measured_bubble": fastest.bubble,
+        "predicted_bubble": predicted.bubble,
+    }
+
+
+def section_of(rows: Sequence[dict[str, Any]]) -> Section:
+    """A line a case."""
+    header = ("stages", "schedule", "measured, ms", "simulated, ms", "ratio", "measured bubble", "simulated bubble")
+    text = "The fastest step of those measured, and the simulation with its stages' mean times and the measured time of a send."
+    cells = [
+        (row["stages"], row["schedule"], f"{1e3 * row['measured_s']:.0f}", f"{1e3 * row['predicted_s']:.0f}")
+        + tuple(f"{row[key]:.3f}" for key in ("ratio", "measured_bubble", "predicted_bubble"))
+        for row in rows
+    ]
+    return Section("Pipeline steps", text, header, tuple(cells), tuple(rows))
+
+
+def run_rank(rank: int, folder: str, rounds: int) -> None:
+    """One rank of the benchmark; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    num_ranks = max(case.schedule.num_ranks for case in CASES)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=num_ranks)
+    rows = [row_of(case, *found) for case, found in ((case, run_case(case, rounds)) for case in CASES) if found[0]]
+    if rank == 0:
+        print(save_sections("pipeline", [section_of(rows)], {"rounds": rounds, "threads per rank": 1}))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Read the settings and start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each case")
+    settings = parser.parse_args()
+    num_ranks = max(case.schedule.num_ranks for case in CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, args=(folder, settings.rounds), nprocs=num_ranks)
+    print(f"written to {Path('bench/results')}/pipeline.md and pipeline.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What the pipeline benchmark sets beside its measurements."""
+
+import json
+
+import pytest
+
+from autopar.plan.schedule import Schedule
+from autopar.plan.simulate import StageTimes, simulate
+from bench import pipeline, report
+
+
+@pytest.mark.parametrize("name, num_stages", [("1f1b", 2), ("zero-bubble", 2), ("interleaved", 4)])
+def test_a_step_that_was_as_simulated_is_predicted_exactly(name, num_stages):
+    schedule = Schedule(name, num_stages, 2, 4)
+    times = [StageTimes(1.0 + stage, 2.0, 1.5 - stage / 8, 0.25, 0.25) for stage in range(num_stages)]
+    quiet = simulate(schedule, times)
+    disturbed = simulate(schedule, [StageTimes(3.0, 3.0, 3.0)] * num_stages)
+    row = pipeline.row_of(pipeline.Case("even", schedule, (1,) * num_stages), [disturbed, quiet], 0.25)
+    assert row["measured_s"] == quiet.step_s
+    assert row["ratio"] == pytest.approx(1)
+    assert row["predicted_bubble"] == pytest.approx(row["measured_bubble"]) == pytest.approx(quiet.bubble)
+
+
+def test_committed_results_are_within_ten_per_cent():
+    saved = json.loads((report.RESULTS / "pipeline.json").read_text())
+    rows = saved["Pipeline steps"]
+    assert {row["schedule"] for row in rows} == {str(case.schedule) for case in pipeline.CASES}
+    assert all(0.9 < row["ratio"] < 1.1 for row in rows), {row["schedule"]: row["ratio"] for row in rows}
