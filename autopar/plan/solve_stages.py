@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.recomputable import recomputable
 from autopar.costmodel.saving import Regions
@@ -23,7 +24,10 @@ from autopar.plan.staged import stage_graphs
 from autopar.plan.sweep import Model, Staged, in_flight, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout, format_layout
-from autopar.search.table import Choice
+
+
+# How much slower than without a memory limit a plan may be to be taken for several stages.
+_NEARLY = 1.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,7 @@ class _Solver:
         self.cut, self.found, self.mesh, self.cluster, self.wishes, self.clock = cut, found, mesh, cluster, wishes, clock
         self.time_limit_s = time_limit_s
         self.crossing = _crossing_layouts(cut)
-        self.known: dict[Any, tuple[Graph, Assignment]] = {}
+        self.known: dict[Any, list[_Found]] = {}  # of stages alike, the plan without a memory limit first
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first
 
     def solve(self, number: int) -> Plan:
@@ -104,7 +108,7 @@ class _Solver:
 
     def _best(self, graph: Graph, wishes: Wishes, most_recomputed: int) -> Assignment:
         """The fastest of a few numbers of recomputed blocks; the most is what the plan by hand takes."""
-        best: tuple[float, Assignment] | None = None
+        best: _Found | None = None
         failure: InfeasibleError | None = None
         for num in dict.fromkeys((0, most_recomputed // 2, most_recomputed)):
             try:
@@ -112,32 +116,56 @@ class _Solver:
             except InfeasibleError as error:
                 failure = error
                 continue
-            best = min(best, found, key=lambda one: one[0]) if best else found
+            best = found if best is None or found.cost_s < best.cost_s else best
+            if found.is_free:
+                break  # to run more again only costs time
         if best is None:
             raise failure
-        return best[1]
+        return best.assignment
 
-    def _with_recomputed(self, graph: Graph, wishes: Wishes, num: int) -> tuple[float, Assignment]:
-        """Seconds of a step, and the assignment, with the first `num` blocks recomputed."""
+    def _with_recomputed(self, graph: Graph, wishes: Wishes, num: int) -> "_Found":
+        """The first `num` blocks recomputed. A plan for a stage alike that has as many microbatches in flight or more fits here too: it
+        is taken if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
         own = {op.name for op in graph.ops}
         regions = tuple(region for region in self.cut.regions if region[0] in own)[:num]
         wishes = replace(wishes, recomputed=regions)
-        for limited in (replace(wishes, memory_limit_bytes=float("inf")), wishes):
-            key = _shape_of(graph, limited)
-            if key not in self.known:
-                self.known[key] = graph, *self._search(graph, limited)
-            like, choice, assignment = self.known[key]
-            if choice.memory_bytes <= wishes.memory_limit_bytes:
-                break
-        return choice.cost_s, _renamed(assignment, like, graph, regions)
+        known = self.known.setdefault(_shape_of(graph, wishes), [])
+        if not known:
+            known.append(self._search(graph, replace(wishes, memory_limit_bytes=float("inf"))))
+        free = known[0].for_stage(graph, regions)
+        costs = evaluate(graph, free.assignment, self.mesh, self.cluster, training=wishes.training)
+        if costs.total_memory_bytes <= wishes.memory_limit_bytes:
+            return free
+        in_flight = wishes.training.num_in_flight
+        fitting = [one for one in known[1:] if one.num_in_flight >= in_flight and one.cost_s <= _NEARLY * free.cost_s]
+        if not fitting:
+            fitting = [self._search(graph, wishes)]
+            known += fitting
+        return min(fitting, key=lambda one: one.cost_s).for_stage(graph, regions)
 
-    def _search(self, graph: Graph, wishes: Wishes) -> tuple[Choice, Assignment]:
+    def _search(self, graph: Graph, wishes: Wishes) -> "_Found":
         setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
         folded = within(self.cut.folded, graph, wishes.crossing)
         problem = setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
         start = problem.encode(_restricted(self.cut.by_hand, graph, self.crossing))
         choice = setting.search(problem, [start] if start is not None else [])
-        return choice, problem.decode(choice.strategies)
+        is_free = wishes.memory_limit_bytes == float("inf")
+        return _Found(graph, problem.decode(choice.strategies), choice.cost_s, wishes.training.num_in_flight, is_free)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A plan of a stage, with so many microbatches in flight; `is_free`: without a memory limit."""
+
+    graph: Graph
+    assignment: Assignment
+    cost_s: float
+    num_in_flight: int
+    is_free: bool
+
+    def for_stage(self, graph: Graph, regions: Regions) -> "_Found":
+        """The same for a stage alike."""
+        return replace(self, graph=graph, assignment=_renamed(self.assignment, self.graph, graph, regions))
 
 
 def _crossing_layouts(cut: Cut) -> dict[str, Layout]:
@@ -174,7 +202,7 @@ def _restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Lay
 
 
 def _shape_of(graph: Graph, wishes: Wishes) -> Any:
-    """Equal for stages that are searched alike: the same ops wired alike, and the same wishes but for names."""
+    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same wishes but for names."""
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     wired = wire(graph).sources
     wished = [
@@ -186,7 +214,7 @@ def _shape_of(graph: Graph, wishes: Wishes) -> Any:
     sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
-    return ops, wired, tuple(wished), regions, sent, made, wishes.memory_limit_bytes, wishes.training
+    return ops, wired, tuple(wished), regions, sent, made, wishes.memory_limit_bytes
 
 
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
