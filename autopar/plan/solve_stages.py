@@ -19,12 +19,11 @@ from autopar.ir.within import within
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.plan import Plan, plan_of
-from autopar.plan.setting import Setting, Wishes
+from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.staged import stage_graphs
 from autopar.plan.sweep import Model, Staged, in_flight, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout, format_layout
-
 
 # How much slower than without a memory limit a plan may be to be taken for several stages.
 _NEARLY = 1.02
@@ -130,8 +129,10 @@ class _Solver:
         regions = tuple(region for region in self.cut.regions if region[0] in own)[:num]
         wishes = replace(wishes, recomputed=regions)
         known = self.known.setdefault(_shape_of(graph, wishes), [])
+        problem = None
         if not known:
-            known.append(self._search(graph, replace(wishes, memory_limit_bytes=float("inf"))))
+            setting, problem = self._problem(graph, wishes)
+            known.append(self._search(setting, _unlimited(problem), wishes))
         free = known[0].for_stage(graph, regions)
         costs = evaluate(graph, free.assignment, self.mesh, self.cluster, training=wishes.training)
         if costs.total_memory_bytes <= wishes.memory_limit_bytes:
@@ -139,18 +140,26 @@ class _Solver:
         in_flight = wishes.training.num_in_flight
         fitting = [one for one in known[1:] if one.num_in_flight >= in_flight and one.cost_s <= _NEARLY * free.cost_s]
         if not fitting:
-            fitting = [self._search(graph, wishes)]
+            setting, problem = self._problem(graph, wishes) if problem is None else (setting, problem)
+            fitting = [self._search(setting, problem, wishes)]
             known += fitting
         return min(fitting, key=lambda one: one.cost_s).for_stage(graph, regions)
 
-    def _search(self, graph: Graph, wishes: Wishes) -> "_Found":
+    def _problem(self, graph: Graph, wishes: Wishes) -> tuple[Setting, Problem]:
         setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
         folded = within(self.cut.folded, graph, wishes.crossing)
-        problem = setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
-        start = problem.encode(_restricted(self.cut.by_hand, graph, self.crossing))
+        return setting, setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
+
+    def _search(self, setting: Setting, problem: Problem, wishes: Wishes) -> "_Found":
+        start = problem.encode(_restricted(self.cut.by_hand, problem.graph, self.crossing))
         choice = setting.search(problem, [start] if start is not None else [])
-        is_free = wishes.memory_limit_bytes == float("inf")
-        return _Found(graph, problem.decode(choice.strategies), choice.cost_s, wishes.training.num_in_flight, is_free)
+        is_free = problem.priced.table.memory_limit_bytes == float("inf")
+        return _Found(problem.graph, problem.decode(choice.strategies), choice.cost_s, wishes.training.num_in_flight, is_free)
+
+
+def _unlimited(problem: Problem) -> Problem:
+    table = replace(problem.priced.table, memory_limit_bytes=float("inf"))
+    return replace(problem, priced=replace(problem.priced, table=table))
 
 
 @dataclass(frozen=True, eq=False)
