@@ -141,7 +141,8 @@ class _Step:
         inside = [0.0] * len(shares)
         memory["activations"] = 0
         for op in self.graph.ops:
-            saved = saved_by_op(op, *local_shapes(op, self.assignment.strategies[op.name], self.mesh.shape))
+            strategy = self.assignment.strategies[op.name]
+            saved = saved_by_op(op, strategy, *local_shapes(op, strategy, self.mesh.shape), self.mesh.shape)
             if op.name in self.places:
                 inside[self.places[op.name]] += saved
             else:

@@ -4,10 +4,13 @@ import math
 from functools import cache
 
 from autopar.costmodel.hardware import Cluster
-from autopar.costmodel.probe import footprint
+from autopar.costmodel.probe import footprint, saved_by_local_op
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Input, Op
 from autopar.sbp.placement import I, Layout, local_shape
+from autopar.sbp.signature import Strategy
+
+Shapes = tuple[tuple[int, ...], ...]
 
 # Kept free of a device's memory for what is not counted: the driver's context, buffers of the collectives, workspaces and what the
 # allocator cannot use between blocks. A round number, not measured; one gradient bucket or workspace is small beside it.
@@ -51,13 +54,15 @@ def memory_layout(layout: Layout) -> Layout:
     return tuple(I if placement.kind == "R" else placement for placement in layout)
 
 
-def saved_by_op(op: Op, inputs: tuple[tuple[int, ...], ...], outputs: tuple[tuple[int, ...], ...]) -> int:
-    """Bytes of results and internal tensors that `op` keeps for backward on these local shapes."""
+def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mesh_shape: tuple[int, ...]) -> int:
+    """Bytes of results and internal tensors that `op` keeps for backward on these local shapes, those of `strategy`."""
+    if any(signature.role for signature in strategy.signatures):
+        return saved_by_local_op(op, strategy, mesh_shape)
     kept = sum(math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs))
     return kept + internal_bytes(op, inputs)
 
 
-def internal_bytes(op: Op, inputs: tuple[tuple[int, ...], ...]) -> int:
+def internal_bytes(op: Op, inputs: Shapes) -> int:
     """Bytes backward needs besides inputs and outputs, when the op runs on local inputs of these shapes: split as its first input is."""
     whole = footprint(op).internal_bytes
     if not whole or not op.inputs:

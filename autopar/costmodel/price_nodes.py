@@ -69,20 +69,29 @@ def _price_op(
     op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster
 ) -> np.ndarray:
     """f64[strategies, 3]: seconds of forward and of backward, and bytes saved without what is saved of the inputs. Strategies with the same
-    local shapes share a price."""
+    local shapes and roles share a price."""
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
-    first, index = distinct(np.stack(numbers, axis=1) if numbers else np.zeros((len(strategies), 1)))
+    first, index = distinct(np.stack([*numbers, _roles(op, strategies)], axis=1))
     prices = []
     for position in first:
         local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
         inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
-        prices.append((*shapes_time(op, inputs, outputs, cluster), saved_by_op(op, inputs, outputs)))
+        prices.append((*shapes_time(op, inputs, outputs, cluster), saved_by_op(op, strategies[position], inputs, outputs, mesh.shape)))
     found = np.array(prices, dtype=np.float64)[index]
     if op.target in LOCAL_OPS:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)
     return found
+
+
+def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
+    """i64[strategies]: equal where the axes take the same roles."""
+    if op.target not in LOCAL_OPS:
+        return np.zeros(len(strategies), dtype=np.int64)
+    numbers: dict[tuple[str, ...], int] = {}
+    taken = (tuple(signature.role for signature in strategy.signatures) for strategy in strategies)
+    return np.array([numbers.setdefault(roles, len(numbers)) for roles in taken], dtype=np.int64)
 
 
 def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:

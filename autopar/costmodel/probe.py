@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.sbp.assignment import uses_of
+from autopar.sbp.collectives import Axis
+from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.localize import localize
+from autopar.sbp.placement import local_shape
+from autopar.sbp.signature import Strategy
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
@@ -103,6 +108,36 @@ def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Foo
     alias_of = tuple(inside.get(id(result.untyped_storage()), -1) for result in results)
     outputs = frozenset(outside[key] for key in kept if key in outside and key not in inside)
     return Footprint(frozenset(inside[key] for key in kept if key in inside), outputs, internal, alias_of)
+
+
+def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int:
+    """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps; `strategy` has a role.
+
+    The axes of a role are taken as one: how they lie in the mesh changes no size.
+    """
+    if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
+        return 0
+    sizes: dict[str, int] = {}
+    for size, signature in zip(mesh_shape, strategy.signatures):
+        if signature.role:
+            sizes[signature.role] = sizes.get(signature.role, 1) * size
+    shapes = (local_shape(value.shape, strategy.input_layout(i), mesh_shape) for i, value in enumerate(op.inputs))
+    specs = tuple((shape, value.dtype, value.needs_grad) for shape, value in zip(shapes, op.inputs))
+    call = localize(op, strategy, mesh_shape)
+    return _saved_by_local_op(op.target, *call, specs, tuple(sorted(sizes.items())), footprint(op).saved_inputs)
+
+
+@cache
+def _saved_by_local_op(
+    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], roles: tuple[tuple[str, int], ...], saved_inputs: frozenset[int]
+) -> int:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    axes = {role: (Axis(role, size, 0, None),) for role, size in roles}
+    kept: dict[int, torch.Tensor] = {}
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
+        LOCAL_OPS[target].run(*_fill(args, tensors), **{name: _fill(x, tensors) for name, x in kwargs}, **axes)
+    own = _storages([tensors[slot] for slot in saved_inputs])
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:

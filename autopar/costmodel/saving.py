@@ -40,9 +40,11 @@ def savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions = ())
     """
     places = region_of_ops(regions)
     made_in = {value.name: places.get(op.name, NOWHERE) for op in graph.ops for value in op.outputs}
-    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    parameters, inputs = ({item.value.name for item in items} for items in (graph.of_kind("parameter"), graph.inputs))
+    through = _saved_through_views(graph, known)
     readings = {
-        name: [(places.get(use.user, NOWHERE), _is_saved(use, known)) for use in uses] for name, uses in uses_of(graph).items()
+        name: [(places.get(use.user, NOWHERE), _is_saved(use, known) or (name in inputs and use in through)) for use in uses]
+        for name, uses in uses_of(graph).items()
     }
     entering = {
         name for name, found in readings.items() if any(place not in (NOWHERE, made_in.get(name, NOWHERE)) for place, _ in found)
@@ -86,6 +88,19 @@ def _of_value(readings: Sequence[Reading], made_in: int, is_held: bool, is_held_
 
 def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:
     return use.user in known and use.slot in known[use.user].saved_inputs
+
+
+def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Use]:
+    """Readings by ops whose results share the memory of what they read, and are saved by others: so a parameter is kept as it was gathered
+    where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`."""
+    found: set[Use] = set()
+    kept = {op.inputs[slot].name for op in graph.ops for slot in known[op.name].saved_inputs}
+    for op in reversed(graph.ops):
+        for value, alias in zip(op.outputs, known[op.name].alias_of):
+            if alias >= 0 and value.name in kept:
+                found.add(Use(op.name, alias))
+                kept.add(op.inputs[alias].name)
+    return found
 
 
 def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:

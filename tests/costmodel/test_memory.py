@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.memory import input_bytes, update_bytes
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
 from autopar.costmodel.presets import PRESETS
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Value
@@ -14,7 +14,11 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.collectives import Axis
+from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, S
+from autopar.sbp.signature import Signature, Strategy
+from tests.costmodel.build import make_op, meta
 
 
 class Block(nn.Module):
@@ -106,3 +110,32 @@ def test_a_master_copy_is_four_bytes_an_element():
     weight = Input("parameter", Value("w", (8, 6), torch.bfloat16, True), "w")
     plain, master = (input_bytes(weight, (I,), (4,), Training(name)) for name in ("adamw", "adamw-master"))
     assert master == plain | {"optimizer": plain["optimizer"] + 4 * 48}
+
+
+def test_a_gathered_parameter_that_is_saved_transposed_is_kept():
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 12))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.t())
+
+    graph, mesh = trace(Turned(), (torch.randn(4, 8, requires_grad=True),), {}), parse_mesh("4")
+    (parameter,) = graph.of_kind("parameter")
+    stored = whole(graph, 1)
+    split = Assignment(stored.strategies, stored.layouts | {parameter.value.name: (S(0),)}, {}, stored.outputs)
+    kept = [evaluate(graph, one, mesh, PRESETS["cpu"]).memory_bytes.get("gathered", 0) for one in (stored, split)]
+    assert kept == [0, 8 * 12 * 4]
+
+
+def test_what_a_local_implementation_saves_is_asked_of_it():
+    logits, target = meta(32, 64), torch.empty(32, dtype=torch.long, device="meta")
+    op = make_op("aten.cross_entropy_loss.default", logits, target)
+    split = Strategy((Signature((S(1), I), (I,), "vocab"),))
+    kept = saved_by_op(op, split, ((32, 16), (32,)), ((),), (4,))
+    tensors = torch.randn(32, 16, requires_grad=True), torch.randint(64, (32,))
+    saved: dict[int, torch.Tensor] = {}
+    with saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t) is None or t, lambda t: t):
+        LOCAL_OPS[op.target].run(*tensors, vocab=(Axis("a", 4, 0, None),))
+    assert kept == sum(t.untyped_storage().nbytes() for t in saved.values())
