@@ -56,8 +56,9 @@ def memory_layout(layout: Layout) -> Layout:
 
 def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mesh_shape: tuple[int, ...]) -> int:
     """Bytes of results and internal tensors that `op` keeps for backward on these local shapes, those of `strategy`."""
-    if any(signature.role for signature in strategy.signatures):
-        return saved_by_local_op(op, strategy, mesh_shape)
+    has_role = any(signature.role for signature in strategy.signatures)
+    if has_role and (found := saved_by_local_op(op, strategy, mesh_shape)) is not None:
+        return found
     kept = sum(math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs))
     return kept + internal_bytes(op, inputs)
 

@@ -110,10 +110,11 @@ def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Foo
     return Footprint(frozenset(inside[key] for key in kept if key in inside), outputs, internal, alias_of)
 
 
-def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int:
+def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int | None:
     """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps; `strategy` has a role.
 
-    The axes of a role are taken as one: how they lie in the mesh changes no size.
+    None if it looks at values, which on the meta device there are none of. The axes of a role are taken as one: how they lie in the mesh
+    changes no size.
     """
     if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
         return 0
@@ -130,12 +131,15 @@ def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -
 @cache
 def _saved_by_local_op(
     target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], roles: tuple[tuple[str, int], ...], saved_inputs: frozenset[int]
-) -> int:
+) -> int | None:
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
     axes = {role: (Axis(role, size, 0, None),) for role, size in roles}
     kept: dict[int, torch.Tensor] = {}
-    with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
-        LOCAL_OPS[target].run(*_fill(args, tensors), **{name: _fill(x, tensors) for name, x in kwargs}, **axes)
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
+            LOCAL_OPS[target].run(*_fill(args, tensors), **{name: _fill(x, tensors) for name, x in kwargs}, **axes)
+    except (RuntimeError, NotImplementedError):
+        return None
     own = _storages([tensors[slot] for slot in saved_inputs])
     return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
