@@ -187,7 +187,7 @@ class Runtime:
         held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
         layouts = {item.value.name: stage.assignment.layouts[item.value.name] for stage in own for item in stateful(stage.graph)}
         self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
-        return make_trainer(plan, graph, self.mesh, owners(module))
+        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{len(self.loaded)}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
         """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has not."""

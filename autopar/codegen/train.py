@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.codegen.agree import peers_alive
 from autopar.codegen.load import Loaded, axes_of, load
 from autopar.codegen.lower import lower
+from autopar.codegen.pipeline_failure import Meeting, failing_together
 from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
 from autopar.codegen.random import draw_seed
 from autopar.codegen.stages import StageRunner
@@ -67,7 +68,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks."""
+    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks. `meeting`: of the
+    ranks of the whole mesh."""
 
     plan: StagedPlan
     graph: Graph
@@ -76,6 +78,7 @@ class Trainer:
     runner: StageRunner
     group: dist.ProcessGroup | None
     tied: Mapping[str, tuple[int, ...]]
+    meeting: Meeting
 
     @property
     def source(self) -> str:
@@ -89,22 +92,27 @@ class Trainer:
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters."""
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
+        seed = draw_seed()
+        with failing_together(self.meeting):
+            given = self._given(leaves)
+            opened = [(part, open_step(part.loaded)) for part in self.parts]
+            found = self.runner.step({part.number: self._work(part, given, seed) for part in self.parts})
+            before = self._set_aside()
+            for part, results in opened:
+                close_step(part.loaded, results)
+            self._sum_tied(before)
+        return found.loss
+
+    def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The whole arguments, and what the loss of a microbatch has to know of them, by the name of the graph's input."""
         device = torch.device(self.parts[0].loaded.mesh.device_type)
         given = {
             name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
             for name, leaf in zip(self.graph.arguments, leaves)
             if isinstance(name, str)
         }
-        given |= {count.input.value.name: self._counted(count.graph, given) for count in self.micro.counts if self._reads(count.input)}
-        seed = draw_seed()
-        opened = [(part, open_step(part.loaded)) for part in self.parts]
-        works = {part.number: self._work(part, given, seed) for part in self.parts}
-        with peers_alive():
-            found = self.runner.step(works)
-            for part, results in opened:
-                close_step(part.loaded, results)
-            self._sum_tied()
-        return found.loss
+        counts = (count for count in self.micro.counts if self._reads(count.input))
+        return given | {count.input.value.name: self._counted(count.graph, given) for count in counts}
 
     def _reads(self, item: Input) -> bool:
         return any(item.value.name == own.value.name for part in self.parts for own, _ in part.arguments)
@@ -144,15 +152,24 @@ class Trainer:
             return x
         return x.chunk(self.micro.num_microbatches, placement.dim)[number]
 
-    def _sum_tied(self) -> None:
-        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks."""
-        if self.group is None:
-            return
-        here = dist.get_rank(self.group)
-        for fqn, ranks in sorted(self.tied.items()):
-            if here in ranks:
-                part = next(part for part in self.parts if fqn in part.loaded.owners)
-                _add_others(part.loaded.state(fqn), ranks, self.group)
+    def _tied_here(self) -> dict[str, DTensor]:
+        here = 0 if self.group is None else dist.get_rank(self.group)
+        states = {fqn: part.loaded.state for part in self.parts for fqn in self.tied if fqn in part.loaded.owners}
+        return {fqn: states[fqn](fqn) for fqn, ranks in sorted(self.tied.items()) if here in ranks}
+
+    def _set_aside(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of earlier steps of the tied parameters, in which those of all ranks are already: this step's are made alone."""
+        found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
+        for parameter in self._tied_here().values():
+            parameter.grad = None
+        return found
+
+    def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
+        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks, and those from before."""
+        for fqn, parameter in self._tied_here().items():
+            _add_others(parameter, self.tied[fqn], self.group)
+            if before[fqn] is not None:
+                parameter.grad = before[fqn].add_(parameter.grad)
 
 
 def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -177,8 +194,10 @@ def _cut(x: torch.Tensor, layout: Layout, axes: Sequence[Any]) -> torch.Tensor:
     return x
 
 
-def make_trainer(plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mapping[str, tuple[nn.Module, str]]) -> Trainer:
-    """Load this rank's stages; all ranks of the mesh call this."""
+def make_trainer(
+    plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mapping[str, tuple[nn.Module, str]], place: str
+) -> Trainer:
+    """Load this rank's stages; all ranks of the mesh call this. `place`: its keys in the store, no other's."""
     own_mesh, group, rank = pipeline_mesh(mesh)
     micro, stages = stage_graphs(graph, plan.starts, plan.schedule.num_microbatches)
     parts, local = [], []
@@ -195,7 +214,7 @@ def make_trainer(plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mappi
         local.append(_local_stage(number, stage.receives, loaded))
     loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
     runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
-    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan))
+    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan), Meeting(place, mesh.mesh.flatten().tolist()))
 
 
 def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalStage:
