@@ -60,7 +60,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
         columns["forward_s"][position] += forward_s
         columns["backward_s"][position] += backward_s
         columns["weight_s"][position] += backward_s * weight_share(op)
-        columns["saved_bytes"][position] += saved_by_op(op, *shapes)
+        columns["saved_bytes"][position] += saved_by_op(op, strategy, *shapes, mesh.shape)
         for collective in inner_collectives(op, strategy, mesh.shape):
             columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
     stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
