@@ -19,6 +19,8 @@ from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
+from autopar.plan.schedule import actions as schedule_actions
+from autopar.plan.staged import StagedPlan
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.collectives import Axis, joint_axis
 from autopar.sbp.placement import Layout, local_shape
@@ -26,7 +28,7 @@ from autopar.sbp.placement import Layout, local_shape
 # Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other (`foreach=False`).
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
 
-Action = tuple[str, int]  # "F" or "B" of a microbatch
+Action = tuple[str, int]  # kind, as in `plan.schedule.actions`, and microbatch
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def predict_peak(
     """Run a step of the program as the first rank would, without peers.
 
     graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in order; by default one
-    microbatch after the other. The batch is counted whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
+    microbatch after the other. A backward in two parts, "I" and "W", is taken to let go of nothing before the second. The batch is counted
+    whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
     """
     is_split = training.num_microbatches > 1 or actions is not None
     program = lower(graph, mesh, assignment, is_split=is_split)
@@ -69,6 +72,16 @@ def predict_peak(
     found = [input_bytes(item, layout, mesh.shape, training).get("gradients", 0) for item, layout in program.inputs]
     update = sum(found) + UPDATE_COPIES.get(training.optimizer, 0) * max(found, default=0)
     return Peak(sum(stored), (*((name, beside + num_bytes) for name, num_bytes in phases), ("update", sum(stored) + update)))
+
+
+def predict_peaks(plan: StagedPlan) -> tuple[Peak, ...]:
+    """The peak of each stage by itself; a rank with several stages holds at most their sum."""
+    rows = schedule_actions(plan.schedule)
+    found = []
+    for number, stage in enumerate(plan.stages):
+        own = [(one.kind, one.microbatch) for one in rows[plan.schedule.rank_of(number)] if one.stage == number]
+        found.append(predict_peak(stage.graph, stage.mesh, stage.assignment, training=stage.training, actions=own))
+    return tuple(found)
 
 
 def _stored_bytes(item: Input, layout: Layout, mesh: Mesh, training: Training) -> int:
@@ -165,7 +178,7 @@ class _Step:
         for kind, number in actions:
             if kind == "F":
                 alive[number] = _differentiated(self._forward())
-            else:
+            elif kind in ("B", "W"):
                 _backward(alive.pop(number))
             phases.append((f"{kind}{number}", self.storages.restart()))
         if is_split:

@@ -1,15 +1,26 @@
 """Predicted peaks: by hand on a stack of layers, and beside real runs on gloo ranks, allocation by allocation."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.peak import predict_peak
+from autopar.codegen.peak import predict_peak, predict_peaks
 from autopar.costmodel.training import Training
+from autopar.ir.cut import cut_points
+from autopar.ir.fold import fold
+from autopar.mesh import Mesh
+from autopar.plan.hand import hand_plan, parse_hand_plan
+from autopar.plan.plan import plan_of
+from autopar.plan.schedule import Schedule, num_in_flight
+from autopar.plan.staged import StagedPlan, stage_graphs
+from autopar.sbp.annotate import annotate
 from autopar.sbp.placement import I
 from bench.memory import TOLERANCE, measure
 from tests.costmodel.build import layer_stack
 from tests.costmodel.test_evaluate import ACTIVATION, LAYERS, MESH, NUM_LAYERS, WEIGHT, data_parallel
+from tests.plan.cases import CPU, traced
+from tests.plan.cases import folded as folded_graph
 from tests.workers import Ranks
 
 PART = ACTIVATION // 4  # of an activation
@@ -30,15 +41,41 @@ def test_the_parts_of_a_step_by_hand():
 def test_microbatches_in_flight_hold_their_activations():
     graph = layer_stack(NUM_LAYERS, needs_grad=True)
     found = {}
-    for num_in_flight, order in ((2, "FFBFBB"), (3, "FFFBBB")):
+    for most, order in ((2, "FFBFBB"), (3, "FFFBBB")):
         counts = {"F": iter(range(3)), "B": iter(range(3))}
         actions = [(kind, next(counts[kind])) for kind in order]
-        training = Training("adamw", 3, num_in_flight)
-        found[num_in_flight] = dict(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions).phases)
+        training = Training("adamw", 3, most)
+        found[most] = dict(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions).phases)
     each = (2 * NUM_LAYERS + 1) * PART  # saved, received and sent
     assert found[3]["F1"] - found[3]["F0"] == found[3]["F2"] - found[3]["F1"] == each
     # the first backward has let one go, and left gradients
     assert found[2]["F1"] == found[3]["F1"] and found[2]["F2"] == found[2]["F1"] + NUM_LAYERS * WEIGHT
+
+
+def test_a_backward_in_two_parts_lets_go_in_the_second():
+    graph, training = layer_stack(NUM_LAYERS, needs_grad=True), Training("adamw", 2, 2)
+    found = []
+    for order in ((("F", 0), ("B", 0), ("F", 1), ("B", 1)), (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1))):
+        found.append(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=order))
+    at_once, in_two = (dict(peak.phases) for peak in found)
+    assert in_two["F1"] - in_two["F0"] == (2 * NUM_LAYERS + 1) * PART and in_two["reduce"] == at_once["reduce"]
+
+
+def test_the_first_stage_of_1f1b_holds_more_microbatches_than_the_last():
+    schedule, training, submesh = Schedule("1f1b", 2, 2, 4), Training("adamw", 4, 2), Mesh((2,), ("dp",))
+    graph, folded = traced("gpt2"), folded_graph("gpt2")
+    starts = (cut_points(folded, graph)[1],)  # the second of two blocks
+    stages = []
+    for number, stage in enumerate(stage_graphs(graph, starts, schedule.num_microbatches)[1]):
+        found = fold(stage.graph)
+        assignment = hand_plan(parse_hand_plan("ddp", submesh), stage.graph, found, annotate(stage.graph, submesh, found), submesh)
+        training = Training("adamw", 4, num_in_flight(schedule, number))
+        stages.append(plan_of(stage.graph, assignment, submesh, CPU, training=training))
+    plan = StagedPlan(Mesh((2, 2), ("pp", "dp")), CPU, Training("adamw", 4), math.inf, graph, schedule, starts, tuple(stages))
+    first, last = (dict(peak.phases) for peak in predict_peaks(plan))
+    assert list(first)[:4] == ["gather", "F0", "F1", "B0"] and list(last)[:4] == ["gather", "F0", "B0", "F1"]
+    assert first["F1"] - first["F0"] > 0.9 * stages[0].costs.memory_bytes["activations"] / 2
+    assert max(last[f"F{i}"] for i in range(1, 4)) == last["F1"]  # one after the other: no more than the gradients is added
 
 
 def test_a_recomputed_layer_keeps_what_enters_it():
