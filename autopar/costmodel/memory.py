@@ -12,8 +12,9 @@ from autopar.sbp.signature import Strategy
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# Kept free of a device's memory for what is not counted: the driver's context, buffers of the collectives, workspaces and what the
-# allocator cannot use between blocks. A round number, not measured; one gradient bucket or workspace is small beside it.
+# Kept free of a device's memory for what no tensor accounts for (the driver's context, the collectives' own buffers, workspaces, what the
+# allocator cannot use between blocks) and for tensors made for a moment, a bucket of gradients or a gathered parameter, which
+# `codegen.peak` counts and the sum that the search limits does not. A round number, not measured.
 SPARE_MEMORY = 0.1
 
 
