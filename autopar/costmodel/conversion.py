@@ -165,27 +165,32 @@ def kept_bytes(
     is_parameter: bool,
     is_stored: bool,
     again: np.ndarray | bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """f64[sources, targets]: what is kept of a value from forward to backward, and what more while its region runs again.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """f64[sources, targets]: what is kept of a value from forward to backward, what more while its region runs again, and what of each
+    microbatch goes to the host.
 
     is_stored: sources are layouts of an input. again: bool[sources, targets], whether a parameter is regathered.
     """
     ways = value, sources, targets, mesh_shape
-    kept = inside = np.zeros((len(sources), len(targets)))
+    kept = inside = moved = np.zeros((len(sources), len(targets)))
     if is_parameter:
         copies = copy_bytes(*ways, is_held=True)
         if saving.is_saved or training.num_microbatches > 1:
             kept = copies
         if training.num_microbatches > 1 and value.needs_grad:
             kept = kept + _accumulated_bytes(*ways, is_stored=is_stored)
-        return np.where(again, 0.0, kept), np.where(again & (saving.region != NOWHERE), copies, 0.0)
+        return np.where(again, 0.0, kept), np.where(again & (saving.region != NOWHERE), copies, 0.0), moved
     if saving.is_entering and not saving.is_held:
         kept = kept + _local_bytes(value, sources, mesh_shape)[:, None]
     if saving.is_saved:
         kept = kept + copy_bytes(*ways, is_held=saving.is_held or saving.is_entering)
     if saving.is_saved_inside:
         inside = copy_bytes(*ways, is_held=saving.is_held_inside)
-    return training.num_in_flight * kept, inside
+    if saving.is_source_moved and not saving.is_source_on_host:
+        moved = moved + _local_bytes(value, sources, mesh_shape)[:, None]
+    if saving.is_moved:
+        moved = moved + copy_bytes(*ways, is_held=saving.is_source_on_host or saving.is_source_moved)
+    return training.num_in_flight * kept, inside, moved
 
 
 def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool) -> np.ndarray:

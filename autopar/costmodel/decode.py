@@ -25,6 +25,7 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs={value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)},
         regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
         recomputed=priced.recomputed,
+        offloaded=priced.offloaded,
     )
 
 

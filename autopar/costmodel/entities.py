@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.moving import Moving, movings
 from autopar.costmodel.offered import Offered, Options, Stored, offered
 from autopar.costmodel.probe import footprints, regatherable
 from autopar.costmodel.saving import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
@@ -48,14 +50,19 @@ class Flow:
 
 @dataclass(slots=True)
 class Count:
-    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there."""
+    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
+    times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told."""
 
     times: int = 0
     num_inside: int = 0
     share: float = 0.0
+    num_moved: int = 0
+    moved_share: float = 0.0
+    moved_s: float = 0.0
 
     def add(self, other: "Count") -> None:
-        self.times, self.num_inside, self.share = self.times + other.times, self.num_inside + other.num_inside, self.share + other.share
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(frozen=True)
@@ -79,50 +86,78 @@ class Flows:
 Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 
-def find_flows(graph: Graph, folded: Folded, candidates: Candidates, recomputed: Regions = ()) -> Flows:
+@dataclass(frozen=True)
+class _Places:
+    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`."""
+
+    recomputed: Mapping[str, int]
+    offloaded: Mapping[str, int]
+    shares: Sequence[float]
+    movings: Sequence[Moving]
+
+    def count(self, region: int, moved_in: int) -> Count:
+        """One occurrence."""
+        found = Count(1) if region == NOWHERE else Count(1, 1, self.shares[region])
+        if moved_in != NOWHERE:
+            moving = self.movings[moved_in]
+            found.num_moved, found.moved_share, found.moved_s = 1, moving.share, moving.forward_s + moving.backward_s
+        return found
+
+    def count_of(self, name: str) -> Count:
+        """One occurrence of an op or an input."""
+        region = self.recomputed.get(name, NOWHERE)
+        return self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
+
+
+def find_flows(
+    graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = ()
+) -> Flows:
     """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
     sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
     known = footprints(graph, folded.representative)
-    found = savings(graph, known, recomputed)
-    shares = inside_shares(graph, known, recomputed, found)
+    found = savings(graph, known, recomputed, offloaded)
+    places = _Places(
+        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found),
+        movings(graph, known, recomputed, offloaded, found, cluster),
+    )  # fmt: skip
     counts: defaultdict[Flow, Count] = defaultdict(Count)
-    for (name, read_by, alike), each in _alike(graph, folded, classes, found, shares).items():
+    for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():
         kept = End(nodes["kept", name]) if len(read_by) > 1 else None
         for flow, count in zip(_flows(name, sources[name], kept, [readers[reader] for reader in read_by], alike), each):
             counts[flow].add(count)
     values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
     parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
     ends = _offered(entities, counts)
-    members = _members(graph, folded, recomputed, shares)
+    members = _members(graph, folded, places)
     return Flows(tuple(_with_kept_options(entities, ends)), counts, members, ends, parameters, values)
 
 
 def _alike(
-    graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], shares: Sequence[float]
+    graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], places: _Places
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
     """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there are."""
     alike: dict[tuple, list[Count]] = {}
     for name, uses in uses_of(graph).items():
         read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
-        kept = tuple(saving if saving.region == NOWHERE else replace(saving, region=0) for saving in found[name])
+        kept = tuple(_numberless(saving) for saving in found[name])
         counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
         for count, saving in zip(counts, found[name]):
-            count.add(_count_in(saving.region, shares))
+            count.add(places.count(saving.region, saving.moved_in))
     return alike
 
 
-def _count_in(region: int, shares: Sequence[float]) -> Count:
-    return Count(1) if region == NOWHERE else Count(1, 1, shares[region])
+def _numberless(saving: Saving) -> Saving:
+    """The same in any region."""
+    return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
 
 
-def _members(graph: Graph, folded: Folded, recomputed: Regions, shares: Sequence[float]) -> dict[str, Count]:
-    places = region_of_ops(recomputed)
+def _members(graph: Graph, folded: Folded, places: _Places) -> dict[str, Count]:
     members: defaultdict[str, Count] = defaultdict(Count)
     for name in (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs)):
-        members[folded.representative[name]].add(_count_in(places.get(name, NOWHERE), shares))
+        members[folded.representative[name]].add(places.count_of(name))
     return dict(members)
 
 

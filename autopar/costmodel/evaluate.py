@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.collective import collective_time
 from autopar.costmodel.compute import local_shapes, op_time
@@ -10,10 +10,11 @@ from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
+from autopar.costmodel.moving import is_moved, movings
 from autopar.costmodel.probe import Footprint, footprints
 from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
 from autopar.sbp.redistribute import Collective, again_in_backward, collectives_together, redistribute
@@ -35,7 +36,8 @@ class PlannedCollective:
 class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
-    region) -> bytes."""
+    region, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host, and as many back; waiting_s: phase ->
+    seconds that the step waits for them."""
 
     compute_forward_s: float
     compute_backward_s: float
@@ -43,6 +45,8 @@ class Costs:
     collectives: tuple[PlannedCollective, ...]
     memory_bytes: Mapping[str, int]
     num_microbatches: int = 1
+    moved_bytes: int = 0
+    waiting_s: Mapping[str, float] = field(default_factory=dict)
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
@@ -54,8 +58,9 @@ class Costs:
 
     def microbatch_s(self, phase: str) -> float:
         """Seconds of `phase` of one microbatch, without what is done once a step."""
-        compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase] / self.num_microbatches
-        return compute_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
+        compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase]
+        each_s = (compute_s + self.waiting_s.get(phase, 0.0)) / self.num_microbatches
+        return each_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
 
     @property
     def once_s(self) -> float:
@@ -66,7 +71,7 @@ class Costs:
     def step_s(self) -> float:
         """All of it, one after the other."""
         communication = self.communication_s("forward") + self.communication_s("backward")
-        return self.compute_forward_s + self.compute_backward_s + self.optimizer_s + communication
+        return self.compute_forward_s + self.compute_backward_s + self.optimizer_s + communication + sum(self.waiting_s.values())
 
     @property
     def total_memory_bytes(self) -> int:
@@ -77,6 +82,7 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = _Step(graph, assignment, mesh, cluster)
+    moved = step.moved_bytes()
     times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
     forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
@@ -87,6 +93,11 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         collectives=(*step.converting(), *step.again(), *step.inside_ops()),
         memory_bytes=step.memory_bytes(training),
         num_microbatches=training.num_microbatches,
+        moved_bytes=training.num_microbatches * sum(moved),
+        waiting_s={
+            phase: training.num_microbatches * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
+            for phase in ("forward", "backward")
+        },
     )
 
 
@@ -98,7 +109,9 @@ class _Step:
         self.conversions: Mapping[str, tuple[Conversion, ...]] = conversions(graph, assignment)
         self.known: Mapping[str, Footprint] = footprints(graph)
         self.places = region_of_ops(assignment.recomputed)
-        self.savings = savings(graph, self.known, assignment.recomputed)
+        self.away = region_of_ops(assignment.offloaded)
+        self.savings = savings(graph, self.known, assignment.recomputed, assignment.offloaded)
+        self.movings = movings(graph, self.known, assignment.recomputed, assignment.offloaded, self.savings, cluster)
         self.parameters = {item.value.name for item in graph.of_kind("parameter")}
 
     def converting(self) -> Iterator[PlannedCollective]:
@@ -141,27 +154,42 @@ class _Step:
         inside = [0.0] * len(shares)
         memory["activations"] = 0
         for op in self.graph.ops:
-            strategy = self.assignment.strategies[op.name]
-            saved = saved_by_op(op, strategy, *local_shapes(op, strategy, self.mesh.shape), self.mesh.shape)
+            saved = self._saved_by(op)
             if op.name in self.places:
                 inside[self.places[op.name]] += saved
-            else:
+            elif op.name not in self.away:
                 memory["activations"] += training.num_in_flight * saved
         for conversion, saving in self._all():
-            kept, more = self._kept_bytes(conversion, saving, training)
+            kept, more, _ = self._kept_bytes(conversion, saving, training)
             memory["gathered" if conversion.value.name in self.parameters else "activations"] += kept
             if more:
                 inside[saving.region] += more
         memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
-        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed")}
+        memory["fetched"] = round(sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes())))
+        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed", "fetched")}
 
-    def _kept_bytes(self, conversion: Conversion, saving: Saving, training: Training) -> tuple[int, int]:
+    def moved_bytes(self) -> list[int]:
+        """What each offloaded region sends to the host in a microbatch."""
+        found = [0] * len(self.movings)
+        for op in self.graph.ops:
+            if is_moved(op, self.places, self.away):
+                found[self.away[op.name]] += self._saved_by(op)
+        for conversion, saving in self._all():
+            if saving.moved_in != NOWHERE:
+                found[saving.moved_in] += self._kept_bytes(conversion, saving, WHOLE_BATCH)[2]
+        return found
+
+    def _saved_by(self, op: Op) -> int:
+        strategy = self.assignment.strategies[op.name]
+        return saved_by_op(op, strategy, *local_shapes(op, strategy, self.mesh.shape), self.mesh.shape)
+
+    def _kept_bytes(self, conversion: Conversion, saving: Saving, training: Training) -> tuple[int, ...]:
         name = conversion.value.name
-        kept, inside = kept_bytes(
+        found = kept_bytes(
             conversion.value, (conversion.src,), (conversion.dst,), self.mesh.shape, saving, training,
             is_parameter=name in self.parameters, is_stored=conversion is self.conversions[name][0], again=conversion.is_regathered,
         )  # fmt: skip
-        return int(kept[0, 0]), int(inside[0, 0])
+        return tuple(int(each[0, 0]) for each in found)
 
     def _all(self) -> Iterator[tuple[Conversion, Saving]]:
         for name, of_value in self.conversions.items():

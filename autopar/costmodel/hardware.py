@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class LinkLevel:
 class Cluster:
     """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must have
     "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its formula, 1 where absent.
+    `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the way to the host's memory; 0: not known, nothing goes.
     `source` says where the numbers come from.
     """
 
@@ -37,6 +38,7 @@ class Cluster:
     memory_bytes: int
     source: str
     kind_factors: Mapping[str, float] = field(default_factory=dict)
+    host_bandwidth_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -50,6 +52,13 @@ class Cluster:
         """Flop/s of products of `dtype`."""
         name = str(dtype).removeprefix("torch.")
         return self.flops_per_s.get(name, self.flops_per_s["float32"])
+
+    @property
+    def host_s_per_byte(self) -> float:
+        """Seconds to move a byte to the host's memory or back; PlanError if no way is known."""
+        if not self.host_bandwidth_bytes_per_s:
+            raise PlanError(f"cluster {self.name!r}: nothing says how fast the host's memory is reached; give host_bandwidth_bytes_per_s")
+        return 1 / self.host_bandwidth_bytes_per_s
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -65,6 +74,8 @@ def _check(cluster: Cluster) -> None:
         raise ValueError(f"cluster {cluster.name!r}: flops_per_s needs positive rates and 'float32', found {dict(cluster.flops_per_s)}")
     if cluster.memory_bandwidth_bytes_per_s <= 0 or cluster.memory_bytes <= 0:
         raise ValueError(f"cluster {cluster.name!r}: memory size and bandwidth must be positive")
+    if cluster.host_bandwidth_bytes_per_s < 0:
+        raise ValueError(f"cluster {cluster.name!r}: host_bandwidth_bytes_per_s must not be negative (0: unknown)")
 
 
 def cluster_from_json(text: str) -> Cluster:

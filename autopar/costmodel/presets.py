@@ -15,18 +15,26 @@ PRODUCT_EFFICIENCY = 0.55
 LINK_EFFICIENCY = 0.6
 
 GBIT = 1e9 / 8
+
+# PCI Express with 16 lanes, one direction, as the datasheets of P100 and V100 (gen3, 32 GB/s both ways), A100 (gen4, 64) and H100
+# (gen5, 128) give it. In DGX-1 and DGX A100, two GPUs reach the host through one switch.
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 _EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
 
 
 def _gpus(
-    name: str, *, per_node: int, nvlink: float, network: float, peak: Mapping[str, float], memory_bandwidth: float, memory: int, source: str
-) -> Cluster:
-    """`nvlink` and `network` in bytes/s per device and direction; the rates of `peak` in flop/s."""
+    name: str, *, per_node: int, nvlink: float, network: float, host: float, peak: Mapping[str, float], memory_bandwidth: float,
+    memory: int, source: str,
+) -> Cluster:  # fmt: skip
+    """`nvlink`, `network` and `host` in bytes/s per device and direction; the rates of `peak` in flop/s."""
     levels = (LinkLevel(0, NETWORK_LATENCY_S, network * LINK_EFFICIENCY),)
     if per_node > 1:
         levels = (LinkLevel(per_node, NVLINK_LATENCY_S, nvlink * LINK_EFFICIENCY),) + levels
     rates = {dtype: rate * PRODUCT_EFFICIENCY for dtype, rate in peak.items()}
-    return Cluster(name, levels, rates, memory_bandwidth, memory, f"{source}; {_EFFICIENCY_NOTE}")
+    return Cluster(
+        name, levels, rates, memory_bandwidth, memory, f"{source}; {_EFFICIENCY_NOTE}",
+        host_bandwidth_bytes_per_s=host * LINK_EFFICIENCY,
+    )  # fmt: skip
 
 
 def _v100(name: str, node_gbit: float) -> Cluster:
@@ -35,10 +43,12 @@ def _v100(name: str, node_gbit: float) -> Cluster:
         per_node=8,
         nvlink=150e9,
         network=node_gbit * GBIT / 8,
+        host=PCIE3 / 2,
         peak={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
         memory_bandwidth=900e9,
         memory=16 * 2**30,
-        source=f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s",
+        source=f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s, "
+        "pairs of them PCIe 3.0 x16 to the host",
     )
 
 
@@ -48,10 +58,11 @@ def _a100(name: str, gpu_gbit: float) -> Cluster:
         per_node=8,
         nvlink=300e9,
         network=gpu_gbit * GBIT,
+        host=PCIE4 / 2,
         peak={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
         memory_bandwidth=2039e9,
         memory=80 * 10**9,
-        source=f"NVIDIA A100 datasheet (SXM4 80 GB, NVLink 3); {gpu_gbit:g} Gbit/s per GPU",
+        source=f"NVIDIA A100 datasheet (SXM4 80 GB, NVLink 3); {gpu_gbit:g} Gbit/s per GPU; PCIe 4.0 x16 to the host for two",
     )
 
 
@@ -60,10 +71,12 @@ _P100 = _gpus(
     per_node=1,
     nvlink=0.0,
     network=10.2e9,
+    host=PCIE3,
     peak={"float16": 18.7e12, "bfloat16": 9.3e12, "float32": 9.3e12, "float64": 4.7e12},
     memory_bandwidth=732e9,
     memory=16 * 2**30,
-    source="NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper) per node",
+    source="NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper) per node; "
+    "PCIe 3.0 x16 to the host",
 )
 
 _H100 = _gpus(
@@ -71,10 +84,11 @@ _H100 = _gpus(
     per_node=8,
     nvlink=450e9,
     network=400 * GBIT,
+    host=PCIE5,
     peak={"float16": 989.4e12, "bfloat16": 989.4e12, "float32": 67e12, "float64": 67e12},
     memory_bandwidth=3350e9,
     memory=80 * 10**9,
-    source="NVIDIA H100 datasheet (SXM5 80 GB, NVLink 4); one 400 Gbit/s card per GPU as in DGX H100",
+    source="NVIDIA H100 datasheet (SXM5 80 GB, NVLink 4); one 400 Gbit/s card per GPU as in DGX H100, PCIe 5.0 x16 to the host",
 )
 
 _CPU = Cluster(
@@ -86,6 +100,7 @@ _CPU = Cluster(
     "measured on one 2-core Xeon: gloo on the loopback, 2 and 4 processes, 4 KiB and 16 MiB buffers; products of 1024x1024 and a copy of "
     "128 MiB on one thread; memory: 4 GiB a process, a choice",
     {"all_gather": 1.4, "reduce_scatter": 2.6, "all_to_all": 0.6},
+    5.8e9,
 )
 
 _FREE_LINKS = Cluster(
@@ -95,6 +110,7 @@ _FREE_LINKS = Cluster(
     1e9,
     2**50,
     "made up for tests and demonstrations: communication costs nothing and devices are slow, so that whatever can be split is",
+    host_bandwidth_bytes_per_s=1e9,
 )
 
 PRESETS: Mapping[str, Cluster] = {

@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
-Prices = tuple[np.ndarray, np.ndarray, np.ndarray]  # f64 seconds, bytes, and bytes while its region runs again
+Prices = tuple[np.ndarray, ...]  # f64 seconds, bytes, bytes while its region runs again, and bytes that a microbatch moves to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,11 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A meeting as it occurs on an edge: `count` times, with `share` of the bytes inside of a region, and from the edge's second node to
+    """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's second node to
     its first if it is turned."""
 
     meeting: Meeting
-    count: int
-    share: float
+    count: tuple[float, ...]  # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
     is_turned: bool
 
 
@@ -46,7 +45,7 @@ def price_edges(
     flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones share their arrays."""
-    parts = _parts(flows)
+    parts = _parts(flows, training.num_microbatches)
     meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
     prices = {meeting: _price(meeting, mesh, cluster, training) for meeting in meetings}
     known: dict[tuple[Part, ...], Matrices] = {}
@@ -62,13 +61,14 @@ def price_edges(
     return tuple(nodes), tuple(edges)
 
 
-def _parts(flows: Flows) -> dict[tuple[int, int], tuple[Part, ...]]:
+def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[Part, ...]]:
     """Pair of entities -> the flows between them."""
     found: dict[tuple[int, int], tuple[Part, ...]] = {}
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
-        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), count.times, count.share, a > b))
+        numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
+        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), numbers, a > b))
     return found
 
 
@@ -102,8 +102,9 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -
 
 def _matrices(part: Part, prices: Mapping[Meeting, Prices]) -> Matrices:
     """The part's seconds and bytes for each pair of layouts."""
-    cost_s, kept, inside = prices[part.meeting]
-    return part.count * cost_s, part.count * kept + part.share * inside
+    cost_s, kept, inside, moved = prices[part.meeting]
+    times, share, moved_share, moved_s = part.count
+    return times * cost_s + moved_s * moved, times * kept + share * inside + moved_share * moved
 
 
 def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Prices]) -> Node:

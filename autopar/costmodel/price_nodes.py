@@ -50,10 +50,12 @@ def _times(count: int, prices: Prices) -> Prices:
 
 
 def _of_ops(count: Count, prices: np.ndarray, training: Training) -> Prices:
-    """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs."""
+    """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
+    what others keep may be on the host."""
     forward_s, backward_s, saved = prices.T
     times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
-    kept = training.num_in_flight * (count.times - count.num_inside) + count.share
+    times_s = times_s + count.moved_s * saved
+    kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
     return training.num_microbatches * times_s, np.ascontiguousarray(kept * saved)
 
 

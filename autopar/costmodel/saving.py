@@ -1,7 +1,7 @@
 """What of each value is in memory from forward to backward, and what only while a recomputed region is run again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.probe import Footprint
 from autopar.ir.graph import Graph
@@ -16,7 +16,8 @@ class Saving:
     """What becomes of a value at one of its conversions (`assignment.conversions`), which is made in region number `region`.
 
     From forward to backward: is_saved: what is made is kept. is_entering: what it is made of is kept, for it is made again in its region.
-    is_held: what it is made of is in memory anyhow. While its region is run again: is_saved_inside, is_held_inside.
+    is_held: what it is made of is in memory anyhow. While its region is run again: is_saved_inside, is_held_inside. The same of what waits
+    on the host, for offloaded region `moved_in`, the first to want it: is_moved, is_source_moved, is_source_on_host (or stays, as inputs).
     """
 
     region: int
@@ -25,6 +26,10 @@ class Saving:
     is_held: bool
     is_saved_inside: bool
     is_held_inside: bool
+    moved_in: int = NOWHERE
+    is_moved: bool = False
+    is_source_moved: bool = False
+    is_source_on_host: bool = False
 
 
 def region_of_ops(regions: Regions) -> dict[str, int]:
@@ -32,26 +37,62 @@ def region_of_ops(regions: Regions) -> dict[str, int]:
     return {name: number for number, region in enumerate(regions) for name in region}
 
 
-def savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions = ()) -> dict[str, tuple[Saving, ...]]:
+def savings(
+    graph: Graph, known: Mapping[str, Footprint], regions: Regions = (), offloaded: Regions = ()
+) -> dict[str, tuple[Saving, ...]]:
     """For each value that is read a saving for each of its conversions. known: footprint of each op, by name.
 
     A value is converted where it is first read, a parameter before all regions unless it is regathered. What enters a region is kept
-    as it is outside; its inside is kept only while the region runs again.
+    as it is outside; its inside is kept only while the region runs again. What ops in `offloaded` regions keep is on the host; what others
+    keep too is there twice.
     """
+    moved_in = region_of_ops(offloaded)
+    found = _savings(graph, known, regions, frozenset(moved_in))
+    if not offloaded:
+        return found
+    on_host = _savings(graph, known, regions, frozenset(op.name for op in graph.ops) - moved_in.keys())
+    parameters, uses = {item.value.name for item in graph.of_kind("parameter")}, uses_of(graph)
+    merged = {}
+    for name, of_value in found.items():
+        places = [moved_in.get(use.user, NOWHERE) for use in uses[name]]
+        first = next((place for place in places if place != NOWHERE), NOWHERE)
+        each = [first] if len(of_value) == 1 else [first, *places]
+        pairs = zip(of_value, on_host[name], each)
+        merged[name] = of_value if name in parameters else tuple(_with_moved(*pair) for pair in pairs)
+    return merged
+
+
+def _with_moved(own: Saving, on_host: Saving, place: int) -> Saving:
+    if not (on_host.is_saved or on_host.is_entering):
+        return own
+    return replace(
+        own, moved_in=place, is_moved=on_host.is_saved, is_source_moved=on_host.is_entering, is_source_on_host=on_host.is_held
+    )
+
+
+def _savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions, away: frozenset[str]) -> dict[str, tuple[Saving, ...]]:
+    """As `savings`, but what is kept from forward to backward by the ops `away` does not count."""
     places = region_of_ops(regions)
     made_in = {value.name: places.get(op.name, NOWHERE) for op in graph.ops for value in op.outputs}
     parameters, inputs = ({item.value.name for item in items} for items in (graph.of_kind("parameter"), graph.inputs))
     through = _saved_through_views(graph, known)
     readings = {
-        name: [(places.get(use.user, NOWHERE), _is_saved(use, known) or (name in inputs and use in through)) for use in uses]
+        name: [
+            Reading(
+                places.get(use.user, NOWHERE), _is_saved(use, known) or (name in inputs and use in through), use.user not in away
+            )
+            for use in uses
+        ]
         for name, uses in uses_of(graph).items()
     }
-    entering = {
-        name for name, found in readings.items() if any(place not in (NOWHERE, made_in.get(name, NOWHERE)) for place, _ in found)
+    elsewhere = {
+        name: [one for one in found if one.place not in (NOWHERE, made_in.get(name, NOWHERE))] for name, found in readings.items()
     }
-    saved = {name for name, found in readings.items() if any(is_saved and place == NOWHERE for place, is_saved in found)} | entering
-    outside = _held_values(graph, known, saved, frozenset(places))
-    inside = outside | _held_values(graph, known, saved | {n for n, found in readings.items() if any(s for _, s in found)}, frozenset())
+    saved = {n for n, found in readings.items() if any(one.is_saved and one.counts and one.place == NOWHERE for one in found)}
+    saved |= {name for name, found in elsewhere.items() if any(one.counts for one in found)}
+    wanted = {name for name, found in readings.items() if elsewhere[name] or any(one.is_saved for one in found)}
+    outside = _held_values(graph, known, saved, away | places.keys())
+    inside = outside | _held_values(graph, known, wanted, frozenset())
     return {
         name: _of_parameter(found)
         if name in parameters
@@ -60,12 +101,21 @@ def savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions = ())
     }
 
 
-Reading = tuple[int, bool]  # region of the reader, and whether it saves what it reads
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """By an op in region `place`, which saves what it reads or not; whether what it keeps outside of regions counts."""
+
+    place: int
+    is_saved: bool
+    counts: bool
 
 
 def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
     """Converted before all regions: there it is kept, as what enters. Regathered, it is made in its one reader's region."""
-    each = [Saving(place, saved or place != NOWHERE, False, True, saved and place != NOWHERE, True) for place, saved in readings]
+    each = [
+        Saving(one.place, one.is_saved or one.place != NOWHERE, False, True, one.is_saved and one.place != NOWHERE, True)
+        for one in readings
+    ]
     if len(each) == 1:
         return tuple(each)
     first = Saving(NOWHERE, any(one.is_saved for one in each), False, True, False, True)
@@ -74,16 +124,20 @@ def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
 
 def _of_value(readings: Sequence[Reading], made_in: int, is_held: bool, is_held_inside: bool) -> tuple[Saving, ...]:
     """Of an activation, buffer, constant or argument, made in region `made_in`."""
-    first = readings[0][0]
+    first = readings[0].place
     enters = first not in (NOWHERE, made_in)
-    is_alone = len(readings) == 1
     # read elsewhere: by an op that saves it, or where it enters another region
-    is_saved = any(saved if place == NOWHERE else place != first for place, saved in readings)
-    is_saved_inside = first != NOWHERE and any(saved and place == first for place, saved in readings)
-    main = Saving(first, is_saved, enters, is_held, is_saved_inside, enters or is_held_inside)
-    if is_alone:
+    is_saved = any(one.counts and (one.is_saved if one.place == NOWHERE else one.place != first) for one in readings)
+    is_saved_inside = first != NOWHERE and any(one.is_saved and one.place == first for one in readings)
+    main = Saving(first, is_saved, enters and readings[0].counts, is_held, is_saved_inside, enters or is_held_inside)
+    if len(readings) == 1:
         return (main,)
-    return main, *(Saving(place, saved and place == NOWHERE, False, True, saved and place != NOWHERE, True) for place, saved in readings)
+    return main, *(
+        Saving(
+            one.place, one.is_saved and one.counts and one.place == NOWHERE, False, True, one.is_saved and one.place != NOWHERE, True
+        )
+        for one in readings
+    )
 
 
 def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:

@@ -146,6 +146,7 @@ def report(plan: Explained) -> Report:
             "communication forward": costs.communication_s("forward"),
             "communication backward": costs.communication_s("backward"),
             "optimizer": costs.optimizer_s,
+            **{f"waiting for the host {phase}": seconds for phase, seconds in costs.waiting_s.items() if costs.moved_bytes},
         },
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,

@@ -68,6 +68,7 @@ class Plan:
         """Each of the plan's choices that save memory, and the costs of the plan without it."""
         for what, changed in (
             ("blocks recomputed", replace(self.assignment, recomputed=())),
+            ("what blocks keep moved to the host", replace(self.assignment, offloaded=())),
             ("parameters gathered again in backward", replace(self.assignment, regathered=frozenset())),
         ):
             if changed != self.assignment:

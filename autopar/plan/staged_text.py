@@ -61,10 +61,10 @@ def _stages(plan: "StagedPlan") -> str:
         spent = (times.forward_s, times.backward_s + times.weight_s, times.send_s, stage.costs.once_s)
         first, last = stage.graph.ops[0], stage.graph.ops[-1]
         span = f"%{first.name} ({first.module or first.line}) to %{last.name} ({last.module or last.line})"
-        again = str(len(stage.assignment.recomputed))
+        again, moved = str(len(stage.assignment.recomputed)), str(len(stage.assignment.offloaded))
         in_flight = str(stage.training.num_in_flight)
-        lines.append([str(number), str(plan.schedule.rank_of(number)), span, *map(format_seconds, spent), in_flight, again])
-    headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight", "blocks recomputed"]
+        lines.append([str(number), str(plan.schedule.rank_of(number)), span, *map(format_seconds, spent), in_flight, again, moved])
+    headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight", "recomputed", "offloaded"]
     return "Stages (times of one microbatch):\n" + _table(lines, headers)
 
 

@@ -104,6 +104,7 @@ def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ..
         (kept, none), (left, moved), (least, few) = (reports[key]["bytes"] for key in plans)
         assert none == 0 and left + moved == kept and moved > kept / 2
         assert few < moved and least + few < kept
+        assert (moved, few) == tuple(pytest.approx(plans[key].costs.moved_bytes, rel=0.1) for key in ("offloaded", "both"))
 
 
 def saved_by(function, *inputs: torch.Tensor, stay: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, Offload]:

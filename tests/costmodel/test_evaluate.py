@@ -1,10 +1,13 @@
 """What microbatches and recomputed regions do to a step, worked out by hand on a stack of layers."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.presets import PRESETS
 from autopar.costmodel.training import Training
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.mesh import parse_mesh
 from autopar.sbp.annotate import annotate
@@ -32,9 +35,10 @@ def data_parallel(graph: Graph, stored: object, **fields: object) -> Assignment:
     return Assignment(strategies, layouts, kept, {f"add{NUM_LAYERS - 1}": (S(0),)}, **fields)
 
 
-def costs_of(stored: object, training: Training, **fields: object) -> Costs:
-    graph = layer_stack(NUM_LAYERS, needs_grad=True)
-    return evaluate(graph, data_parallel(graph, stored, **fields), MESH, PRESETS["cpu"], training=training)
+def costs_of(stored: object, training: Training, host: float | None = None, **fields: object) -> Costs:
+    graph, cluster = layer_stack(NUM_LAYERS, needs_grad=True), PRESETS["cpu"]
+    cluster = cluster if host is None else replace(cluster, host_bandwidth_bytes_per_s=host)
+    return evaluate(graph, data_parallel(graph, stored, **fields), MESH, cluster, training=training)
 
 
 def issued(costs: Costs) -> dict[tuple[str, str], int]:
@@ -84,3 +88,28 @@ def test_regathered_in_a_region_it_is_gathered_as_often_and_kept_while_the_regio
     again = costs_of(S(0), Training(), regathered=regathered, recomputed=LAYERS)
     assert issued(again) == issued(plain)
     assert again.memory_bytes["recomputed"] == ACTIVATION // 4 + WEIGHT and "gathered" not in again.memory_bytes
+
+
+def test_offloaded_layers_keep_two_at_a_time_on_the_device_and_wait_for_what_computing_does_not_hide():
+    plain = costs_of(I, Training("adamw", 4, 2))
+    slow, fast = (costs_of(I, Training("adamw", 4, 2), host, offloaded=LAYERS) for host in (1.0, 1e15))
+    sent = (2 * NUM_LAYERS - 1) * ACTIVATION // 4  # of a microbatch: all that is saved, but what enters the first is an argument and stays
+    for costs in (slow, fast):
+        assert costs.memory_bytes["activations"] == 0 and costs.moved_bytes == 4 * sent
+        assert costs.memory_bytes["fetched"] == 2 * 2 * ACTIVATION // 4 and issued(costs) == issued(plain)
+    # a byte a second: next to that no computing counts
+    assert slow.waiting_s == pytest.approx({"forward": 4 * sent, "backward": 4 * sent}, rel=1e-3)
+    # so fast that all is hidden, but what the last layer fetches when it is wanted
+    assert fast.waiting_s == pytest.approx({"forward": 0.0, "backward": 4 * 2 * ACTIVATION / 4 / 1e15}, rel=1e-9)
+    assert slow.step_s == pytest.approx(4 * (slow.microbatch_s("forward") + slow.microbatch_s("backward")) + slow.once_s)
+
+
+def test_what_enters_recomputed_layers_waits_on_the_host():
+    costs = costs_of(I, Training("adamw", 4, 2), recomputed=LAYERS, offloaded=LAYERS)
+    assert costs.memory_bytes["activations"] == 0 and costs.memory_bytes["recomputed"] == ACTIVATION // 4
+    assert costs.moved_bytes == 4 * (NUM_LAYERS - 1) * ACTIVATION // 4
+
+
+def test_no_way_to_the_host_is_refused():
+    with pytest.raises(PlanError, match=r"cluster 'cpu'.*host_bandwidth_bytes_per_s"):
+        costs_of(I, Training(), 0.0, offloaded=LAYERS)

@@ -32,7 +32,7 @@ from tests.costmodel.build import folded_stack, layer_stack, unfolded
 from tests.plan.cases import traced
 from tests.zoo import ZOO
 
-CLUSTER = Cluster("test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up")
+CLUSTER = Cluster("test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up", {}, 5e7)
 
 
 def random_choices(priced: Priced, seed: int, count: int) -> list[tuple[int, ...]]:
@@ -83,6 +83,15 @@ def draw_regions(draw: random.Random, graph: Graph) -> Regions:
     return tuple(tuple(names[start:end]) for start, end in zip(ends[::2], ends[1::2]) if start < end)
 
 
+def draw_offloaded(draw: random.Random, graph: Graph, recomputed: Regions) -> Regions:
+    """Some of the recomputed regions, and runs of ops outside them."""
+    inside = {name for region in recomputed for name in region}
+    runs = [tuple(name for name in region if name not in inside) for region in draw_regions(draw, graph)]
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    whole = [run for run in runs if run and position[run[-1]] - position[run[0]] == len(run) - 1]
+    return tuple(sorted([*whole, *(region for region in recomputed if draw.random() < 0.5)], key=lambda region: position[region[0]]))
+
+
 @given(seed=st.integers(0, 2**32), num_calls=st.integers(1, 12), shape=st.sampled_from(MESHES))
 @settings(max_examples=60, deadline=None)
 def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
@@ -90,7 +99,8 @@ def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     graph, _ = draw_graph(draw, num_calls)
     mesh, folded = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape)))), unfolded(graph)
     training, regions = draw_training(draw), draw_regions(draw, graph)
-    priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CLUSTER, training=training, recomputed=regions)
+    candidates, away = annotate(graph, mesh, folded), draw_offloaded(draw, graph, regions)
+    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away)
     assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3))
 
 
@@ -115,7 +125,9 @@ def test_the_table_of_a_model_in_microbatches_with_recomputed_blocks_is_exact(na
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     training, regions = draw_training(draw), blocks_of(graph, folded) if seed else draw_regions(draw, graph)
-    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions)
+    away = regions[draw.randrange(2) :: 2]
+    regions = regions[: len(regions) // 2]
+    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away)
     assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5))
     by_hand = encode(priced, graph, folded, hand_plans(graph, folded, candidates, mesh)["zero3"])
     assert is_exact(priced, graph, folded, by_hand, mesh, training=training)
