@@ -1,5 +1,6 @@
 """The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its own memory limit."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,8 +26,9 @@ from autopar.plan.sweep import Model, Staged, in_flight, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout, format_layout
 
-# How much slower than without a memory limit a plan may be to be taken for several stages.
-_NEARLY = 1.02
+# A plan is taken for several stages where it is at most so much slower than one without a memory limit, or made for so few more
+# microbatches in flight.
+_NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,7 @@ class _Solver:
         self.time_limit_s = time_limit_s
         self.crossing = _crossing_layouts(cut)
         self.known: dict[Any, list[_Found]] = {}  # of stages alike, the plan without a memory limit first
+        self.failed: dict[Any, int] = {}  # of stages alike, the fewest microbatches in flight for which nothing fitted
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first
 
     def solve(self, number: int) -> Plan:
@@ -110,9 +113,12 @@ class _Solver:
         best: _Found | None = None
         failure: InfeasibleError | None = None
         for num in dict.fromkeys((0, most_recomputed // 2, most_recomputed)):
+            if num < most_recomputed and self._is_hopeless(graph, wishes, num):
+                continue
             try:
                 found = self._with_recomputed(graph, wishes, num)
             except InfeasibleError as error:
+                self.failed[self._shape(graph, wishes, num)] = wishes.training.num_in_flight
                 failure = error
                 continue
             best = found if best is None or found.cost_s < best.cost_s else best
@@ -122,11 +128,22 @@ class _Solver:
             raise failure
         return best.assignment
 
+    def _is_hopeless(self, graph: Graph, wishes: Wishes, num: int) -> bool:
+        """Whether a stage alike with hardly more in flight could not be made to fit."""
+        return self.failed.get(self._shape(graph, wishes, num), math.inf) <= _LITTLE_TIGHTER * wishes.training.num_in_flight
+
+    def _shape(self, graph: Graph, wishes: Wishes, num: int) -> Any:
+        return _shape_of(graph, replace(wishes, recomputed=self._regions(graph, num)))
+
+    def _regions(self, graph: Graph, num: int) -> Regions:
+        """The first `num` of the graph's blocks that may be recomputed."""
+        own = {op.name for op in graph.ops}
+        return tuple(region for region in self.cut.regions if region[0] in own)[:num]
+
     def _with_recomputed(self, graph: Graph, wishes: Wishes, num: int) -> "_Found":
         """The first `num` blocks recomputed. A plan for a stage alike that has as many microbatches in flight or more fits here too: it
         is taken if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
-        own = {op.name for op in graph.ops}
-        regions = tuple(region for region in self.cut.regions if region[0] in own)[:num]
+        regions = self._regions(graph, num)
         wishes = replace(wishes, recomputed=regions)
         known = self.known.setdefault(_shape_of(graph, wishes), [])
         problem = None
@@ -138,7 +155,8 @@ class _Solver:
         if costs.total_memory_bytes <= wishes.memory_limit_bytes:
             return free
         in_flight = wishes.training.num_in_flight
-        fitting = [one for one in known[1:] if one.num_in_flight >= in_flight and one.cost_s <= _NEARLY * free.cost_s]
+        tighter = [one for one in known[1:] if one.num_in_flight >= in_flight]
+        fitting = [one for one in tighter if one.num_in_flight <= _LITTLE_TIGHTER * in_flight or one.cost_s <= _NEARLY * free.cost_s]
         if not fitting:
             setting, problem = self._problem(graph, wishes) if problem is None else (setting, problem)
             fitting = [self._search(setting, problem, wishes)]
