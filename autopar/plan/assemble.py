@@ -43,13 +43,15 @@ def make_plan(
     memory_limit_bytes: float | None = None,
     training: Training = WHOLE_BATCH,
     time_limit_s: float = 30.0,
+    to_beat_s: float = math.inf,
     progress: Progress | None = None,
 ) -> Plan:
     """The best plan found in the time, never worse than a hand plan that meets the pins and the memory limit.
 
     `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the best of them.
     `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
-    `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching.
+    `stored`: the same for what has its layout already, each for itself. `time_limit_s`: of searching. `to_beat_s`: an open mesh is not
+    searched where no hand plan, were there memory for it, takes less.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
@@ -60,7 +62,7 @@ def make_plan(
         found = {mesh: solve_any_mesh(graph, mesh, cluster, wishes, time_limit_s=time_limit_s, clock=clock)}
     else:
         cluster = as_used(mesh, cluster)
-        found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, clock)
+        found = _solve_all(graph, mesh, cluster, wishes, time_limit_s, to_beat_s, clock)
     best = min(found.values(), key=lambda solved: solved.cost_s)
     if limit == math.inf:
         of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, wishes, time_limit_s, clock))
@@ -74,7 +76,7 @@ def make_plan(
 
 
 def _solve_all(
-    graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+    graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, to_beat_s: float, clock: Clock
 ) -> dict[Mesh, Solved]:
     """The best plan found on each of the promising meshes, most promising first, and the best hand plan if that is better.
 
@@ -87,13 +89,15 @@ def _solve_all(
     by_hand = clock.run(
         "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training)
     )
+    if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
+        raise InfeasibleError(f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here")
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
     meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, limit)
     for mesh in meshes:
         used_s, share = clock.timings["search"], 1.0 if mesh == meshes[-1] else _SHARE
         starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
-        to_beat_s = min((solved.cost_s for solved in found.values()), default=math.inf)
+        to_beat_s = min((solved.cost_s for solved in found.values()), default=to_beat_s)
         clock.where = f"mesh {mesh}: "
         try:
             found[mesh] = solve_mesh(

@@ -15,8 +15,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.setting import Wishes
 from autopar.plan.staged import PIPELINE, StagedPlan
 
-Whole = Callable[[float], Plan]  # seconds of searching -> the plan
-InStages = Callable[..., Plan | StagedPlan | None]  # the same, and the step time to beat
+Whole = Callable[..., Plan]  # (seconds of searching, step time to beat) -> the plan
+InStages = Callable[..., Plan | StagedPlan | None]  # the same
 
 # A plan that leaves more than this part of the memory limit free is not held back by it.
 _FREE = 0.1
@@ -51,10 +51,10 @@ def choose_plan(
     def in_stages(time_s: float, cutoff_s: float = float("inf")) -> Plan | StagedPlan | None:
         return plan_in_stages(graph, mesh, cluster, wishes, asked, time_limit_s=time_s, clock=clock, cutoff_s=cutoff_s)
 
-    def whole(time_s: float) -> Plan:
+    def whole(time_s: float, to_beat_s: float = float("inf")) -> Plan:
         return make_plan(
             graph, mesh, cluster, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, time_limit_s=time_s,
-            progress=progress,
+            to_beat_s=to_beat_s, progress=progress,
         )  # fmt: skip
 
     if has_stages and not trains:
@@ -98,7 +98,7 @@ def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | St
     except AutoparError as error:
         failure = error
     try:
-        plan = whole(time_limit_s if staged is None else (1 - _SHARE_OF_STAGES) * time_limit_s)
+        plan = whole(time_limit_s) if staged is None else whole((1 - _SHARE_OF_STAGES) * time_limit_s, staged.step_s)
     except InfeasibleError as error:
         if staged is None:
             raise failure if isinstance(failure, InfeasibleError) else error from None

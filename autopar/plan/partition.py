@@ -62,7 +62,9 @@ def partition(
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
     limits = np.broadcast_to(limit_bytes, num_stages)
-    spans = [_spans(blocks, kept, limit, transfer_s_per_byte) for kept, limit in zip(in_flight, limits)]
+    sums = _Sums.of(blocks, transfer_s_per_byte)
+    known = {pair: _spans(sums, *pair) for pair in set(zip(in_flight, limits.tolist()))}
+    spans = [known[pair] for pair in zip(in_flight, limits.tolist())]
     worst = np.full((num_stages + 1, num_blocks + 1), np.inf)
     worst[0, 0] = 0.0
     cut = np.zeros((num_stages + 1, num_blocks + 1), np.int64)
@@ -79,33 +81,55 @@ def partition(
     return Partition(tuple(stops[:-1]), tuple(map(int, num)), tuple(map(float, times_s)), float(once_s), tuple(map(float, used)))
 
 
-def _spans(blocks: Blocks, kept: int, limit_bytes: float, transfer_s_per_byte: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be recomputed; bytes
+    that are there throughout, that a microbatch keeps, and that recomputing all such blocks frees of these; their number; whether it is
+    empty. inside_bytes: of one block while it is recomputed."""
+
+    times_s: np.ndarray
+    again_s: np.ndarray
+    state_bytes: np.ndarray
+    saved_bytes: np.ndarray
+    freed_bytes: np.ndarray
+    num_can: np.ndarray
+    is_empty: np.ndarray
+    inside_bytes: float
+
+    @classmethod
+    def of(cls, blocks: Blocks, transfer_s_per_byte: float) -> "_Sums":
+        can, number = blocks.is_recomputable, len(blocks.forward_s)
+        times_s = _sum(blocks.forward_s + blocks.backward_s)
+        if transfer_s_per_byte:
+            sent = np.append(blocks.entering_bytes, 0.0) * transfer_s_per_byte
+            times_s = times_s + 2 * sent[None, :]  # values forward, gradients back
+        return cls(
+            times_s=times_s,
+            again_s=_sum(np.where(can, blocks.forward_s, 0.0)),
+            state_bytes=_total(blocks.state_bytes, blocks.shared, 1),
+            saved_bytes=_sum(blocks.saved_bytes),
+            freed_bytes=_sum(np.where(can, blocks.saved_bytes - blocks.entering_bytes, 0.0)),
+            num_can=_sum(can.astype(float)),
+            is_empty=np.arange(number + 1)[:, None] >= np.arange(number + 1)[None, :],
+            inside_bytes=float(blocks.saved_bytes[can].max(initial=0.0)),
+        )
+
+
+def _spans(sums: _Sums, kept: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks recomputed; its bytes.
 
     Recomputed, a block keeps what enters it; its inside is there once, while its backward runs.
     """
-    number = len(blocks.forward_s)
-    can = blocks.is_recomputable
-    freed = np.where(can, blocks.saved_bytes - blocks.entering_bytes, 0.0)
-    again_s = np.where(can, blocks.forward_s, 0.0)
-    inside = blocks.saved_bytes[can].max(initial=0.0)
-    whole = _total(blocks.state_bytes, blocks.shared, 1) + kept * _sum(blocks.saved_bytes)
+    whole = sums.state_bytes + kept * sums.saved_bytes
     need = whole - limit_bytes
-    can_free, num_can = _sum(freed), _sum(can.astype(float))
     with np.errstate(divide="ignore", invalid="ignore"):
-        num = np.ceil((need + inside) / (kept * can_free) * num_can)
-    num = np.where(need <= 0, 0.0, np.where((can_free > 0) & (num <= num_can), num, np.inf))
+        num = np.ceil((need + sums.inside_bytes) / (kept * sums.freed_bytes) * sums.num_can)
+    num = np.where(need <= 0, 0.0, np.where((sums.freed_bytes > 0) & (num <= sums.num_can), num, np.inf))
     fits = np.isfinite(num)
-    with np.errstate(invalid="ignore"):
-        again = np.where(num > 0, num / np.maximum(num_can, 1) * _sum(again_s), 0.0)
-    times_s = _sum(blocks.forward_s + blocks.backward_s) + again
-    if transfer_s_per_byte:
-        sent = np.append(blocks.entering_bytes, 0.0) * transfer_s_per_byte
-        times_s = times_s + 2 * sent[None, :]  # values forward, gradients back
-    empty = np.arange(number + 1)[:, None] >= np.arange(number + 1)[None, :]
-    num = np.where(np.isfinite(num), num, 0.0)
-    used = whole + np.where(num > 0, inside - num / np.maximum(num_can, 1) * kept * can_free, 0.0)
-    return np.where(empty | ~fits, np.inf, times_s), num, used
+    num = np.where(fits, num, 0.0)
+    part = num / np.maximum(sums.num_can, 1)
+    used = whole + np.where(num > 0, sums.inside_bytes - part * kept * sums.freed_bytes, 0.0)
+    return np.where(sums.is_empty | ~fits, np.inf, sums.times_s + part * sums.again_s), num, used
 
 
 def _sum(column: np.ndarray) -> np.ndarray:

@@ -27,6 +27,8 @@ from autopar.sbp.microbatch import microbatch_counts, microbatched
 
 # Numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
+# Plans that take more than this many times the fastest are of no interest.
+_SHOWN = 1.5
 # Stages a rank of the interleaved schedule.
 _CHUNKS = (2, 4)
 
@@ -96,8 +98,10 @@ def sweep(
     model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
     num_microbatches: Sequence[int] = (), schedules: Sequence[str] = ("1f1b", "interleaved", "zero-bubble"),
 ) -> list[Staged]:  # fmt: skip
-    """The plans that fit, fastest first. meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called
-    "dp" or "tp", else on every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
+    """The plans that fit, fastest first, without most of those that are far slower.
+
+    meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
+    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
     """
     tried: dict[int, list[tuple[int, Mesh]]] = {}
     for num_ranks, mesh in meshes:
@@ -109,7 +113,8 @@ def sweep(
         outline = model.of_microbatch(num)
         for num_ranks, mesh in here:
             plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
-            found += _on(model, outline, plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules)
+            beat_s = min((one.step_s for one in found), default=math.inf) * _SHOWN
+            found += _on(model, outline, plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
     return sorted(found, key=lambda one: one.step_s)
 
 
@@ -140,9 +145,9 @@ def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int,
 
 def _on(
     model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, num_ranks: int, mesh: Mesh, cluster: Cluster,
-    training: Training, limit_bytes: float, schedules: Sequence[str],
+    training: Training, limit_bytes: float, schedules: Sequence[str], beat_s: float = math.inf,
 ) -> Iterator[Staged]:  # fmt: skip
-    """The plans on one mesh with one number of microbatches."""
+    """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s` are left out."""
     short = outline.short
     candidates = annotate(short.graph, mesh, short.folded) if plans else None
     index = _index(model, short)
@@ -152,7 +157,7 @@ def _on(
         blocks = blocks_of(_expanded(figures, index), model.starts, model.recomputable)
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
             found = _cut(blocks, schedule, limit_bytes, link)
-            if found is not None:
+            if found is not None and _busy_s(blocks, found, schedule) <= beat_s:
                 yield Staged(plan, mesh, schedule, found, time_of(blocks, found, schedule, link), assignment)
 
 
@@ -190,6 +195,13 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, link: tuple[flo
         blocks = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
     share = limit_bytes * schedule.num_ranks / schedule.num_stages
     return partition(blocks, in_flight(schedule), share, transfer_s_per_byte=1 / link[1] if schedule.num_ranks > 1 else 0.0)
+
+
+def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
+    """Seconds for which the busiest rank computes."""
+    times = stage_times(blocks, found, (0.0, math.inf))
+    ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
+    return schedule.num_microbatches * max(sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks)
 
 
 @cache
