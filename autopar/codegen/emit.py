@@ -156,7 +156,7 @@ class _Emitter:
         scopes = []
         if step.random >= 0:
             axes = "".join(f", {self._axis((axis,))}" for axis in step.split_axes)
-            scopes.append(f"seeded(seed, {step.random}{axes})")
+            scopes.append(f"seeded({'self.step_seed' if step.is_alike else 'seed'}, {step.random}{axes})")
         if step.is_no_grad:
             scopes.append("torch.no_grad()")
         if step.again:

@@ -1,6 +1,6 @@
 """From an assignment to one rank's program: sizes made local, each conversion placed just before its first use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -33,13 +33,13 @@ from autopar.sbp.redistribute import Step, live_axes, redistribute
 from autopar.sbp.signature import Strategy
 
 
-def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False) -> Program:
+def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False, alike: Collection[str] = ()) -> Program:
     """One rank's program for `graph` laid out as `assignment` says.
 
     is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of the rest; only those
-    that are regathered are converted in each run.
+    that are regathered are converted in each run. alike: random ops that draw the same numbers in each run of a step.
     """
-    lowering = _Lowering(graph, mesh, assignment)
+    lowering = _Lowering(graph, mesh, assignment, alike)
     gather = lowering.gather() if is_split else None
     for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
         lowering.offload(number, tuple(ops))
@@ -57,6 +57,7 @@ class _Lowering:
     graph: Graph
     mesh: Mesh
     assignment: Assignment
+    alike: Collection[str]
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
     is_in_region: bool = False
@@ -180,7 +181,7 @@ class _Lowering:
         origin = " ".join(filter(None, (op.module, op.line)))
         self.steps.append(
             Call(op.outputs, op.target, _fill(args, names), kwargs, operands, layouts, _roles(strategy), random, split_axes,
-                 op.is_no_grad, op.is_tuple, origin, tuple(self._again(op, names)))
+                 op.is_no_grad, op.is_tuple, origin, tuple(self._again(op, names)), op.name in self.alike)
         )  # fmt: skip
 
     def output(self, index: int, value: Any) -> tuple[Any, Layout]:

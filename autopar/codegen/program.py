@@ -15,7 +15,7 @@ class Call:
 
     `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random numbers, differ.
     `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs. `again`: what of its operands is
-    not kept for backward, but made once more.
+    not kept for backward, but made once more. is_alike: a random op that draws the same numbers in all microbatches of a step.
     """
 
     outputs: tuple[Value, ...]
@@ -31,6 +31,7 @@ class Call:
     is_tuple: bool
     origin: str
     again: tuple["Again", ...] = ()
+    is_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)

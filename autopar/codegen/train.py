@@ -43,11 +43,15 @@ def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | Non
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a generated function runs with in one microbatch: `self` of it. The rest is as in `Loaded`."""
+    """What a generated function runs with in one microbatch: `self` of it. The rest is as in `Loaded`.
+
+    seed: of this microbatch's random ops; step_seed: of those that draw alike in all microbatches.
+    """
 
     loaded: Loaded
     constants: Mapping[str, torch.Tensor]
     seed: int
+    step_seed: int
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loaded, name)
@@ -81,13 +85,19 @@ class Trainer:
     meeting: Meeting
 
     @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """FQNs of the tied parameters of this rank that an earlier rank of the pipeline holds too."""
+        here = 0 if self.group is None else dist.get_rank(self.group)
+        return frozenset(fqn for fqn, ranks in self.tied.items() if here > ranks[0])
+
+    @property
     def source(self) -> str:
         """The generated Python of this rank's stages."""
         return "\n".join(f"# stage {part.number}\n{part.loaded.source}" for part in self.parts)
 
     def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Trainer":
         """The same for a copy of the module, whose tensors have these owners."""
-        return replace(self, parts=tuple(replace(part, loaded=replace(part.loaded, owners=owners, used={})) for part in self.parts))
+        return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
 
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters."""
@@ -140,8 +150,7 @@ class Trainer:
                 values[name] = _cut(self._slice(given[name], name, number), layout, part.loaded.axes)
             constants = {name: self._slice(x, name, number) for name, x in part.loaded.constants.items()}
             inputs = [values[item.value.name] for item, _ in part.loaded.program.inputs if item.kind == "argument"]
-            own = hash((seed, part.number, number)) & (2**62 - 1)
-            return part.loaded.function(Pass(part.loaded, constants, own), *inputs)
+            return part.loaded.function(Pass(part.loaded, constants, _mixed(seed, part.number, number), _mixed(seed, part.number)), *inputs)
 
         return Work(body, leaves)
 
@@ -170,6 +179,11 @@ class Trainer:
             _add_others(parameter, self.tied[fqn], self.group)
             if before[fqn] is not None:
                 parameter.grad = before[fqn].add_(parameter.grad)
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that depends on all of the numbers, the same on every rank."""
+    return hash(numbers) & (2**62 - 1)
 
 
 def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -203,7 +217,7 @@ def make_trainer(
     parts, local = [], []
     for number in plan.schedule.stages_of(rank):
         stage, part = stages[number], plan.stages[number]
-        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True)
+        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, alike=micro.alike)
         with peers_alive():
             axes = axes_of(own_mesh, program.joint_axes)
         constants = run_constants(part.graph, torch.device(mesh.device_type))
