@@ -4,7 +4,7 @@ import itertools
 import linecache
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,10 @@ class Loaded:
     used: dict[str, torch.Tensor] = field(default_factory=dict)
 
     draw_seed = staticmethod(draw_seed)
+
+    def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Loaded":
+        """The same for a copy of the module, whose tensors have these owners."""
+        return replace(self, owners=owners, used={})
 
     def local(self, fqn: str) -> torch.Tensor:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""

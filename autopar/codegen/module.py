@@ -17,9 +17,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, from_first, meet, on_every_rank, peers_alive
+from autopar.codegen.clip import clip_gradients
 from autopar.codegen.load import Loaded, axes_of, load, torch_placements
 from autopar.codegen.lower import lower
-from autopar.codegen.state import drop_others, install, owners, shard_model, stateful, with_parts, without_data
+from autopar.codegen.state import drop_others, install, owners, put, shard_model, stateful, with_parts, without_data
 from autopar.codegen.train import Trainer, make_trainer, pipeline_mesh
 from autopar.errors import AutoparError
 from autopar.ir.constants import run_constants
@@ -61,14 +62,22 @@ class ShardedModule(nn.Module):
         """
         return self._autopar.train_step(self, args, kwargs)
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls this."""
+        found = self._autopar.current()
+        counted_elsewhere = found.counted_elsewhere if isinstance(found, Trainer) else ()
+        return clip_gradients(self, max_norm, self._autopar.mesh, counted_elsewhere)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._autopar.current()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts."""
+        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of other ranks' stages
+        are left out."""
         self._autopar.current()
-        return super().load_state_dict(with_parts(self, state_dict), *args, **kwargs)
+        return super().load_state_dict(with_parts(self, state_dict, self._autopar.elsewhere), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
         """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
@@ -109,6 +118,7 @@ class Runtime:
     name: str  # the same on every rank, and no other module's
     loss_fn: LossFunction | None = None  # of train_step
     is_in_use: bool = False  # somebody may hold the parameters
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # FQN of what only other ranks hold -> what it is like
     num_copies: int = 0
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
     last: Loaded | Trainer | None = None
@@ -121,7 +131,7 @@ class Runtime:
 
     def of(self, module: nn.Module) -> "Runtime":
         """The same for a copy of the module."""
-        loaded = {key: replace(found, owners=owners(module), used={}) for key, found in self.loaded.items()}
+        loaded = {key: found.of(owners(module)) for key, found in self.loaded.items()}
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
@@ -196,7 +206,7 @@ class Runtime:
         check_weights(self.mesh, self.source)
         parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, mesh))
         install(module, graph, parts, is_in_use=self.is_in_use)
-        drop_others(module, graph)
+        self.elsewhere = drop_others(module, graph)
         self.source = module
 
     def _plan(self, graph: Graph, trains: bool) -> Plan | StagedPlan:
@@ -215,6 +225,7 @@ class Runtime:
         bare = skeleton(module)
         del bare._autopar
         bare.__class__ = self.original
+        put(bare, self.elsewhere)
         return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(_as_example, (args, kwargs)))
 
     def _pins(self, graph: Graph) -> dict[str, str]:

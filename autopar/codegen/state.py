@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.codegen.load import axes_of, torch_placements
 from autopar.codegen.materialise import initialise
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Input
+from autopar.ir.skeleton import bare
 from autopar.sbp.collectives import move
 from autopar.sbp.placement import I, Layout
 
@@ -71,12 +72,25 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
                 owner._buffers[name] = tensor
 
 
-def drop_others(module: nn.Module, graph: Graph) -> None:
-    """Leave nothing in the places of parameters and buffers that the graph has not: other ranks hold them."""
+def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
+    """Leave nothing in the places of parameters and buffers that the graph has not, for other ranks hold them: FQN -> what it is like."""
     own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    dropped: dict[str, torch.Tensor] = {}
+    bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
     for fqn, (owner, name) in owners(module).items():
-        if fqn not in own:
-            (owner._parameters if name in owner._parameters else owner._buffers)[name] = None
+        held = owner._parameters if name in owner._parameters else owner._buffers
+        if fqn not in own and held[name] is not None:
+            dropped[fqn] = bares.setdefault(id(held[name]), bare(held[name]))
+    put(module, dict.fromkeys(dropped))
+    return dropped
+
+
+def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Each of `tensors`, by FQN, in the place of a parameter or buffer."""
+    places = owners(module)
+    for fqn, tensor in tensors.items():
+        owner, name = places[fqn]
+        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
 
 
 def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
@@ -147,12 +161,14 @@ def _random_state_of_first(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def with_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`state` with every whole tensor that stands for a DTensor of `module` cut to this rank's part of it."""
+def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collection[str]) -> Mapping[str, Any]:
+    """`state` without what is `elsewhere`, and every whole tensor that stands for a DTensor of `module` cut to this rank's part of it."""
     stored = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
     cut = copy.copy(state)  # keeps the versions that state_dict() attaches
     for name, x in state.items():
-        if isinstance(x, torch.Tensor) and name in stored and not isinstance(x, DTensor) and x.shape == stored[name].shape:
+        if name in elsewhere:
+            del cut[name]
+        elif isinstance(x, torch.Tensor) and name in stored and not isinstance(x, DTensor) and x.shape == stored[name].shape:
             like = stored[name]
             cut[name] = distribute_tensor(x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return cut

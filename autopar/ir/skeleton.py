@@ -11,14 +11,12 @@ def skeleton(model: nn.Module) -> nn.Module:
 
     Raises whatever `copy.deepcopy` raises for attributes that cannot be copied.
     """
-    empty: dict[int, object] = {}
-    for parameter in model.parameters():
-        empty[id(parameter)] = nn.Parameter(_bare(parameter), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        empty[id(buffer)] = _bare(buffer)
+    empty: dict[int, object] = {id(x): bare(x) for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, empty)
 
 
-def _bare(x: torch.Tensor) -> torch.Tensor:
+def bare(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor or parameter like `x` without data."""
     # not empty_like: of a DTensor that would be a DTensor
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty

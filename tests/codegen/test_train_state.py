@@ -1,0 +1,208 @@
+"""A module in stages as its user handles it: checkpoints, copies, clipping, other batches, and what is refused."""
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import autopar
+from autopar.errors import AutoparError, MicrobatchError
+from autopar.plan.plan import Plan
+from autopar.plan.staged import StagedPlan
+from tests.codegen.staged import Sample, gradients, loss_of, plan_of_sample, sample, under
+from tests.codegen.training import EPS, LEARNING_RATE, whole, worst
+from tests.workers import Ranks, device_mesh
+from tests.zoo import build
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+GPT2: dict[str, Any] = {"name": "gpt2", "has_loss_fn": True}
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+
+
+def _step(case: Sample, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    if hasattr(case.model, "train_step"):
+        case.model.train_step(*case.args, **case.kwargs)
+    else:
+        loss_of(case).backward()
+    optimizer.step()
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(x).detach().clone() for name, x in model.state_dict().items()}
+
+
+def _folder() -> str:
+    """One new folder that all ranks share."""
+    box = [tempfile.mkdtemp(prefix="autopar-checkpoint-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+
+
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    content = _content(model, optimizer)
+    checkpoint.load(content, checkpoint_id=folder)
+    set_model_state_dict(model, content["model"])
+    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=FLAT)
+
+
+def _other_weights(case: Sample) -> Sample:
+    with torch.no_grad():
+        for parameter in case.model.parameters():
+            parameter.add_(0.5)
+    return case
+
+
+def checkpoint_moves(options: dict[str, Any], first: Plan | StagedPlan, second: Plan | StagedPlan) -> dict[str, float]:
+    """Train a step under one plan, save, load under another and on one device, train on: all must agree with one device."""
+    truth = sample(**options)
+    truth_optimizer = _adamw(truth.model)
+    _step(truth, truth_optimizer)
+    case = sample(**options)
+    case = case._replace(model=under(first, case))
+    optimizer = _adamw(case.model)
+    _step(case, optimizer)
+    folder, found = _folder(), {}
+    checkpoint.save(_content(case.model, optimizer), checkpoint_id=folder)
+    other, plain = _other_weights(sample(**options)), _other_weights(sample(**options))
+    loaded = {"sharded": other._replace(model=under(second, other)), "plain": plain}
+    optimizers = {kind: _adamw(one.model) for kind, one in loaded.items()}
+    for kind, one in loaded.items():
+        _load(one.model, optimizers[kind], folder)
+        found[kind] = _distance(one.model, truth.model)
+    _step(truth, truth_optimizer)
+    for kind, one in loaded.items():
+        _step(one, optimizers[kind])
+        found[f"{kind}, trained on"] = _distance(one.model, truth.model)
+    return found
+
+
+def _distance(model: nn.Module, truth: nn.Module) -> float:
+    found, expected = _state(model), truth.state_dict()
+    return worst(found, {name: expected[name] for name in found}, LEARNING_RATE)[0]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("is_from_stages", [True, False])
+def test_checkpoint_moves_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: bool) -> None:
+    plans = [plan_of_sample(sample(**GPT2), "pp=2,tp=2", 2, "interleaved"), plan_of_sample(sample(**GPT2), "dp=2,tp=2", 1)]
+    assert isinstance(plans[0], StagedPlan) and isinstance(plans[1], Plan)
+    for found in ranks4.run(checkpoint_moves, GPT2, *(plans if is_from_stages else plans[::-1]), timeout_s=200):
+        assert max(found.values()) < 1e-9, found
+
+
+def handled(options: dict[str, Any], plan: StagedPlan) -> dict[str, Any]:
+    """Loading whole tensors, copies, clipping and calls of the module."""
+    truth, case = sample(**options), sample(**options)
+    model = under(plan, case)
+    whole_state = {name: x + 0.1 for name, x in truth.model.state_dict().items()}
+    assert not model.load_state_dict(whole_state).missing_keys
+    truth.model.load_state_dict(whole_state)
+    found: dict[str, Any] = {"loaded": _distance(model, truth.model), "keys": set(model.state_dict())}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nothing.weight"):
+        model.load_state_dict(whole_state | {"nothing.weight": torch.ones(1)})
+    average = copy.deepcopy(model)
+    assert not {id(p) for p in average.parameters()} & {id(p) for p in model.parameters()}
+    loss = loss_of(truth)
+    loss.backward()
+    found["loss"] = abs(float(model.train_step(*case.args, **case.kwargs)) - float(loss))
+    assert all(p.grad is None for p in average.parameters())
+    limit = 0.3 * float(nn.utils.get_total_norm([p.grad for p in truth.model.parameters()]))
+    norms = float(nn.utils.clip_grad_norm_(truth.model.parameters(), limit)), float(model.clip_grad_norm_(limit))
+    found["norm"] = abs(norms[0] - norms[1]) / norms[0]
+    found["clipped"] = _gradient_distance(model, truth.model)
+    assert float(model.clip_grad_norm_(1e9)) == pytest.approx(limit, rel=1e-3)
+    found["not clipped"] = _gradient_distance(model, truth.model)
+    _adamw(model).step()
+    found["copy"] = abs(float(average.train_step(*case.args, **case.kwargs)) - float(loss))
+    found["refused"] = _refusal(model, case) if plan.schedule.num_ranks > 1 else ""
+    return found
+
+
+def _gradient_distance(model: nn.Module, truth: nn.Module) -> float:
+    found, expected = gradients(model), gradients(truth)
+    return worst(found, {name: expected[name] for name in found}, 1e-6)[0]
+
+
+def _refusal(model: nn.Module, case: Sample) -> str:
+    with pytest.raises(AutoparError) as error:
+        model(*case.args[: len(case.args) - (case.loss_fn is not None)], **case.kwargs)
+    model.train_step(*case.args, **case.kwargs)  # goes on
+    return str(error.value)
+
+
+@pytest.mark.multirank
+def test_loads_copies_clips_and_refuses(ranks4: Ranks) -> None:
+    tied = {"name": "t5"}
+    for options, mesh, num, schedule, limit in ((GPT2, "pp=2,dp=2", 2, "1f1b", 1e-9), (tied, "pp=2,tp=2", 4, "interleaved", 1e-5)):
+        plan = plan_of_sample(sample(**options), mesh, num, schedule)
+        results = ranks4.run(handled, options, plan, timeout_s=200)
+        for found in results:
+            assert max(x for x in found.values() if isinstance(x, float)) < limit, found
+            assert "train_step" in found["refused"] and "stages" in found["refused"]
+        everything = set(sample(**options).model.state_dict())
+        assert set.union(*(found["keys"] for found in results)) == everything
+        assert all(found["keys"] < everything for found in results)
+
+
+def accumulated(options: dict[str, Any]) -> dict[str, float]:
+    """One stage and several microbatches: model(...) works beside train_step, and batches of other sizes."""
+    truth, case = sample(**options), sample(**options)
+    compiled = {"cluster": "free-links", "num_microbatches": 4, "loss_fn": case.loss_fn}
+    model = autopar.compile(case.model, device_mesh((2, 2), ("dp", "tp")), args=case.args, **compiled)
+    found = _next_step(model, truth, case)
+    logits = model(case.args[0]).logits
+    found["logits"] = worst({"": whole(logits).detach()}, {"": truth.model(case.args[0]).logits.detach()}, 1e-6)[0]
+    return found | {f"{key}, 16 samples": x for key, x in _next_step(model, truth, sample(batch=16, **options)).items()}
+
+
+def in_stages(options: dict[str, Any]) -> dict[str, float]:
+    truth, case = sample(**options), sample(**options)
+    compiled = {"cluster": "free-links", "num_microbatches": 4, "schedule": "1f1b", "loss_fn": case.loss_fn}
+    model = autopar.compile(case.model, device_mesh((2, 2), ("pp", "dp")), args=case.args, **compiled)
+    with pytest.raises(MicrobatchError, match=r"batch of 6 cannot be cut in 4 .*: 3, 6"):
+        model.train_step(*(x[:6] for x in case.args))
+    found = _next_step(model, truth, case)
+    return found | {f"{key}, 16 samples": x for key, x in _next_step(model, truth, sample(batch=16, **options)).items()}
+
+
+def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, float]:
+    model.zero_grad()
+    truth.model.zero_grad()
+    loss = loss_of(truth._replace(args=batch.args))
+    loss.backward()
+    found = float(model.train_step(*batch.args))
+    return {"loss": abs(found - float(loss)), "gradients": _gradient_distance(model, truth.model)}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("run", [accumulated, in_stages])
+def test_batches_of_other_sizes(ranks4: Ranks, run: Any) -> None:
+    for found in ranks4.run(run, GPT2, timeout_s=200):
+        assert max(found.values()) < 1e-9, found
+
+
+def test_batch_norm_in_microbatches_is_refused() -> None:
+    case = build("resnet")
+    with pytest.raises(MicrobatchError, match=r"batch_norm .*stem.1 .*statistics"):
+        args = *case.args, torch.zeros(8).long()
+        autopar.plan(case.model, "dp=2", cluster="cpu", args=args, loss_fn=nn.functional.cross_entropy, num_microbatches=2)
