@@ -32,6 +32,22 @@ def build():
     return Net(), (torch.randn(8, 16), torch.randn(8, 16)), {}
 
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = x + block(x)
+        return mse_loss(x, y)
+
+
+def deep():
+    return Deep(), (torch.randn(8, 16), torch.randn(8, 16)), {}
+
+
 def without_loss():
     return Net().body, (torch.randn(8, 16),), {}
 
@@ -95,6 +111,43 @@ def test_hand_plan_and_pin_and_save(file, capsys, tmp_path):
     assert layouts["body.0.weight"] == "S(1)B" and (tmp_path / "plan.json").exists()
 
 
+def explain_stages(file, *options):
+    return main(["explain", f"{file}:deep", "--mesh", "pp=2,dp=2", "--cluster", "cpu", "--microbatches", "4", *options])
+
+
+def test_explain_prints_stages_their_timeline_and_memory(file, capsys):
+    assert explain_stages(file, "--schedule", "1f1b") == 0
+    out = capsys.readouterr().out
+    assert "Schedule: 1f1b, 2 stages on 2 ranks, 4 microbatches" in out
+    assert re.search(r"^rank 0 \|[0-9a-j.]{100}\|$", out, re.MULTILINE) and re.search(r"^0 +most, [0-9.]+ [um]s +2 ", out, re.MULTILINE)
+
+
+def test_stages_as_json_and_trace_and_code(file, capsys, tmp_path):
+    assert explain_stages(file, "--schedule", "gpipe", "--json", "--trace", str(tmp_path / "trace.json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schedule"] == {"name": "gpipe", "num_stages": 2, "num_ranks": 2} and found["num_microbatches"] == 4
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event.get("cat") in ("forward", "backward") for event in events) == 2 * 2 * 4
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= 1e6 * found["step_s"]
+    assert explain_stages(file, "--code") == 0
+    code = capsys.readouterr().out
+    compile(code, "generated", "exec")
+    assert code.count("\n# stage ") + code.startswith("# stage 0") == code.count("def forward(")
+
+
+def test_the_trace_of_a_plan_without_stages_is_one_forward_and_one_backward(file, tmp_path):
+    assert explain(file, "--hand", "ddp", "--trace", str(tmp_path / "trace.json")) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["0F0", "0B0"]
+
+
+def test_plans_without_stages_are_not_asked_for_microbatches(file, capsys):
+    assert explain_stages(file, "--hand", "ddp") == 2
+    assert "leave out --hand" in capsys.readouterr().err
+    assert explain_stages(file, "--microbatches", "3") == 2
+    assert "nearest numbers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -156,6 +209,15 @@ def test_verify_as_a_command(file):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr
     assert re.search(r"forward +a1 +all_reduce +1 +1024 +1 +1024", done.stdout) and "\nequal" in done.stdout
+
+
+@pytest.mark.multirank
+def test_verify_runs_stages_of_a_saved_plan(file, capsys, tmp_path):
+    saved = str(tmp_path / "plan.json")
+    assert explain_stages(file, "--save", saved) == 0
+    capsys.readouterr()
+    assert main(["verify", f"{file}:deep", "--mesh", "pp=2,dp=2", "--plan", saved, "--dtype", "float32"]) == 0
+    assert "\nequal" in capsys.readouterr().out
 
 
 @pytest.mark.multirank

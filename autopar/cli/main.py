@@ -18,18 +18,22 @@ from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
-from autopar.explain.report import report
 from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_devices
 from autopar.models import MODELS, Example
-from autopar.plan.assemble import make_plan
+from autopar.plan import staged
+from autopar.plan.choose import choose_plan
 from autopar.plan.factorise import factorise
 from autopar.plan.hand import NO_STYLES, hand_plan, parse_hand_plan
 from autopar.plan.hf import hf_styles
 from autopar.plan.plan import Plan, plan_of
+from autopar.plan.schedule import NAMES as SCHEDULES
+from autopar.plan.staged import PIPELINE, StagedPlan
+from autopar.plan.staged_text import plan_json, plan_trace
+from autopar.plan.store import read, write
 from autopar.sbp.annotate import annotate
 
 _TARGET = f"a built-in model ({', '.join(MODELS)}) or path.py:function, where function() returns (model, args, kwargs)"
@@ -54,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="plan a model, without running it, and say what the plan does and costs")
     _add_planning(explain, default_cluster=None)
     explain.add_argument("--json", action="store_true", help="the same content as JSON")
-    explain.add_argument("--code", action="store_true", help="print the generated Python instead")
+    explain.add_argument("--code", action="store_true", help="print the generated Python instead, of each stage if there are several")
+    explain.add_argument("--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing")
     explain.add_argument("--save", metavar="FILE", help="write the plan")
     explain.set_defaults(run=_explain)
     check = commands.add_parser("verify", help="run one training step on gloo processes of this machine and on one device, and compare")
@@ -67,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | None) -> None:
     parser.add_argument("target", metavar="TARGET", help=_TARGET)
-    mesh_help = "e.g. 2x4 or dp=2,tp=4; 8, or nodes=2,devices=4, lets the search choose how to factorise it"
+    mesh_help = "e.g. 2x4, dp=2,tp=4 or pp=2,dp=4 (stages along pp); 8, or nodes=2,devices=4, lets the search choose how to factorise it"
     parser.add_argument("--mesh", required=True, type=_argument(parse_devices), help=mesh_help)
     cluster = f" (default {default_cluster})" if default_cluster else ""
     parser.add_argument(
@@ -77,6 +82,8 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
     limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
     parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)
+    parser.add_argument("--microbatches", type=int, metavar="N", help="cut the batch into so many (default: as many as is best)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)")
     parser.add_argument("--optimizer", default="adamw", help="whose state counts as memory (default adamw)")
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds of search (default 30)")
 
@@ -110,13 +117,22 @@ def _explain(options: argparse.Namespace) -> int:
         plan = _plan(options, load_target(options.target), tell)
     if options.save:
         plan.save(options.save)
+    if options.trace:
+        write(options.trace, plan_trace(plan))
     if options.code:
-        print(emit(lower(plan.graph, plan.mesh, plan.assignment)))
+        print(_code(plan))
     elif options.json:
-        print(json.dumps(report(plan).as_json(), indent=1))
+        print(json.dumps(plan_json(plan), indent=1))
     else:
         print(plan.explain())
     return 0
+
+
+def _code(plan: Plan | StagedPlan) -> str:
+    if isinstance(plan, Plan):
+        return emit(lower(plan.graph, plan.mesh, plan.assignment))
+    texts = (emit(lower(stage.graph, stage.mesh, stage.assignment, is_split=True)) for stage in plan.stages)
+    return "\n".join(f"# stage {number}\n{text}" for number, text in enumerate(texts))
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -135,26 +151,37 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if outcome.is_equal else 1
 
 
-def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan:
+def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan:
     tell("trace")
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
     if getattr(options, "plan", None):
-        return Plan.load(options.plan, graph, options.mesh)
+        return staged.loads(read(options.plan), graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
+        _check_whole(options)
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
         return _by_hand(options.hand, example.model, graph, mesh, cluster, Training(options.optimizer), limit)
-    return make_plan(
+    return choose_plan(
         graph,
         options.mesh,
         cluster,
         pins=dict(_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
         training=Training(options.optimizer),
+        num_microbatches=options.microbatches,
+        schedule=options.schedule,
         time_limit_s=options.time_limit,
         progress=tell,
     )
+
+
+def _check_whole(options: argparse.Namespace) -> None:
+    if options.microbatches or options.schedule or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names):
+        raise AutoparError(
+            f"--hand {options.hand} is a plan without stages and microbatches, but a mesh with a pipeline axis, --microbatches or "
+            "--schedule is given; leave out --hand: a plan in stages shows the best ones by hand beside it"
+        )
 
 
 def _by_hand(kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float) -> Plan:

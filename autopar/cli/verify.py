@@ -7,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from torch.utils import _pytree as pytree  # the pytree of torch.export's specs;
 from autopar.api import compile as shard
 from autopar.cli.target import load_target
 from autopar.codegen.count import count_collectives
+from autopar.codegen.train import Trainer
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import Example
 from autopar.plan.plan import Plan
+from autopar.plan.staged import StagedPlan
 from autopar.sbp.redistribute import Collective
 
 # Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64 model,
@@ -55,7 +58,7 @@ class Outcome:
     text: str
 
 
-def verify(target: str, plan: Plan, dtype: torch.dtype | None = None) -> Outcome:
+def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = None) -> Outcome:
     """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare.
 
     AutoparError with the reason of the rank that failed first.
@@ -69,10 +72,18 @@ def verify(target: str, plan: Plan, dtype: torch.dtype | None = None) -> Outcome
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
         found, issued = pickle.loads((Path(folder) / "result").read_bytes())
     truth = train_step(_seeded(target, dtype))
-    return _judge(found, truth, [item.collective for item in plan.costs.collectives], issued, plan.mesh, tolerance)
+    planned, mesh = planned_collectives(plan)
+    return _judge(found, truth, planned, issued, mesh, tolerance)
 
 
-def _tolerance(plan: Plan) -> float:
+def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
+    """What the first rank should issue in a step but for what stages send one another, and the mesh whose axes they name."""
+    stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
+    found = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
+    return list(chain.from_iterable(found)), stages[0].mesh
+
+
+def _tolerance(plan: Plan | StagedPlan) -> float:
     dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
     if not dtypes <= TOLERANCES.keys():
         found = ", ".join(sorted(map(str, dtypes)))
@@ -105,11 +116,26 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     example = _seeded(target, dtype)
     model = shard(example.model, device_mesh, args=example.args, kwargs=example.kwargs, plan=Path(folder) / "plan.json")
-    if model._autopar.current().program.has_random_ops:
+    loaded = model._autopar.current()
+    parts = [part.loaded for part in loaded.parts] if isinstance(loaded, Trainer) else [loaded]
+    if any(part.program.has_random_ops for part in parts):
         raise AutoparError("the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability to 0")
-    with count_collectives(device_mesh) as issued:
-        summed = backward(model, example)
-    return _finish(model, summed), issued
+    with count_collectives(parts[0].mesh) as issued:
+        # train_step has made the loss and the gradients whole
+        summed = [model.train_step(*example.args, **example.kwargs)] if isinstance(loaded, Trainer) else backward(model, example)
+    step = _finish(model, summed)
+    if isinstance(loaded, Trainer):
+        return _of_all_stages(step), [collective for collective in issued if collective.axes]
+    return step, issued
+
+
+def _of_all_stages(step: Step) -> Step:
+    """On the first rank, what the stages of all ranks hold."""
+    found: list = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((step.gradients, step.state), found)
+    parts = found or [(step.gradients, step.state)]
+    gradients, state = ({name: x for part in reversed(parts) for name, x in part[which].items()} for which in (0, 1))
+    return Step(step.loss, gradients, state)
 
 
 def _seeded(target: str, dtype: torch.dtype | None) -> Example:
@@ -152,9 +178,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
     loss = sum(whole(x).sum() for x in summed)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    largest = max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0)
+    largest = _of_all_ranks(max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0))
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
     return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
+
+
+def _of_all_ranks(largest: float) -> float:
+    if not dist.is_initialized():
+        return largest
+    found = torch.tensor(largest, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float) -> Outcome:

@@ -1,12 +1,18 @@
 """A plan in stages as text and as data."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from autopar.explain.report import report
 from autopar.explain.text import format_bytes, format_seconds
-from autopar.plan.timeline import format_timeline
+from autopar.plan.bought import Bought, bought
+from autopar.plan.memory_timeline import Moment, memory_over_time
+from autopar.plan.schedule import Schedule
+from autopar.plan.simulate import StageTimes, simulate
+from autopar.plan.timeline import format_counts, format_timeline, trace_json
 from autopar.sbp.placement import format_layout
 
 if TYPE_CHECKING:
@@ -16,7 +22,7 @@ if TYPE_CHECKING:
 
 def format_staged(plan: "StagedPlan") -> str:
     """All sections, in a fixed order; the same plan gives the same text."""
-    sections = [_head(plan), _stages(plan), _memory(plan), _bought(plan), _crossing(plan), format_timeline(plan.timeline), _hand(plan)]
+    sections = [_head(plan), _stages(plan), format_timeline(plan.timeline), _memory(plan), _bought(plan), _crossing(plan), _hand(plan)]
     note = "What each op of a stage does: plan.stages[number].explain()."
     return "\n\n".join(section for section in (*sections, note, _timings(plan)) if section)
 
@@ -34,10 +40,32 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "bubble": plan.timeline.bubble,
         "starts": list(plan.starts),
         "timeline": [[[str(span.action), span.start_s, span.end_s] for span in row] for row in plan.timeline.rows],
+        "memory_over_time": [_moments_json(plan, rank) for rank in range(plan.schedule.num_ranks)],
+        "memory_choices": [asdict(one) for one in bought(plan)],
         "stages": [report(stage).as_json() for stage in plan.stages],
         "hand": {name: {"step_s": costs.step_s, "memory_bytes": costs.memory_bytes} for name, costs in plan.hand.items()},
         "timings_s": dict(plan.timings),
     }
+
+
+def _moments_json(plan: "StagedPlan", rank: int) -> list[dict[str, Any]]:
+    found = memory_over_time(plan, rank)
+    return [{"start_s": x.start_s, "in_flight": x.in_flight, "bytes": dict(x.bytes_by_kind)} for x in found]
+
+
+def plan_json(plan: "Plan | StagedPlan") -> dict[str, Any]:
+    """What `explain` says as plain dicts, lists, strings and numbers."""
+    return staged_json(plan) if hasattr(plan, "stages") else report(plan).as_json()
+
+
+def plan_trace(plan: "Plan | StagedPlan") -> str:
+    """A trace file of the planned step; without stages and microbatches, of one forward and one backward."""
+    if hasattr(plan, "stages"):
+        over_time = {rank: memory_over_time(plan, rank) for rank in range(plan.schedule.num_ranks)}
+        memory = {rank: [(x.start_s, x.bytes_by_kind) for x in row] for rank, row in over_time.items()}
+        return trace_json({"planned": plan.timeline}, memory)
+    times = StageTimes(plan.costs.microbatch_s("forward"), plan.costs.microbatch_s("backward"))
+    return trace_json({"planned": simulate(Schedule("accumulate", 1, 1, 1), [times])})
 
 
 def _head(plan: "StagedPlan") -> str:
@@ -47,6 +75,7 @@ def _head(plan: "StagedPlan") -> str:
             f"Plan for mesh {plan.mesh} on cluster {plan.cluster.name} ({plan.cluster.source}), optimizer {plan.training.optimizer}.",
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             f"Step {format_seconds(plan.step_s)}, found by {plan.found_by or 'hand'}; {floor}.",
+            f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
         ]
     )
 
@@ -69,33 +98,36 @@ def _stages(plan: "StagedPlan") -> str:
 
 
 def _memory(plan: "StagedPlan") -> str:
+    """At the start, the worst time and the end of the step, and how many microbatches are in flight over it."""
+    ranks = range(plan.schedule.num_ranks)
+    over_time = [memory_over_time(plan, rank) for rank in ranks]
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.costs.memory_bytes))
-    lines = []
-    for rank in range(plan.schedule.num_ranks):
-        own = [plan.stages[number].costs.memory_bytes for number in plan.schedule.stages_of(rank)]
-        sizes = [sum(found.get(kind, 0) for found in own) for kind in kinds]
-        lines.append([str(rank), *map(format_bytes, (*sizes, sum(sizes)))])
+    lines = [line for rank in ranks for line in _memory_lines(rank, over_time[rank], kinds)]
     limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {format_bytes(plan.memory_limit_bytes)})"
-    return f"Memory of a device of each rank of the pipeline{limit}:\n" + _table(lines, ["rank", *kinds, "all"])
+    table = _table(lines, ["rank", "when", "in flight", *kinds, "all"])
+    counts = format_counts([[(x.start_s, x.in_flight) for x in row] for row in over_time], plan.timeline.step_s)
+    return f"Memory of a device of each rank of the pipeline{limit}:\n{table}\n\nMicrobatches in flight over the step:\n{counts}"
+
+
+def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) -> Iterator[list[str]]:
+    worst = max(moments, key=lambda moment: moment.total_bytes)
+    for when, found in (("start", moments[0]), (f"most, {format_seconds(worst.start_s)}", worst), ("end", moments[-1])):
+        sizes = (format_bytes(found.bytes_by_kind.get(kind, 0)) for kind in kinds)
+        yield [str(rank), when, str(found.in_flight), *sizes, format_bytes(found.total_bytes)]
 
 
 def _bought(plan: "StagedPlan") -> str:
     """What each choice that saves memory gains and costs."""
-    lines = []
-    for number, stage in enumerate(plan.stages):
-        lines += [[str(number), *line] for line in _choices_of(stage)]
-    return "What saves memory, and what it costs a step:\n" + _table(lines, ["stage", "choice", "saves", "costs"]) if lines else ""
+    lines = [_bought_line(one) for one in bought(plan)]
+    title = "What saves memory; a device, and a step of the whole plan, without it:"
+    return title + "\n" + _table(lines, ["stage", "choice", "memory", "it saves", "step", "it costs"]) if lines else ""
 
 
-def _choices_of(stage: "Plan") -> list[list[str]]:
-    lines = []
-    for what, other in stage.without_savings():
-        saved, slower = (
-            other.total_memory_bytes - stage.costs.total_memory_bytes,
-            stage.costs.step_s - other.step_s,
-        )
-        lines.append([what, format_bytes(max(0, saved)), format_seconds(max(0.0, slower))])
-    return lines
+def _bought_line(one: Bought) -> list[str]:
+    saved, slower_s = one.bytes_without - one.num_bytes, one.step_s - one.step_s_without
+    saves = f"none, takes {format_bytes(-saved)}" if saved < 0 else format_bytes(saved)
+    costs = f"none, gains {format_seconds(-slower_s)}" if slower_s < 0 else format_seconds(slower_s)
+    return [one.where, one.choice, format_bytes(one.bytes_without), saves, format_seconds(one.step_s_without), costs]
 
 
 def _crossing(plan: "StagedPlan") -> str:

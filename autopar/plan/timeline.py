@@ -1,6 +1,8 @@
 """A pipeline's step as it was simulated or measured: who computes what, and when; as text and for trace viewers."""
 
 import json
+import string
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backw
 WIDTH = 100  # columns of a row of text
 # A microbatch is shown by its last digit: forwards as it is, backwards as the letter that stands for it.
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "wwwwwwwwww"}
+DIGITS = string.digits + string.ascii_lowercase + "+"
 LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a backward of weights that was put off, . waiting"
 
 
@@ -83,6 +86,18 @@ def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
     return "\n".join([head, *drawn, f"({LEGEND})", "", table])
 
 
+def format_counts(rows: Sequence[Sequence[tuple[float, int]]], step_s: float, width: int = WIDTH) -> str:
+    """A row of `width` columns for each rank: a number that changes at these times, in the middle of each column; above 9, letters."""
+    num_digits = len(str(len(rows) - 1))
+    return "\n".join(f"rank {rank:>{num_digits}} |{_counted(row, step_s, width)}|" for rank, row in enumerate(rows))
+
+
+def _counted(row: Sequence[tuple[float, int]], step_s: float, width: int) -> str:
+    times = [time_s for time_s, _ in row]
+    found = (row[bisect_right(times, (column + 0.5) * step_s / width) - 1][1] for column in range(width))
+    return "".join(DIGITS[min(number, len(DIGITS) - 1)] for number in found)
+
+
 def _drawn(row: tuple[Span, ...], step_s: float, width: int) -> str:
     """Each column shows what the rank does in the middle of it."""
     spans, found = list(reversed(row)), []
@@ -107,14 +122,20 @@ def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
     return [str(rank), stages, *cells, f"{sum(waited.values()) / timeline.step_s:.1%}", longest]
 
 
-def trace_json(timelines: Mapping[str, Timeline]) -> str:
-    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread for each rank."""
+def trace_json(timelines: Mapping[str, Timeline], memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None) -> str:
+    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread for each rank.
+
+    memory: of ranks of the first timeline, bytes by kind from each time on.
+    """
     events = [event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)]
+    for rank, moments in (memory or {}).items():
+        name = f"memory of rank {rank}, bytes"
+        events += [{"ph": "C", "pid": 0, "name": name, "ts": 1e6 * time_s, "args": dict(sizes)} for time_s, sizes in moments]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
 
 
 def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Trace Event Format: complete events "X" in microseconds, metadata "M"."""
+    """Trace Event Format: complete events "X" in microseconds, metadata "M"; counters are "C"."""
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     for rank, row in enumerate(timeline.rows):
         at = {"pid": process, "tid": rank}
