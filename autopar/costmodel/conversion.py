@@ -126,11 +126,11 @@ def parameter_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape
     """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others (`assignment.buckets`)."""
     alone = conversion_times(value, sources, targets, mesh_shape, cluster)
     together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
-    return np.where(_only_reduces_gradient(sources, targets), together, alone)
+    return np.where(only_reduces_gradient(sources, targets), together, alone)
 
 
 @lru_cache(maxsize=256)
-def _only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
+def only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
     """bool[sources, targets]: whether every axis stays or goes from I to R."""
     ndim = max(map(len, sources + targets), default=0)
     src, dst = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.conversion import conversion_times, kept_bytes, parameter_times
+from autopar.costmodel.conversion import conversion_times, kept_bytes, only_reduces_gradient, parameter_times
 from autopar.costmodel.entities import Flow, Flows
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.offered import Offered
@@ -88,6 +88,8 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -
     pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
     again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
     is_bucketed = is_parameter and meeting.is_stored
+    if is_bucketed:
+        again &= ~only_reduces_gradient(*pair)  # nothing is gathered that could be gathered again
     cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
     is_repeated = again if is_parameter else np.ones_like(again)
     twice = again if is_parameter else np.full_like(again, meeting.saving.region != NOWHERE)

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.costmodel.decode import decode, encode
@@ -93,6 +93,7 @@ def draw_offloaded(draw: random.Random, graph: Graph, recomputed: Regions) -> Re
 
 
 @given(seed=st.integers(0, 2**32), num_calls=st.integers(1, 12), shape=st.sampled_from(MESHES))
+@example(seed=128, num_calls=8, shape=(2, 2, 2))  # a parameter to be regathered that is stored as it is read
 @settings(max_examples=60, deadline=None)
 def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     draw = random.Random(seed)
