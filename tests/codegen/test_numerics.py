@@ -37,9 +37,13 @@ def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: st
     _check(ranks4.run(train_under, name, plans_for(name, shape, kinds), timeout_s=240), name)
 
 
+# On eight ranks each kind of plan on the mesh that is the harder one for it: eight processes take long on few cores.
+ON_EIGHT = {(8,): ("ddp", "zero3"), (2, 2, 2): ("searched", "megatron", "random:0")}
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", ON_EIGHT, ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    kinds = ("searched", "ddp", "zero3", "megatron", "random:0")
+    kinds = ON_EIGHT[shape]
     _check(ranks8.run(train_under, name, plans_for(name, shape, kinds), timeout_s=400), name)
