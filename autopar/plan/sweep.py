@@ -158,7 +158,7 @@ def _on(
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
             found = _cut(blocks, schedule, limit_bytes, link)
             if found is not None and _busy_s(blocks, found, schedule) <= beat_s:
-                yield Staged(plan, mesh, schedule, found, time_of(blocks, found, schedule, link), assignment)
+                yield Staged(plan, mesh, schedule, found, float(time_of(blocks, found, schedule, link)), assignment)
 
 
 def lightest(
