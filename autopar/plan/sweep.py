@@ -29,6 +29,8 @@ from autopar.sbp.microbatch import microbatch_counts, microbatched
 _MOST_COUNTS = 6
 # Plans that take more than this many times the fastest are of no interest.
 _SHOWN = 1.5
+# To which part of it the least memory is found.
+_PRECISION = 1e-3
 # Stages a rank of the interleaved schedule.
 _CHUNKS = (2, 4)
 
@@ -148,35 +150,56 @@ def _on(
     training: Training, limit_bytes: float, schedules: Sequence[str], beat_s: float = math.inf,
 ) -> Iterator[Staged]:  # fmt: skip
     """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s` are left out."""
-    short = outline.short
-    candidates = annotate(short.graph, mesh, short.folded) if plans else None
-    index = _index(model, short)
     link = transfer(cluster, num_ranks, mesh.num_devices)
-    for plan, assignment in outline.follow(plans, candidates, mesh).items() if plans else ():
-        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
-        blocks = blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+    for plan, assignment, blocks in _profiled(model, outline, plans, num, mesh, cluster, training):
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
             found = _cut(blocks, schedule, limit_bytes, link)
             if found is not None and _busy_s(blocks, found, schedule) <= beat_s:
                 yield Staged(plan, mesh, schedule, found, float(time_of(blocks, found, schedule, link)), assignment)
 
 
+def _profiled(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> Iterator[tuple[HandPlan, Assignment, Blocks]]:
+    """The plans and the figures of their blocks."""
+    if not plans:
+        return
+    short = outline.short
+    candidates = annotate(short.graph, mesh, short.folded)
+    index = _index(model, short)
+    for plan, assignment in outline.follow(plans, candidates, mesh).items():
+        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
+        yield plan, assignment, blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+
+
 def lightest(
     model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = ()
 ) -> tuple[float, str] | None:
-    """The least bytes per device with which a plan of the sweep fits, and its name; None if no schedule can run."""
+    """The least bytes per device with which a plan of the sweep fits, to a thousandth, and its name; None if no schedule can run."""
     best: tuple[float, str] | None = None
     for num_ranks, mesh in meshes:
-        for num in num_microbatches or _counts(model, num_ranks)[-1:]:
-            outline = model.of_microbatch(num)
+        link = transfer(cluster, num_ranks, mesh.num_devices)
+        for num in num_microbatches or _counts(model, num_ranks):
             plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, math.inf))
-            low, high = (best[0] / 2**40, best[0]) if best else (1.0, 2.0**60)
-            while high > 1.001 * low:  # at first over many orders of magnitude
-                middle = math.sqrt(low * high)
-                found = next(_on(model, outline, plans, num, num_ranks, mesh, cluster, training, middle, ("1f1b", "gpipe")), None)
-                low, high = (low, middle) if found else (middle, high)
-                best = (middle, found.name) if found else best
+            for plan, assignment, blocks in _profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
+                for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
+                    found = _lightest_cut(blocks, schedule, link, best[0] if best else math.inf)
+                    if found is not None:
+                        best = found[0], Staged(plan, mesh, schedule, found[1], 0.0, assignment).name
     return best
+
+
+def _lightest_cut(blocks: Blocks, schedule: Schedule, link: tuple[float, float], below: float) -> tuple[float, Partition] | None:
+    """The least memory limit that the blocks can be cut under, and the cut; None if it is not below `below`."""
+    found = _cut(blocks, schedule, below * (1 - _PRECISION), link)
+    if found is None:
+        return None
+    low, high = 0.0, max(found.memory_bytes)
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        lighter = _cut(blocks, schedule, middle, link)
+        low, high, found = (low, middle, lighter) if lighter is not None else (middle, high, found)
+    return high, found
 
 
 def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:

@@ -1,0 +1,141 @@
+"""Plans in stages: what the sweep says of a point is what the point costs, and the search never makes it worse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.training import Training
+from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
+from autopar.ir.fold import fold
+from autopar.ir.graph import Graph
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.ir.trace_loss import trace_loss
+from autopar.ir.within import within
+from autopar.mesh import Devices, Mesh, parse_mesh
+from autopar.models import build_model
+from autopar.plan.choose import choose_plan
+from autopar.plan.clock import Clock
+from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
+from autopar.plan.plan import Plan, plan_of
+from autopar.plan.setting import Wishes
+from autopar.plan.solve_stages import _crossing_layouts, _restricted, cut_as
+from autopar.plan.staged import StagedPlan, loads
+from autopar.plan.sweep import Model, Staged, in_flight
+from tests.zoo import build
+
+H100, V100 = load_cluster("h100"), load_cluster("v100-25g")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Graph:
+    example = build_model("gpt2-xl", layers=8, batch=32)
+    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+
+
+def wishes(limit: float = float("inf")) -> Wishes:
+    return Wishes({}, {}, limit, Training())
+
+
+def points(graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: Asked | None = None) -> tuple[Model, list[Staged]]:
+    return sweep_stages(graph, mesh, V100, wishes(limit), asked or Asked(), Clock(lambda _: None))
+
+
+def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
+    """The point as a plan, nothing searched."""
+    cut = cut_as(model, point)
+    crossing = _crossing_layouts(cut)
+    stages = []
+    for number, stage in enumerate(cut.stages):
+        regions = tuple(r for r in cut.regions if r[0] in {op.name for op in stage.graph.ops})[: point.partition.num_recomputed[number]]
+        assignment = replace(_restricted(cut.by_hand, stage.graph, crossing), recomputed=regions)
+        training = Training("adamw", point.schedule.num_microbatches, in_flight(point.schedule)[number])
+        stages.append(plan_of(stage.graph, assignment, point.mesh, V100, training=training))
+    mesh = Mesh((point.schedule.num_ranks, *point.mesh.shape), ("pp", *point.mesh.axis_names))
+    return StagedPlan(mesh, V100, Training(), float("inf"), graph, point.schedule, cut.starts, tuple(stages))
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 6 * GIB])
+def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
+    model, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"), limit)
+    assert {point.schedule.name for point in found} >= {"1f1b", "interleaved"}
+    for point in found[::5]:
+        plan = as_written(model, point, gpt)
+        assert plan.step_s == pytest.approx(point.step_s, rel=0.02), point.name
+        # a tied parameter has two readers in the whole, and one on each stage: the sweep counts a copy too many
+        assert 0.85 * max(point.rank_bytes) <= max(plan.memory_bytes) <= 1.01 * max(point.rank_bytes), point.name
+
+
+def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
+    for limit in (float("inf"), 5 * GIB):
+        _, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"), limit)
+        plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, wishes(limit), Asked(), time_limit_s=20, clock=Clock(lambda _: None))
+        assert isinstance(plan, StagedPlan)
+        assert plan.step_s <= found[0].step_s * (1 + 1e-6)
+        assert max(plan.memory_bytes) <= limit
+        assert 0 < plan.lower_bound_s <= plan.step_s
+
+
+def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
+    mesh, clock = parse_mesh("pp=2,dp=4"), Clock(lambda _: None)
+    asked = Asked(num_microbatches=2, schedule="1f1b")
+    ample = plan_in_stages(gpt, mesh, V100, wishes(), asked, time_limit_s=20, clock=clock)
+    limit = 0.7 * max(ample.memory_bytes)
+    short = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=clock)
+    assert max(short.memory_bytes) <= limit and short.step_s > ample.step_s
+    assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
+
+
+def test_nothing_fits_says_the_least(gpt: Graph) -> None:
+    with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
+        plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), time_limit_s=5, clock=Clock(lambda _: None))
+    assert "pp=2" in str(caught.value)
+    least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    assert not points(gpt, parse_mesh("pp=2,dp=2"), 0.9 * least, Asked(schedule="1f1b"))[1]
+    assert points(gpt, parse_mesh("pp=2,dp=2"), 1.01 * least, Asked(schedule="1f1b"))[1]
+
+
+def test_files_keep_all_of_it(gpt: Graph) -> None:
+    mesh = parse_mesh("pp=2,dp=2")
+    plan = choose_plan(gpt, mesh, V100, num_microbatches=4, schedule="1f1b")
+    again = loads(plan.dumps(), gpt, mesh)
+    assert isinstance(again, StagedPlan)
+    assert again.dumps() == plan.dumps()
+    assert (again.step_s, again.memory_bytes) == (plan.step_s, plan.memory_bytes)
+    with pytest.raises(AutoparError, match="changed after it was written"):
+        loads(plan.dumps().replace('"num_microbatches": 4', '"num_microbatches": 2'), gpt, mesh)
+
+
+def test_stages_are_chosen_where_they_gain(gpt: Graph) -> None:
+    assert isinstance(choose_plan(gpt, parse_mesh("8"), H100), Plan)
+    tight = choose_plan(gpt, parse_mesh("8"), V100, memory_limit_bytes=4 * GIB)
+    assert isinstance(tight, StagedPlan) and tight.schedule.name == "accumulate"
+    assert max(tight.memory_bytes) <= 4 * GIB
+
+
+def test_refusals(gpt: Graph) -> None:
+    with pytest.raises(MeshError, match="outermost"):
+        choose_plan(gpt, parse_mesh("dp=2,pp=2"), V100)
+    with pytest.raises(AutoparError, match="train_step"):
+        choose_plan(gpt, parse_mesh("pp=2,dp=2"), V100, trains=False)
+    with pytest.raises(MicrobatchError, match="32"):
+        choose_plan(gpt, parse_mesh("dp=4"), V100, num_microbatches=5)
+    images = torch.randn(8, 3, 16, 16), torch.zeros(8, dtype=torch.long)
+    resnet = trace_loss(build("resnet").model, nn.functional.cross_entropy, images, {})
+    with pytest.raises(MicrobatchError, match="batch_norm"):
+        choose_plan(resnet, parse_mesh("dp=4"), V100, num_microbatches=2)
+
+
+def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
+    model, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"))
+    cut = cut_as(model, found[0])
+    for stage in cut.stages:
+        seen = within(cut.folded, stage.graph, (*stage.receives, *stage.sends))
+        assert set(seen.representative) == {op.name for op in stage.graph.ops} | {x.value.name for x in stage.graph.inputs}
+        own = fold(stage.graph)
+        for repeat in seen.repeats:
+            assert any(other.count == repeat.count and len(other.ops) == len(repeat.ops) for other in own.repeats)
