@@ -1,7 +1,9 @@
 """What the ranks run of plans in stages and microbatches: whole training steps, beside the same on one device."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +14,17 @@ from autopar.codegen.count import count_collectives
 from autopar.codegen.module import ShardedModule, shard_module
 from autopar.codegen.train import Trainer, pipeline_mesh
 from autopar.costmodel.cluster import load_cluster
+from autopar.ir.fold import fold
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace_loss import traced
 from autopar.mesh import as_mesh
 from autopar.plan.choose import choose_plan
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, plan_of
 from autopar.plan.staged import StagedPlan
+from autopar.sbp.annotate import annotate
+from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import Collective
-from tests.codegen.training import EPS, LEARNING_RATE, whole, worst
+from tests.codegen.training import EPS, LEARNING_RATE, random_assignment, whole, worst
 from tests.workers import device_mesh
 
 BATCH, LENGTH, WORDS, WIDTH, HEADS, CLASSES = 8, 8, 64, 16, 4, 16
@@ -118,6 +123,21 @@ def plan_of_sample(
     graph = traced(skeleton(case.model), case.loss_fn, case.args, case.kwargs)
     asked = {"num_microbatches": num_microbatches, "schedule": schedule, "time_limit_s": 2.0} | wishes
     return choose_plan(graph, as_mesh(mesh), load_cluster("free-links"), **asked)
+
+
+def with_any_layouts(plan: StagedPlan, seed: int) -> StagedPlan:
+    """Any valid strategy for every op of every stage, any layout for what is stored and for what crosses a cut."""
+    draw, stages, needed = random.Random(seed), [], {}
+    stored: dict[str, Layout] = {}
+    for stage in reversed(plan.stages):
+        folded = fold(stage.graph)
+        found = random_assignment(stage.graph, folded, annotate(stage.graph, stage.mesh, folded), stage.mesh, draw)
+        layouts = {item.value.name: stored.setdefault(item.fqn, found.layouts[item.value.name]) for item in stage.graph.of_kind("parameter")}
+        outputs = {name: needed.get(name, layout) for name, layout in found.outputs.items()}
+        assignment = replace(found, layouts=found.layouts | layouts, outputs=outputs)
+        stages.insert(0, plan_of(stage.graph, assignment, stage.mesh, stage.cluster, training=stage.training))
+        needed = {item.value.name: found.layouts[item.value.name] for item in stage.graph.of_kind("argument")}
+    return replace(plan, stages=tuple(stages))
 
 
 def under(plan: Plan | StagedPlan, case: Sample) -> ShardedModule:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.plan.staged import StagedPlan
-from tests.codegen.staged import plan_of_sample, sample, train_under
+from tests.codegen.staged import plan_of_sample, sample, train_under, with_any_layouts
 from tests.workers import Ranks
 
 pytestmark = pytest.mark.multirank
@@ -15,18 +15,21 @@ pytestmark = pytest.mark.multirank
 # Of a loss and gradients relative to the largest entry: transformers computes some norms and losses in float32.
 EXACT = {True: 1e-9, False: 1e-5}
 Job = tuple[str, int, str, int, str | None]  # model, blocks, mesh, microbatches, schedule
+SEEDS = {"gpt2": 1, "llama": 2, "t5": 3, "vit": 4}
 
 
 def jobs_of(cases: Sequence[Job]) -> list[tuple[dict[str, Any], StagedPlan]]:
     jobs = []
     for name, blocks, mesh, num_microbatches, schedule in cases:
-        options = {"name": name, "blocks": blocks, "has_loss_fn": name in ("gpt2", "llama")}
+        options = {"name": name, "blocks": blocks, "has_loss_fn": name == "gpt2"}
         jobs.append((options, plan_of_sample(sample(**options), mesh, num_microbatches, schedule)))
     return jobs
 
 
-def check(ranks: Ranks, cases: Sequence[Job]) -> None:
+def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) -> None:
     jobs = jobs_of(cases)
+    if has_any_layouts:
+        jobs = [(options, with_any_layouts(plan, SEEDS[options["name"]])) for options, plan in jobs]
     for case, (_, plan) in zip(cases, jobs):
         num_ranks = int((re.search(r"pp=(\d)", case[2]) or ["", "1"])[1])
         assert (plan.schedule.num_ranks, plan.schedule.num_microbatches) == (num_ranks, case[3])
@@ -37,7 +40,7 @@ def check(ranks: Ranks, cases: Sequence[Job]) -> None:
         for report in reports:
             assert max(report["first"], report["last"])[0] < limit, (case, report["rank"], report["first"], report["last"])
             assert report["issued"] == report["planned"], (case, report["issued"] - report["planned"], report["planned"] - report["issued"])
-            assert report["issued"] and report["local"] < 0.75, "the plan must split tensors"
+            assert report["issued"] and report["local"] < 0.9, "the plan must split tensors"
         everything = set.union(*(report["own"] for report in reports))
         assert everything == {name for name, _ in sample(case[0], blocks=case[1]).model.named_parameters()}, case
         if plan.schedule.num_ranks > 1:
@@ -69,3 +72,12 @@ def test_three_axes(ranks8: Ranks) -> None:
 
 def test_microbatches_without_stages(ranks4: Ranks) -> None:
     check(ranks4, [("gpt2", 4, "dp=2,tp=2", 4, None), ("vit", 4, "dp=4", 2, None)])
+
+
+def test_any_layouts(ranks4: Ranks) -> None:
+    dp, tp = "pp=2,dp=2", "pp=2,tp=2"
+    check(
+        ranks4,
+        [("gpt2", 5, tp, 2, "interleaved"), ("llama", 4, dp, 4, "1f1b"), ("t5", 4, dp, 2, "zero-bubble"), ("vit", 4, tp, 2, "gpipe")],
+        has_any_layouts=True,
+    )
