@@ -132,7 +132,8 @@ def with_any_layouts(plan: StagedPlan, seed: int) -> StagedPlan:
     for stage in reversed(plan.stages):
         folded = fold(stage.graph)
         found = random_assignment(stage.graph, folded, annotate(stage.graph, stage.mesh, folded), stage.mesh, draw)
-        layouts = {item.value.name: stored.setdefault(item.fqn, found.layouts[item.value.name]) for item in stage.graph.of_kind("parameter")}
+        parameters = [(item.fqn, item.value.name) for item in stage.graph.of_kind("parameter")]
+        layouts = {name: stored.setdefault(fqn, found.layouts[name]) for fqn, name in parameters}
         outputs = {name: needed.get(name, layout) for name, layout in found.outputs.items()}
         assignment = replace(found, layouts=found.layouts | layouts, outputs=outputs)
         stages.insert(0, plan_of(stage.graph, assignment, stage.mesh, stage.cluster, training=stage.training))

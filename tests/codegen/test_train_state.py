@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
-from autopar.errors import AutoparError, MicrobatchError
+from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
 from autopar.plan.plan import Plan
 from autopar.plan.staged import StagedPlan
 from tests.codegen.staged import Sample, gradients, loss_of, plan_of_sample, sample, under
@@ -185,6 +185,18 @@ def in_stages(options: dict[str, Any]) -> dict[str, float]:
     return found | {f"{key}, 16 samples": x for key, x in _next_step(model, truth, sample(batch=16, **options)).items()}
 
 
+def first_called_with_data(options: dict[str, Any]) -> dict[str, float]:
+    """Nothing is planned before the first step; the optimizer is older than the plan."""
+    truth, case = sample(**options), sample(**options)
+    compiled = {"cluster": "free-links", "num_microbatches": 2, "schedule": "interleaved", "loss_fn": case.loss_fn}
+    model = autopar.compile(case.model, device_mesh((2, 2), ("pp", "tp")), **compiled)
+    optimizer, true_optimizer = _adamw(model), _adamw(truth.model)
+    found = _next_step(model, truth, case)
+    optimizer.step()
+    true_optimizer.step()
+    return found | {"state": _distance(model, truth.model)}
+
+
 def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, float]:
     model.zero_grad()
     truth.model.zero_grad()
@@ -195,10 +207,21 @@ def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, floa
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("run", [accumulated, in_stages])
-def test_batches_of_other_sizes(ranks4: Ranks, run: Any) -> None:
+@pytest.mark.parametrize("run", [accumulated, in_stages, first_called_with_data])
+def test_batches_of_other_sizes_and_late_plans(ranks4: Ranks, run: Any) -> None:
     for found in ranks4.run(run, GPT2, timeout_s=200):
         assert max(found.values()) < 1e-9, found
+
+
+def test_what_cannot_be_cut_so_is_refused_with_what_can() -> None:
+    case = sample("gpt2", has_loss_fn=True)
+    asked = {"cluster": "free-links", "args": case.args, "loss_fn": case.loss_fn}
+    with pytest.raises(MicrobatchError, match=r"batch of 8 cannot be cut in 3 .*: 2, 4"):
+        autopar.plan(case.model, "pp=2,dp=2", num_microbatches=3, **asked)
+    with pytest.raises(InfeasibleError, match=r"batch of 8 on pp=1 of .* 4 microbatches .* fewer"):
+        autopar.plan(case.model, "dp=4", num_microbatches=4, **asked)
+    with pytest.raises(MeshError, match=r"outermost axis; write pp=2 first"):
+        autopar.plan(case.model, "dp=2,pp=2", **asked)
 
 
 def test_batch_norm_in_microbatches_is_refused() -> None:
