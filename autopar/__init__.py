@@ -11,6 +11,7 @@ _HOMES = {
     "Cluster": "autopar.costmodel.cluster",
     "Plan": "autopar.plan.plan",
     "compile": "autopar.api",
+    "offload_optimizer": "autopar.codegen.offload_optimizer",
     "plan": "autopar.api",
     "unshare": "autopar.ir.unshare",
 }
