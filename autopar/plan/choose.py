@@ -20,8 +20,8 @@ InStages = Callable[..., Plan | StagedPlan | None]  # the same
 
 # A plan that leaves more than this part of the memory limit free is not held back by it.
 _FREE = 0.1
-# Stages and microbatches change the training loop: they are chosen where they gain more than this.
-_WORTH = 0.01
+# Stages and microbatches change the training loop: they are chosen where they gain more than this part of a step.
+_WORTH = 0.05
 # Part of the searching time that stages get on an open mesh.
 _SHARE_OF_STAGES = 0.5
 
@@ -86,7 +86,7 @@ def _if_memory_binds(whole: Whole, in_stages: InStages, limit_bytes: float, time
         staged = in_stages(time_limit_s / 2, plan.step_s)
     except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
         return plan
-    return staged if staged is not None and staged.step_s < (1 - _WORTH) * plan.step_s else plan
+    return _worth(staged, plan)
 
 
 def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | StagedPlan:
@@ -103,4 +103,10 @@ def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | St
         if staged is None:
             raise failure if isinstance(failure, InfeasibleError) else error from None
         return staged
-    return staged if staged is not None and staged.step_s < (1 - _WORTH) * plan.step_s else plan
+    return _worth(staged, plan)
+
+
+def _worth(other: Plan | StagedPlan | None, plan: Plan) -> Plan | StagedPlan:
+    """`other` if it is faster by enough."""
+    least = _WORTH if isinstance(other, StagedPlan) else 0.0
+    return plan if other is None or other.step_s >= (1 - least) * plan.step_s else other
