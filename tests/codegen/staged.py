@@ -91,6 +91,34 @@ def _vit(blocks: int, dropout: float) -> nn.Module:
     return ViTForImageClassification(config)
 
 
+class Odd(nn.Module):
+    """What the others have not: a frozen start, a parameter nobody reads, buffers, a constant with an entry for each sample, and what
+    passes all blocks by."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        position = torch.arange(x.shape[0], dtype=x.dtype)[:, None] / x.shape[0]
+        x = start = self.start(x) + position
+        for block in self.blocks:
+            x = x + block(x * self.scale).tanh() * position
+        return self.head(x + start * self.scale)
+
+
+def _odd(blocks: int, batch: int) -> Sample:
+    """Classes have weights, and some samples are ignored: what a sample counts depends on the whole batch."""
+    model, labels = Odd(blocks).double(), torch.arange(batch) % CLASSES
+    weight = torch.linspace(0.1, 2, CLASSES).double()
+    labels[1::3] = IGNORED
+    return Sample(model, (torch.randn(batch, WIDTH).double(), labels), {}, nn.CrossEntropyLoss(weight, ignore_index=IGNORED))
+
+
 MODELS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "vit": _vit}
 
 
@@ -98,6 +126,8 @@ def sample(name: str, *, blocks: int = 4, dropout: float = 0.0, batch: int = BAT
     """The model called `name` in float64 with a batch, the same for the same arguments."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if name == "odd":
+            return _odd(blocks, batch)
         model = MODELS[name](blocks, dropout).double().train()
         if name == "vit":
             kwargs = {"pixel_values": torch.randn(batch, 3, 8, 8).double(), "labels": torch.randint(CLASSES, (batch,))}
@@ -212,7 +242,7 @@ def _compared(case: Sample, model: ShardedModule, plan: StagedPlan, truth: Mappi
     found = staged(case, model, 2)
     own = {name for name, _ in model.named_parameters()}
     expected = {when: {name: truth[when][name] for name in found[when]} for when in truth}
-    assert found["first"].keys() == own | {"loss"}
+    assert found["first"].keys() == expected["first"].keys() == own & truth["first"].keys() | {"loss"}
     return {
         "rank": rank,
         "first": worst(found["first"], expected["first"], 1e-6),

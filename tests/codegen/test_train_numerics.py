@@ -36,7 +36,7 @@ def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) 
     results = ranks.run(train_under, jobs, timeout_s=400)
     for number, (case, (_, plan)) in enumerate(zip(cases, jobs)):
         reports = [result[number] for result in results]
-        limit = EXACT[case[0] in ("gpt2", "vit")]
+        limit = EXACT[case[0] in ("gpt2", "vit", "odd")]
         for report in reports:
             assert max(report["first"], report["last"])[0] < limit, (case, report["rank"], report["first"], report["last"])
             assert report["issued"] == report["planned"], (case, report["issued"] - report["planned"], report["planned"] - report["issued"])
@@ -61,6 +61,11 @@ def test_models(ranks4: Ranks) -> None:
         ("llama", 5, dp, 4, "interleaved"), ("llama", 4, tp, 2, "zero-bubble"), ("t5", 4, dp, 4, "1f1b"), ("t5", 4, tp, 2, "interleaved"),
         ("vit", 5, dp, 2, "gpipe"), ("vit", 4, tp, 8, "1f1b"),
     ])  # fmt: skip
+
+
+def test_a_model_that_is_odd_in_every_way(ranks4: Ranks) -> None:
+    cases = [("pp=2,dp=2", 4, "1f1b"), ("pp=2,tp=2", 2, "interleaved"), ("pp=2,dp=2", 2, "zero-bubble"), ("dp=2,tp=2", 4, None)]
+    check(ranks4, [("odd", 5, *case) for case in cases])
 
 
 def test_three_axes(ranks8: Ranks) -> None:
