@@ -22,7 +22,6 @@ from autopar.plan.sweep import Model, Staged, grids, lightest, model_of, sweep
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch import microbatched
 from autopar.sbp.placement import I
-from autopar.sbp.split_batch import batch_size
 
 # So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as much on each.
 _MOST_POINTS, _NEAR = 3, 1.05
@@ -165,7 +164,7 @@ def _infeasible(model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Clust
     limit = wishes.memory_limit_bytes
     found = f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device"
     if least is None:
-        size, ranks = batch_size(model.graph), " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
+        size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
         return InfeasibleError(
             f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on {ranks}, with "
             f"{asked.num_microbatches or 'any number of'} microbatches of schedule {asked.schedule or 'any'}; data axes must divide a "

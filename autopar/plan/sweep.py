@@ -73,6 +73,13 @@ class Model:
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
 
+    @property
+    def num_samples(self) -> int:
+        """What data axes and microbatches together must divide; of a batch that cannot be cut in microbatches, its size."""
+        if len(self.counts) > 1:
+            return self.counts[-1]
+        return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
+
     def of_microbatch(self, num: int) -> Outline:
         """The outline of one of `num` microbatches."""
         short = self.outline.short
@@ -142,7 +149,7 @@ def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int,
     own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
     stored = (2 * own_bytes + elements * training.state_bytes) / (num_ranks * mesh.num_devices)
     gathered = own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
-    return model.counts[-1] % (data * num) == 0 and stored + gathered * (2 if num > 1 else 1) <= limit_bytes
+    return model.num_samples % (data * num) == 0 and stored + gathered * (2 if num > 1 else 1) <= limit_bytes
 
 
 def _on(

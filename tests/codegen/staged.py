@@ -119,6 +119,14 @@ def _odd(blocks: int, batch: int) -> Sample:
     return Sample(model, (torch.randn(batch, WIDTH).double(), labels), {}, nn.CrossEntropyLoss(weight, ignore_index=IGNORED))
 
 
+def _batch_norm(blocks: int, batch: int) -> Sample:
+    """Statistics of the whole batch, kept in buffers of each stage."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(blocks)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).double()
+    return Sample(model, (torch.randn(batch, WIDTH).double(), torch.arange(batch) % CLASSES), {}, F.cross_entropy)
+
+
+WHOLE = {"odd": _odd, "batch norm": _batch_norm}
 MODELS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "vit": _vit}
 
 
@@ -126,8 +134,8 @@ def sample(name: str, *, blocks: int = 4, dropout: float = 0.0, batch: int = BAT
     """The model called `name` in float64 with a batch, the same for the same arguments."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if name == "odd":
-            return _odd(blocks, batch)
+        if name in WHOLE:
+            return WHOLE[name](blocks, batch)
         model = MODELS[name](blocks, dropout).double().train()
         if name == "vit":
             kwargs = {"pixel_values": torch.randn(batch, 3, 8, 8).double(), "labels": torch.randint(CLASSES, (batch,))}
