@@ -4,6 +4,7 @@
 |---|---|---|---|
 | gpt2 | transformers GPT2Config() | 124 M | 64 x 1024 tokens |
 | gpt2-xl | transformers, 48 layers, 1600 wide, 25 heads | 1.6 B | 64 x 1024 tokens |
+| gpt-2.6b | transformers GPT-2, 32 layers, 2560 wide, 32 heads, 51200 tokens: one of Alpa's | 2.65 B | 32 x 1024 tokens, fp16 |
 | gpt-39b | transformers GPT-2, 48 layers, 8192 wide, 64 heads, 51200 tokens: the largest of Alpa's | 39.1 B | 8 x 1024 tokens, fp16 |
 | llama3-8b | transformers LlamaConfig as published by Meta (arXiv:2407.21783), no tied head | 8.0 B | 64 x 4096 tokens, bf16 |
 | llama3-70b | the same | 70.6 B | 32 x 8192 tokens, bf16 |
@@ -17,8 +18,8 @@
 
 The batch is the global one, such that a plan fits the devices these models were trained on: llama3-8b on 64 H100 (a sequence a device),
 llama3-70b on 256, llama3-405b on 16,384, gpt-39b on 64 V100, gpt2-xl, bert-large and t5-large on 64 devices, vit-l on 16, the others on 8
-of any GPU preset. float32 unless said otherwise; gpt-39b is in float16, as V100s train it (they have no units for bfloat16). Dropout as in
-the published configurations, none in gpt-39b. Alpa: arXiv:2201.12023.
+of any GPU preset. float32 unless said otherwise; Alpa's are in float16, as V100s train them (they have no units for bfloat16), and
+without dropout; the others have it as in the published configurations. Alpa: arXiv:2201.12023.
 """
 
 from collections.abc import Mapping
@@ -151,14 +152,17 @@ def _classifier(network: nn.Module, batch: int) -> Example:
     return Example(Classifier(network), (torch.zeros(batch, 3, 224, 224), torch.zeros(batch, dtype=torch.long)), {})
 
 
+_ALPA: Mapping[str, Any] = {
+    "dtype": torch.float16, "vocab_size": 51200, "activation_function": "gelu_pytorch_tanh",
+    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+
 # Only sizes that are named here can be asked for.
 MODELS: Mapping[str, partial[Example]] = {
     "gpt2": partial(_gpt2, layers=12, batch=64, sequence=1024),
     "gpt2-xl": partial(_gpt2, layers=48, batch=64, sequence=1024, n_embd=1600, n_head=25),
-    "gpt-39b": partial(
-        _gpt2, layers=48, batch=8, sequence=1024, dtype=torch.float16, n_embd=8192, n_head=64, vocab_size=51200,
-        activation_function="gelu_pytorch_tanh", embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
-    ),
+    "gpt-2.6b": partial(_gpt2, layers=32, batch=32, sequence=1024, n_embd=2560, n_head=32, **_ALPA),
+    "gpt-39b": partial(_gpt2, layers=48, batch=8, sequence=1024, n_embd=8192, n_head=64, **_ALPA),
     "llama3-8b": partial(
         _llama3, layers=32, batch=64, sequence=4096, hidden_size=4096, intermediate_size=14336, num_attention_heads=32
     ),

@@ -15,14 +15,22 @@ from typing import Any, TypeVar
 
 import autopar
 from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH
 from autopar.errors import InfeasibleError
-from autopar.mesh import as_mesh
+from autopar.ir.fold import fold
+from autopar.ir.loss_only import loss_only
+from autopar.mesh import as_mesh, parse_devices
 from autopar.plan.assemble import make_plan
+from autopar.plan.choose import choose_plan
 from autopar.plan.plan import Plan
 from autopar.plan.setting import ENOUGH_GAP
+from autopar.plan.staged import StagedPlan
+from autopar.plan.sweep import model_of
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit
 from bench.by_hand import best_by_hand, model_own
+from bench.every_stage import every_plan
 from bench.problem import example_of, graph_of, problem_of
 from bench.simulated import one_rank_of
 from bench.suite import Case
@@ -111,11 +119,32 @@ def measure_scope(case: Case, started: float) -> Row:
     return row
 
 
+def measure_stages(case: Case, started: float) -> Row:
+    """Model in to plan out with stages and microbatches, beside every plan in stages that a person might write."""
+    example, devices, cluster = example_of(case), parse_devices(case.mesh), load_cluster(case.cluster)
+    before = monotonic(), process_time()
+    graph = graph_of(example)
+    plan = choose_plan(graph, devices, cluster, time_limit_s=case.time_limit_s)
+    used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
+    whole, start = loss_only(graph), process_time()
+    limit, model = usable_memory_bytes(cluster), model_of(whole, fold(whole))
+    written = list(
+        every_plan(model, devices.num_devices, cluster, training=WHOLE_BATCH, limit_bytes=limit, most_tensor=2 * cluster.levels[0].size)
+    )
+    best = min(written, key=lambda one: one.step_s, default=None)
+    hand = {"hand": best and best.name, "hand_s": best and best.step_s, "num_hand": len(written), "by_hand_cpu": process_time() - start}
+    is_staged = isinstance(plan, StagedPlan)
+    most = max(plan.memory_bytes) if is_staged else plan.costs.total_memory_bytes
+    found = {"step_s": plan.step_s, "bound_s": plan.lower_bound_s, "memory_share": most / limit, "mesh": str(plan.mesh)}
+    return {**used, **found, "schedule": str(plan.schedule) if is_staged else "one stage, one pass", **hand, "times_s": dict(plan.timings)}
+
+
 MEASURES: Mapping[str, Callable[[Case, float], Row]] = {
     "plan": measure_plan,
     "compile": measure_compile,
     "parts": measure_parts,
     "scope": measure_scope,
+    "stages": measure_stages,
 }
 
 

@@ -56,6 +56,14 @@ SUITE: tuple[Case, ...] = (
 )
 QUICK: tuple[Case, ...] = (Case("vgg13", "p100", "32", 1024), Case("resnet50-100k", "v100-50g", "16", 512), LLAMA_8B)
 
+# Plans in stages: devices too small, links too slow, or neither.
+STAGED: tuple[Case, ...] = (
+    Case("gpt-2.6b", "v100", "8", 32),
+    Case("gpt2-xl", "v100-25g", "64", 64),
+    Case("gpt-39b", "v100-25g", "64", 64),
+    Case("llama3-8b", "h100", "64", 64, 4096),
+)
+
 # Search alone: models on meshes of two and of three axes, at two depths.
 TABLES: tuple[Case, ...] = (
     Case("vgg13", "p100", "4x8", 1024),

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.hand import HandPlan, Outline, format_hand_plan, outlined
 from autopar.plan.partition import Blocks, Partition, blocks_of, partition
-from autopar.plan.schedule import Schedule, can_run, num_in_flight
+from autopar.plan.schedule import IN_ROUNDS, Schedule, can_run, num_in_flight
 from autopar.plan.shorten import Short
 from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
 from autopar.sbp.annotate import annotate
@@ -158,17 +158,19 @@ def _on(
 ) -> Iterator[Staged]:  # fmt: skip
     """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s` are left out."""
     link = transfer(cluster, num_ranks, mesh.num_devices)
-    for plan, assignment, blocks in _profiled(model, outline, plans, num, mesh, cluster, training):
+    for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
-            found = _cut(blocks, schedule, limit_bytes, link)
-            if found is not None and _busy_s(blocks, found, schedule) <= beat_s:
-                yield Staged(plan, mesh, schedule, found, float(time_of(blocks, found, schedule, link)), assignment)
+            cuts = {_cut(blocks, schedule, limit_bytes, at) for at in _transfers(schedule, link)} - {None}
+            timed = [(float(time_of(blocks, x, schedule, link)), x) for x in cuts if _busy_s(blocks, x, schedule) <= beat_s]
+            if timed:
+                time_s, found = min(timed, key=lambda one: (one[0], one[1].starts))
+                yield Staged(plan, mesh, schedule, found, time_s, assignment)
 
 
-def _profiled(
+def profiled(
     model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
 ) -> Iterator[tuple[HandPlan, Assignment, Blocks]]:
-    """The plans and the figures of their blocks."""
+    """The plans as assignments of the outline's short graph, and what each block of the whole model costs under them."""
     if not plans:
         return
     short = outline.short
@@ -185,26 +187,25 @@ def lightest(
     """The least bytes per device with which a plan of the sweep fits, to a thousandth, and its name; None if no schedule can run."""
     best: tuple[float, str] | None = None
     for num_ranks, mesh in meshes:
-        link = transfer(cluster, num_ranks, mesh.num_devices)
         for num in num_microbatches or _counts(model, num_ranks):
             plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, math.inf))
-            for plan, assignment, blocks in _profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
+            for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
                 for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
-                    found = _lightest_cut(blocks, schedule, link, best[0] if best else math.inf)
+                    found = _lightest_cut(blocks, schedule, best[0] if best else math.inf)
                     if found is not None:
                         best = found[0], Staged(plan, mesh, schedule, found[1], 0.0, assignment).name
     return best
 
 
-def _lightest_cut(blocks: Blocks, schedule: Schedule, link: tuple[float, float], below: float) -> tuple[float, Partition] | None:
+def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> tuple[float, Partition] | None:
     """The least memory limit that the blocks can be cut under, and the cut; None if it is not below `below`."""
-    found = _cut(blocks, schedule, below * (1 - _PRECISION), link)
+    found = _cut(blocks, schedule, below * (1 - _PRECISION))
     if found is None:
         return None
     low, high = 0.0, max(found.memory_bytes)
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        lighter = _cut(blocks, schedule, middle, link)
+        lighter = _cut(blocks, schedule, middle)
         low, high, found = (low, middle, lighter) if lighter is not None else (middle, high, found)
     return high, found
 
@@ -219,12 +220,17 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
                 yield Schedule(name, chunks * num_ranks, num_ranks, num)
 
 
-def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, link: tuple[float, float]) -> Partition | None:
+def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
+    """Seconds a byte that sending may hold up a stage when cuts are weighed: it does not in rounds (see `simulate.ends`), else it may."""
+    return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
+
+
+def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
     """The stages of a rank share its memory evenly. What is recomputed cannot wait for its weights' gradients."""
     if schedule.name == "zero-bubble":
         blocks = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
     share = limit_bytes * schedule.num_ranks / schedule.num_stages
-    return partition(blocks, in_flight(schedule), share, transfer_s_per_byte=1 / link[1] if schedule.num_ranks > 1 else 0.0)
+    return partition(blocks, in_flight(schedule), share, transfer_s_per_byte=transfer_s_per_byte)
 
 
 def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:

@@ -1,0 +1,127 @@
+"""Every plan in stages that a person might write, priced one by one: no point is left out because another should be better."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.training import Training
+from autopar.costmodel.transfer import transfer
+from autopar.mesh import Mesh
+from autopar.plan.hand import HandPlan, format_hand_plan
+from autopar.plan.partition import Blocks, Partition, partition
+from autopar.plan.schedule import Schedule, can_run
+from autopar.plan.sweep import Model, grids, in_flight, profiled, time_of
+
+CUTS = ("even", "balanced")
+RECOMPUTED = ("none", "all", "fewest")
+# (schedule, stages a rank)
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+
+
+@dataclass(frozen=True)
+class Written:
+    """One plan. rank_bytes: the most of a device."""
+
+    name: str
+    step_s: float
+    rank_bytes: float
+
+
+def every_plan(
+    model: Model, num_devices: int, cluster: Cluster, *, training: Training, limit_bytes: float, most_tensor: int
+) -> Iterator[Written]:
+    """Those that fit, of all grids, numbers of microbatches, flavours, schedules, cuts and ways to recompute."""
+    for num in model.counts:
+        outline = model.of_microbatch(num)
+        for num_ranks, mesh in grids(num_devices, cluster, num_layers=len(model.starts), most_tensor=most_tensor):
+            plans = tuple(plan for plan in _flavours(mesh) if model.counts[-1] % (num * _data(plan, mesh)) == 0)
+            for plan, _, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
+                if blocks.state_bytes.sum() / num_ranks <= limit_bytes:
+                    link = transfer(cluster, num_ranks, mesh.num_devices)
+                    yield from _staged(plan, mesh, num_ranks, num, blocks, link, limit_bytes)
+
+
+def _flavours(mesh: Mesh) -> Iterator[HandPlan]:
+    """With and without splitting the sequence; ddp moves what zero2 moves."""
+    axes = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
+    has_data = any(size > 1 for axis, size in enumerate(mesh.shape) if axis not in axes)
+    for flavour in ("ddp", "zero2", "zero3") if has_data else ("ddp",):
+        yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((True, False) if axes else (False,)))
+
+
+def _data(plan: HandPlan, mesh: Mesh) -> int:
+    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+
+
+def _staged(
+    plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, blocks: Blocks, link: tuple[float, float], limit_bytes: float
+) -> Iterator[Written]:
+    for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
+        for cut in CUTS if num_ranks > 1 else CUTS[1:]:
+            for again in RECOMPUTED[: 1 if schedule.name == "zero-bubble" else 3]:
+                found = cut_blocks(blocks, schedule, cut, again, limit_bytes)
+                if found is not None:
+                    words = (f"pp={num_ranks}", format_hand_plan(plan, mesh), schedule.name, f"m={num}", cut, f"recompute {again}")
+                    yield Written(",".join(words), time_of(blocks, found, schedule, link), max(_rank_bytes(found, schedule)))
+
+
+def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:
+    if num_ranks == 1:
+        yield Schedule("accumulate", 1, 1, num)
+        return
+    for name, chunks in SCHEDULES:
+        if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
+            yield Schedule(name, chunks * num_ranks, num_ranks, num)
+
+
+def cut_blocks(
+    blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float
+) -> Partition | None:
+    """The stages, None if they do not fit."""
+    share = limit_bytes * schedule.num_ranks / schedule.num_stages
+    if cut == "balanced" and again != "all":
+        can = blocks.is_recomputable if again == "fewest" else np.zeros_like(blocks.is_recomputable)
+        return partition(replace(blocks, is_recomputable=can), in_flight(schedule), share)
+    if cut == "balanced":
+        can = np.zeros_like(blocks.is_recomputable)
+        even = partition(replace(blocks, is_recomputable=can), in_flight(schedule), math.inf)
+        starts = even.starts if even is not None else None
+    else:
+        starts = _even(blocks, schedule.num_stages)
+    return None if starts is None else _fixed(blocks, schedule, starts, again, share, limit_bytes)
+
+
+def _even(blocks: Blocks, num_stages: int) -> tuple[int, ...] | None:
+    """As many layers on each stage, what comes before the first and after the last with them."""
+    layers = np.flatnonzero(blocks.is_recomputable)
+    if len(layers) % num_stages:
+        return None
+    return (0, *layers[len(layers) // num_stages :: len(layers) // num_stages].tolist())
+
+
+def _fixed(
+    blocks: Blocks, schedule: Schedule, starts: Sequence[int], again: str, share: float, limit_bytes: float
+) -> Partition | None:
+    """Stages of which each recomputes none, all or as few as it must of its layers, which cost alike."""
+    numbers, sizes, once = [], [], []
+    for kept, a, b in zip(in_flight(schedule), starts, (*starts[1:], len(blocks.forward_s))):
+        own = blocks.is_recomputable[a:b]
+        there = [one for one in blocks.shared if any(a <= reader < b for reader in one[0])]
+        whole = blocks.state_bytes[a:b].sum() + sum(one[1] for one in there) + kept * blocks.saved_bytes[a:b].sum()
+        freed = kept * (blocks.saved_bytes - blocks.entering_bytes)[a:b][own].sum() / max(1, own.sum())
+        inside = blocks.saved_bytes[blocks.is_recomputable].max(initial=0.0)
+        num = {"none": 0, "all": int(own.sum())}.get(again)
+        if num is None:
+            num = next((n for n in range(int(own.sum()) + 1) if whole - n * freed + (inside if n else 0.0) <= share), int(own.sum()))
+        numbers.append(num)
+        sizes.append(float(whole - num * freed + (inside if num else 0.0)))
+        once.append(float(blocks.once_s[a:b].sum() + sum(one[2] for one in there)))
+    found = Partition(tuple(starts), tuple(numbers), (), max(once), tuple(sizes))
+    return found if max(_rank_bytes(found, schedule)) <= limit_bytes else None
+
+
+def _rank_bytes(found: Partition, schedule: Schedule) -> list[float]:
+    return [sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
