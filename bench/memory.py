@@ -1,4 +1,4 @@
-"""Predicted peaks of memory beside measured ones: `python -m bench.memory`, under 3 minutes on 2 cores.
+"""Predicted peaks of memory beside measured ones: `python -m bench.memory`, under 5 minutes on 2 cores.
 
 Each plan of each model is run by gloo ranks on CPU: steps with AdamW, allocation by allocation. The
 prediction runs the generated program without data; the estimate is what the search adds up.
@@ -30,8 +30,11 @@ from autopar.plan.assemble import make_plan
 from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan, plan_of
 from autopar.sbp.annotate import annotate
+from bench.memory_stages import KINDS as MESHES_AND_SCHEDULES
+from bench.memory_stages import measure_stages, stages_section
 from bench.report import Section, save_sections
 from tests.codegen.split import load_program, microbatch
+from tests.codegen.staged import Sample
 from tests.workers import Ranks, device_mesh
 from tests.zoo import Case
 
@@ -47,6 +50,7 @@ ranks; the phase is that of the step in which it expects the peak. The search's 
 were all there while all activations are, and what is made for a moment does not. "searched" is under a memory limit of 0.8 of what the
 fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches" is zero2."""
 KINDS = ("ddp", "zero3", "megatron", "searched", "recomputed", "4 microbatches")
+IN_STAGES = "stages"
 
 
 class MLP(nn.Module):
@@ -131,6 +135,12 @@ def build(name: str) -> Case:
     return case._replace(model=case.model.train())
 
 
+def sample_of(name: str) -> Sample:
+    """The same for a plan in stages."""
+    case = build(name)
+    return Sample(case.model, case.args, case.kwargs, None)
+
+
 def training_of(kind: str) -> Training:
     """AdamW; microbatches where the plan is named after them."""
     return Training("adamw", 4) if kind == "4 microbatches" else Training()
@@ -165,10 +175,10 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
         for number in range(count):
             part = microbatch(case, number, count)
             loss = case.loss(run(loaded, part.args, part.kwargs))
-            tell(f"F{number}")
+            tell(f"0F{number}")
             loss.backward()
             del loss
-            tell(f"B{number}")
+            tell(f"0B{number}")
         if count > 1:
             close_step(loaded, results)
         tell("reduce")
@@ -216,18 +226,21 @@ def main() -> None:
     """Measure, write the table, and say if a prediction is off."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--plans", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--plans", nargs="+", choices=(*KINDS, IN_STAGES), default=[*KINDS, IN_STAGES])
     options = parser.parse_args()
-    ranks, rows = Ranks(MESH.num_devices), []
+    ranks, rows, staged = Ranks(MESH.num_devices), [], []
     for name in options.models:
-        for kind in options.plans:
+        for mesh, schedule in MESHES_AND_SCHEDULES if IN_STAGES in options.plans else ():
+            staged += measure_stages(ranks, name, sample_of(name), mesh, schedule)
+            print(f"{name}, {mesh}, {schedule}: predicted {staged[-2].error:+.1%}, {staged[-1].error:+.1%}", file=sys.stderr, flush=True)
+        for kind in (kind for kind in options.plans if kind != IN_STAGES):
             rows.append(measure(ranks, name, kind))
             row = rows[-1]
             print(f"{name}, {kind}: predicted {row.error:+.1%}", file=sys.stderr, flush=True)
     ranks.stop()
     settings = {"mesh": str(MESH), "batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
-    print(save_sections("memory", [_section(rows)], settings))
-    if any(abs(row.error) > TOLERANCE for row in rows):
+    print(save_sections("memory", [_section(rows), stages_section(staged)], settings))
+    if any(abs(row.error) > TOLERANCE for row in (*rows, *staged)):
         raise SystemExit(f"a prediction is more than {TOLERANCE:.0%} off")
 
 

@@ -70,14 +70,17 @@ class _Body(nn.Module):
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.work is not None, "a stage is run within a step"
         found = self.work.body(self.microbatch, received)
-        return tuple(_sendable(x, wire) for x, wire in zip(found, self.sends))
+        return tuple(_checked(x, wire) for x, wire in zip(found, self.sends))
 
 
-def _sendable(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+def _checked(x: torch.Tensor, wire: Wire) -> torch.Tensor:
     assert x.shape == wire.shape and x.dtype == wire.dtype, f"the stage makes {x.dtype}{list(x.shape)}, the next one expects {wire}"
-    # torch detaches what is sent in place after the backward, which a view does not allow.
-    x = x.clone(memory_format=torch.contiguous_format) if x._is_view() else x.contiguous()
-    return x if wire.needs_grad else x.detach()
+    return sendable(x) if wire.needs_grad else sendable(x).detach()
+
+
+def sendable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy. torch detaches what is sent in place after the backward, which a view does not allow."""
+    return x.clone(memory_format=torch.contiguous_format) if x._is_view() else x.contiguous()
 
 
 class RunningStage(PipelineStage):
@@ -157,7 +160,7 @@ class RunningStage(PipelineStage):
         """
         if self._splits is None:
             outputs, received = self.fwd_cache[microbatch]
-            self._splits = self.is_first or all(_depends(x, received) for x in outputs if x.requires_grad)
+            self._splits = self.is_first or all(depends(x, received) for x in outputs if x.requires_grad)
         return self._splits
 
     def _release(self, microbatch: int) -> None:
@@ -188,7 +191,7 @@ def _make_buffers(received: Sequence[Any], device: torch.device) -> None:
             item.buffer = torch.empty(item.tensor_meta.shape, dtype=item.tensor_meta.dtype, device=device)
 
 
-def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+def depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether a gradient of `output` is one of an input's."""
     sought = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
     waiting, seen = [get_gradient_edge(output).node], set()

@@ -14,9 +14,11 @@ from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import plan_of
 from autopar.plan.schedule import Schedule, num_in_flight
 from autopar.plan.staged import StagedPlan, stage_graphs
+from autopar.plan.timeline import Action
 from autopar.sbp.annotate import annotate
 from autopar.sbp.placement import I
-from bench.memory import TOLERANCE, measure
+from bench.memory import TOLERANCE, measure, sample_of
+from bench.memory_stages import MESHES, measure_stages
 from tests.costmodel.build import layer_stack
 from tests.costmodel.test_evaluate import ACTIVATION, LAYERS, MESH, NUM_LAYERS, WEIGHT, data_parallel
 from tests.plan.cases import CPU, traced
@@ -33,7 +35,7 @@ def test_the_parts_of_a_step_by_hand():
     phases = dict(peak.phases)
     assert peak.stored_bytes == STATE + 8 * 4 + ACTIVATION  # the batch is there whole
     # all that is saved: two activations a layer, less the batch; the last layer's sum and what it adds besides
-    assert phases["F0"] == peak.stored_bytes + (2 * NUM_LAYERS - 1) * PART + 2 * PART
+    assert phases["0F0"] == peak.stored_bytes + (2 * NUM_LAYERS - 1) * PART + 2 * PART
     assert phases["update"] == peak.stored_bytes + NUM_LAYERS * WEIGHT + 2 * WEIGHT
     assert peak.total_bytes == max(phases.values()) == phases[peak.phase]
 
@@ -43,22 +45,25 @@ def test_microbatches_in_flight_hold_their_activations():
     found = {}
     for most, order in ((2, "FFBFBB"), (3, "FFFBBB")):
         counts = {"F": iter(range(3)), "B": iter(range(3))}
-        actions = [(kind, next(counts[kind])) for kind in order]
+        actions = [Action(kind, 0, next(counts[kind])) for kind in order]
         training = Training("adamw", 3, most)
         found[most] = dict(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions).phases)
     each = (2 * NUM_LAYERS + 1) * PART  # saved, received and sent
-    assert found[3]["F1"] - found[3]["F0"] == found[3]["F2"] - found[3]["F1"] == each
-    # the first backward has let one go, and left gradients
-    assert found[2]["F1"] == found[3]["F1"] and found[2]["F2"] == found[2]["F1"] + NUM_LAYERS * WEIGHT
+    assert found[3]["0F1"] - found[3]["0F0"] == found[3]["0F2"] - found[3]["0F1"] == each
+    # the first backward has let one go, and left gradients, also what it received and sends
+    assert found[2]["0F1"] == found[3]["0F1"] and found[2]["0F2"] == found[2]["0F1"] + NUM_LAYERS * WEIGHT + 2 * PART
 
 
-def test_a_backward_in_two_parts_lets_go_in_the_second():
+def test_a_backward_in_two_parts_lets_go_in_the_second_of_more():
     graph, training = layer_stack(NUM_LAYERS, needs_grad=True), Training("adamw", 2, 2)
     found = []
-    for order in ((("F", 0), ("B", 0), ("F", 1), ("B", 1)), (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1))):
-        found.append(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=order))
+    for order in ("F0 B0 F1 B1", "F0 I0 F1 W0 I1 W1"):
+        actions = [Action(kind, 0, int(number)) for kind, number in order.split()]
+        found.append(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions))
     at_once, in_two = (dict(peak.phases) for peak in found)
-    assert in_two["F1"] - in_two["F0"] == (2 * NUM_LAYERS + 1) * PART and in_two["reduce"] == at_once["reduce"]
+    # between them: the gradient that came, the one that goes, one of each product; but not the last layer's relu
+    first = (2 * NUM_LAYERS + 1 + 2 + NUM_LAYERS - 1) * PART
+    assert in_two["0F1"] - in_two["0F0"] == first and in_two["reduce"] == at_once["reduce"]
 
 
 def test_the_first_stage_of_1f1b_holds_more_microbatches_than_the_last():
@@ -73,16 +78,16 @@ def test_the_first_stage_of_1f1b_holds_more_microbatches_than_the_last():
         stages.append(plan_of(stage.graph, assignment, submesh, CPU, training=training))
     plan = StagedPlan(Mesh((2, 2), ("pp", "dp")), CPU, Training("adamw", 4), math.inf, graph, schedule, starts, tuple(stages))
     first, last = (dict(peak.phases) for peak in predict_peaks(plan))
-    assert list(first)[:4] == ["gather", "F0", "F1", "B0"] and list(last)[:4] == ["gather", "F0", "B0", "F1"]
-    assert first["F1"] - first["F0"] > 0.9 * stages[0].costs.memory_bytes["activations"] / 2
-    assert max(last[f"F{i}"] for i in range(1, 4)) == last["F1"]  # one after the other: no more than the gradients is added
+    assert list(first)[:4] == ["gather", "0F0", "0F1", "0B0"] and list(last)[:4] == ["gather", "1F0", "1B0", "1F1"]
+    assert first["0F1"] - first["0F0"] > 0.9 * stages[0].costs.memory_bytes["activations"] / 2
+    assert max(last[f"1F{i}"] for i in range(1, 4)) == last["1F1"]  # one after the other: no more than the gradients is added
 
 
 def test_a_recomputed_layer_keeps_what_enters_it():
     graph = layer_stack(NUM_LAYERS)
     plain, again = (predict_peak(graph, MESH, data_parallel(graph, I, recomputed=regions)) for regions in ((), LAYERS))
     # relu's results are dropped; the last is there while it is made
-    assert dict(plain.phases)["F0"] - dict(again.phases)["F0"] == (NUM_LAYERS - 1) * PART
+    assert dict(plain.phases)["0F0"] - dict(again.phases)["0F0"] == (NUM_LAYERS - 1) * PART
 
 
 def test_an_offloaded_layer_keeps_nothing():
@@ -90,7 +95,7 @@ def test_an_offloaded_layer_keeps_nothing():
     for again, transient in (((), 3), (LAYERS, 4)):  # a layer's last three results; what enters a region is there as long as it runs
         assignment = replace(data_parallel(graph, I, recomputed=again), offloaded=LAYERS)
         found = predict_peak(graph, MESH, assignment)
-        assert dict(found.phases)["F0"] == found.stored_bytes + transient * PART
+        assert dict(found.phases)["0F0"] == found.stored_bytes + transient * PART
 
 
 def test_the_optimizer_counts():
@@ -105,3 +110,13 @@ def test_a_prediction_is_what_ranks_measure(ranks4: Ranks, name: str, kind: str)
     row = measure(ranks4, name, kind)
     assert abs(row.error) < TOLERANCE, (row.predicted, row.measured)
     assert row.predicted.phase in row.measured[0]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("name", "mesh", "schedule"), [("mlp", MESHES[0], "zero-bubble"), ("gpt2", MESHES[1], "interleaved")])
+def test_ranks_of_a_pipeline_take_what_is_predicted(ranks4: Ranks, name: str, mesh: str, schedule: str):
+    rows = measure_stages(ranks4, name, sample_of(name), mesh, schedule)
+    assert [row.rank for row in rows] == [0, 1]
+    for row in rows:
+        assert abs(row.error) < TOLERANCE, (row.predicted, row.measured)
+        assert row.predicted.phase in row.measured
