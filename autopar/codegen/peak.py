@@ -277,8 +277,8 @@ class _Stage:
         is_whole, groups = action.kind == "B", None
         if not is_whole and self.is_first:
             gone = ()
-        elif is_whole or not any(depends(x, received) for x in outputs if x.requires_grad):
-            gone = stage_backward(outputs, came or [None] * len(outputs), received)
+        elif is_whole or not all(depends(x, received) for x in outputs if x.requires_grad):
+            gone = _backward(outputs, came, received)
             outputs = []
         else:
             gone, groups = stage_backward_input(outputs, came, received, iter(self._leaves()))
@@ -292,7 +292,7 @@ class _Stage:
         if groups is not None:
             stage_backward_weight(iter(self._leaves()), groups)
         elif self.is_first:
-            stage_backward(outputs, came or [None] * len(outputs), received)
+            _backward(outputs, came, received)
 
     def _leaves(self) -> Tensors:
         return [x for x in self.rank.used.values() if x.requires_grad]
@@ -348,6 +348,12 @@ class _Step:
                 last["came"] = [] if self.in_rounds else came
                 del came, gone
             phases.append((str(action), storages.restart()))
+
+
+def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:
+    if not any(x.requires_grad for x in outputs):
+        return ()  # nothing is trained
+    return stage_backward(outputs, came or [None] * len(outputs), received)
 
 
 def _differentiated(outputs: Tensors) -> Tensors:
