@@ -172,6 +172,8 @@ def accumulated(options: dict[str, Any]) -> dict[str, float]:
     found = _next_step(model, truth, case)
     logits = model(case.args[0]).logits
     found["logits"] = worst({"": whole(logits).detach()}, {"": truth.model(case.args[0]).logits.detach()}, 1e-6)[0]
+    found["norm"] = abs(float(nn.utils.clip_grad_norm_(truth.model.parameters(), 0.1)) - float(model.clip_grad_norm_(0.1)))
+    found["clipped"] = _gradient_distance(model, truth.model)
     return found | {f"{key}, 16 samples": x for key, x in _next_step(model, truth, sample(batch=16, **options)).items()}
 
 
