@@ -68,11 +68,11 @@ def test_it_costs_no_more_than_a_plan_whose_layers_are_alike(share, name="gpt2")
 
 
 def test_the_bound_holds_of_every_plan_in_two_groups(name="gpt2"):
-    table = limited(alike(name)[1].table, 0.5)
+    table = limited(alike(name)[1].table, 0.8)
     around = solve(table, is_brief=True).around
     over, within = (memory_of(table, end) for end in around)
     segments = two_groups(fold(traced(name)), (table.memory_limit_bytes - within) / (over - within))
-    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes, time_limit_s=2.0)
+    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes)
     assert "groups" in plan.bound_of
     in_groups = replace(priced(name, segments)[1].table, memory_limit_bytes=table.memory_limit_bytes)
     assert plan.lower_bound_s <= solve(in_groups, time_limit_s=5.0, enough_gap=5e-3).cost_s * (1 + 1e-9)
