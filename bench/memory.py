@@ -238,7 +238,8 @@ def main() -> None:
             row = rows[-1]
             print(f"{name}, {kind}: predicted {row.error:+.1%}", file=sys.stderr, flush=True)
     ranks.stop()
-    settings = {"mesh": str(MESH), "batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
+    sizes = {"batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
+    settings = {"command": "python -m bench.memory", "mesh": str(MESH), **sizes}
     print(save_sections("memory", [_section(rows), stages_section(staged)], settings))
     if any(abs(row.error) > TOLERANCE for row in (*rows, *staged)):
         raise SystemExit(f"a prediction is more than {TOLERANCE:.0%} off")

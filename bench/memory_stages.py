@@ -31,7 +31,8 @@ NUM_STEPS = 3
 TEXT = """The same for plans in stages with 4 microbatches, of each rank of the pipeline with all its stages: interleaved has two a
 rank. Plans are searched in a second, those of "pp=2,dp=2" for CPUs, those of "pp=2,tp=2" for devices with links that cost nothing,
 which splits and gathers whatever can be; "recomputed": every block run again that gains by it. Phases are stage, part (F forward, B
-backward, I of the inputs, W of the weights) and microbatch. The estimate is `StagedPlan.memory_bytes`."""
+backward, I of the inputs, W of the weights) and microbatch. The estimate is `StagedPlan.memory_bytes`, which does not know of the
+gradients that I keeps for W: those of all products with weights."""
 MESHES = ("pp=2,dp=2", "pp=2,tp=2")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 NUM_MICROBATCHES = 4
@@ -152,6 +153,7 @@ def stages_section(rows: list[StagesRow]) -> Section:
          f"{row.estimated_bytes / row.measured_bytes - 1:+.1%}")
         for row in rows
     )  # fmt: skip
-    header = ("model", "mesh", "schedule", "rank: stages", "measured, MiB", "predicted, MiB", "error", "phase", "estimate, MiB", "distance")
+    where = ("model", "mesh", "schedule", "rank: stages")
+    header = (*where, "measured, MiB", "predicted, MiB", "error", "phase", "estimate, MiB", "its distance")
     found = tuple(asdict(row) | {"measured_bytes": row.measured_bytes, "error": row.error} for row in rows)
     return Section("Peak memory of a step in stages", TEXT, header, cells, found)
