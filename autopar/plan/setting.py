@@ -36,7 +36,7 @@ NEAR_AXES = 2
 @dataclass(frozen=True)
 class Wishes:
     """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself. crossing: value that
-    comes from another stage or goes there -> layout. recomputed: as in `Assignment`."""
+    comes from another stage or goes there -> layout. recomputed, offloaded: as in `Assignment`."""
 
     pins: Mapping[str, str]
     stored: Mapping[str, str]
@@ -44,6 +44,7 @@ class Wishes:
     training: Training
     crossing: Mapping[str, Layout] = field(default_factory=dict)
     recomputed: Regions = ()
+    offloaded: Regions = ()
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class Setting:
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
         candidates = _with_crossing(candidates, self.wishes.crossing)
-        limit, training = self.wishes.memory_limit_bytes, self.wishes.training
-        again = self.wishes.recomputed
+        wishes = self.wishes
         return price(
-            self.graph, folded, candidates, self.mesh, self.cluster, training=training, recomputed=again, memory_limit_bytes=limit
-        )
+            self.graph, folded, candidates, self.mesh, self.cluster,
+            training=wishes.training, recomputed=wishes.recomputed, offloaded=wishes.offloaded,
+            memory_limit_bytes=wishes.memory_limit_bytes,
+        )  # fmt: skip
 
     @property
     def remaining_s(self) -> float:

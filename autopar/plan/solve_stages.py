@@ -1,7 +1,7 @@
 """The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its own memory limit."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -108,49 +108,49 @@ class _Solver:
         for item in graph.of_kind("parameter"):
             self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
 
-    def _best(self, graph: Graph, wishes: Wishes, most_recomputed: int) -> Assignment:
-        """The fastest of a few numbers of recomputed blocks; the most is what the plan by hand takes."""
+    def _best(self, graph: Graph, wishes: Wishes, most_saved: int) -> Assignment:
+        """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by hand recomputes."""
         best: _Found | None = None
         failure: InfeasibleError | None = None
-        for num in dict.fromkeys((0, most_recomputed // 2, most_recomputed)):
-            if num < most_recomputed and self._is_hopeless(graph, wishes, num):
+        for asked in self._ways(graph, wishes, most_saved):
+            is_last_resort = len(asked.recomputed) == most_saved
+            if not is_last_resort and self._is_hopeless(graph, asked):
                 continue
             try:
-                found = self._with_recomputed(graph, wishes, num)
+                found = self._saving(graph, asked)
             except InfeasibleError as error:
-                self.failed[self._shape(graph, wishes, num)] = wishes.training.num_in_flight
+                self.failed[_shape_of(graph, asked)] = wishes.training.num_in_flight
                 failure = error
                 continue
             best = found if best is None or found.cost_s < best.cost_s else best
-            if found.is_free:
-                break  # to run more again only costs time
+            if found.is_free and not asked.recomputed:
+                break  # to save memory only costs time
         if best is None:
             raise failure
         return best.assignment
 
-    def _is_hopeless(self, graph: Graph, wishes: Wishes, num: int) -> bool:
-        """Whether a stage alike with hardly more in flight could not be made to fit."""
-        return self.failed.get(self._shape(graph, wishes, num), math.inf) <= _LITTLE_TIGHTER * wishes.training.num_in_flight
-
-    def _shape(self, graph: Graph, wishes: Wishes, num: int) -> Any:
-        return _shape_of(graph, replace(wishes, recomputed=self._regions(graph, num)))
-
-    def _regions(self, graph: Graph, num: int) -> Regions:
-        """The first `num` of the graph's blocks that may be recomputed."""
+    def _ways(self, graph: Graph, wishes: Wishes, most_saved: int) -> Iterator[Wishes]:
+        """The wishes with the first of the graph's blocks recomputed or, where the link to the host is known, on the host meanwhile."""
         own = {op.name for op in graph.ops}
-        return tuple(region for region in self.cut.regions if region[0] in own)[:num]
+        regions = tuple(region for region in self.cut.regions if region[0] in own)
+        nums = tuple(dict.fromkeys((0, most_saved // 2, most_saved)))
+        yield from (replace(wishes, recomputed=regions[:num]) for num in nums)
+        if self.cluster.host_bandwidth_bytes_per_s:
+            yield from (replace(wishes, offloaded=regions[:num]) for num in nums if num)
 
-    def _with_recomputed(self, graph: Graph, wishes: Wishes, num: int) -> "_Found":
-        """The first `num` blocks recomputed. A plan for a stage alike that has as many microbatches in flight or more fits here too: it
-        is taken if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
-        regions = self._regions(graph, num)
-        wishes = replace(wishes, recomputed=regions)
+    def _is_hopeless(self, graph: Graph, wishes: Wishes) -> bool:
+        """Whether a stage alike with hardly more in flight could not be made to fit."""
+        return self.failed.get(_shape_of(graph, wishes), math.inf) <= _LITTLE_TIGHTER * wishes.training.num_in_flight
+
+    def _saving(self, graph: Graph, wishes: Wishes) -> "_Found":
+        """The best plan with these blocks recomputed or on the host. One for a stage alike that has as many microbatches in flight or more
+        fits here too: it is taken if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
         known = self.known.setdefault(_shape_of(graph, wishes), [])
         problem = None
         if not known:
             setting, problem = self._problem(graph, wishes)
             known.append(self._search(setting, _unlimited(problem), wishes))
-        free = known[0].for_stage(graph, regions)
+        free = known[0].for_stage(graph, wishes)
         costs = evaluate(graph, free.assignment, self.mesh, self.cluster, training=wishes.training)
         if costs.total_memory_bytes <= wishes.memory_limit_bytes:
             return free
@@ -161,12 +161,12 @@ class _Solver:
             setting, problem = self._problem(graph, wishes) if problem is None else (setting, problem)
             fitting = [self._search(setting, problem, wishes)]
             known += fitting
-        return min(fitting, key=lambda one: one.cost_s).for_stage(graph, regions)
+        return min(fitting, key=lambda one: one.cost_s).for_stage(graph, wishes)
 
     def _problem(self, graph: Graph, wishes: Wishes) -> tuple[Setting, Problem]:
         setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
         folded = within(self.cut.folded, graph, wishes.crossing)
-        return setting, setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed))))
+        return setting, setting.problem(segmented(folded, graph, _segments(folded, len(wishes.recomputed or wishes.offloaded))))
 
     def _search(self, setting: Setting, problem: Problem, wishes: Wishes) -> "_Found":
         start = problem.encode(_restricted(self.cut.by_hand, problem.graph, self.crossing))
@@ -190,9 +190,9 @@ class _Found:
     num_in_flight: int
     is_free: bool
 
-    def for_stage(self, graph: Graph, regions: Regions) -> "_Found":
+    def for_stage(self, graph: Graph, wishes: Wishes) -> "_Found":
         """The same for a stage alike."""
-        return replace(self, graph=graph, assignment=_renamed(self.assignment, self.graph, graph, regions))
+        return replace(self, graph=graph, assignment=_renamed(self.assignment, self.graph, graph, wishes))
 
 
 def _crossing_layouts(cut: Cut) -> dict[str, Layout]:
@@ -202,12 +202,12 @@ def _crossing_layouts(cut: Cut) -> dict[str, Layout]:
     return {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
 
 
-def _segments(folded: Folded, num_recomputed: int) -> tuple[tuple[int, ...], ...]:
-    """First, inner and last copies apart, and those that are recomputed, which are the first, from those that are not."""
+def _segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
+    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those that are not."""
     found = []
     for repeat in folded.repeats:
-        again = min(num_recomputed, repeat.count)
-        num_recomputed -= again
+        again = min(num_saved, repeat.count)
+        num_saved -= again
         ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
         found.append(tuple(b - a for a, b in pairwise(ends)))
     return tuple(found)
@@ -237,7 +237,8 @@ def _shape_of(graph: Graph, wishes: Wishes) -> Any:
         for x in graph.inputs
     ]
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    regions = tuple(tuple(position[name] for name in region) for region in wishes.recomputed)
+    each = (wishes.recomputed, wishes.offloaded)
+    regions = tuple(tuple(tuple(position[name] for name in region) for region in found) for found in each)
     sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
@@ -250,7 +251,7 @@ def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
     return inputs.get(value.name, (value.shape, value.dtype))
 
 
-def _renamed(assignment: Assignment, like: Graph, graph: Graph, regions: Sequence[tuple[str, ...]]) -> Assignment:
+def _renamed(assignment: Assignment, like: Graph, graph: Graph, wishes: Wishes) -> Assignment:
     """The assignment of graph `like` for `graph`, which is the same but for names."""
     names = dict(zip(_names(like), _names(graph)))
     return Assignment(
@@ -259,7 +260,8 @@ def _renamed(assignment: Assignment, like: Graph, graph: Graph, regions: Sequenc
         kept={names[name]: layout for name, layout in assignment.kept.items()},
         outputs={names[name]: layout for name, layout in assignment.outputs.items()},
         regathered=frozenset(names[name] for name in assignment.regathered),
-        recomputed=tuple(regions),
+        recomputed=wishes.recomputed,
+        offloaded=wishes.offloaded,
     )
 
 

@@ -90,6 +90,21 @@ def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
     assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
 
 
+def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
+    """Recomputing costs time whatever the link; a transfer that computing hides costs none."""
+    mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=2, schedule="1f1b")
+
+    def plan(host_bandwidth: float, limit: float) -> StagedPlan:
+        cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
+        return plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+
+    limit = 0.7 * max(plan(0.0, float("inf")).memory_bytes)
+    fast, slow = plan(1e13, limit), plan(1e8, limit)
+    assert sum(len(stage.assignment.offloaded) for stage in fast.stages) > 0
+    assert not any(stage.assignment.offloaded for stage in slow.stages) and any(stage.assignment.recomputed for stage in slow.stages)
+    assert fast.step_s < slow.step_s and max(*fast.memory_bytes, *slow.memory_bytes) <= limit
+
+
 def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
         plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), time_limit_s=5, clock=Clock(lambda _: None))
