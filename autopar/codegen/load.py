@@ -30,7 +30,7 @@ from autopar.sbp.placement import I, Layout, P, R, S
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the tensor.
 

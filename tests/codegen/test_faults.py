@@ -166,11 +166,11 @@ def planner_crashes() -> None:
         assert dist.get_rank() == 0, "only the first rank plans"
         raise ZeroDivisionError("a bug")
 
-    original, api.make_plan = api.make_plan, crash
+    original, api.choose_plan = api.choose_plan, crash
     try:
         _compile()
     finally:
-        api.make_plan = original
+        api.choose_plan = original
 
 
 def too_little_memory() -> None:
