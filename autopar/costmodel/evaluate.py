@@ -9,7 +9,7 @@ from autopar.costmodel.compute import local_shapes, op_time
 from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.moving import is_moved, movings
 from autopar.costmodel.probe import Footprint, footprints
 from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
@@ -36,8 +36,8 @@ class PlannedCollective:
 class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
-    region, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host, and as many back; waiting_s: phase ->
-    seconds that the step waits for them."""
+    region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host,
+    and as many back; waiting_s: phase -> seconds that the step waits for them."""
 
     compute_forward_s: float
     compute_backward_s: float
@@ -159,6 +159,9 @@ class _Step:
                 inside[self.places[op.name]] += saved
             elif op.name not in self.away:
                 memory["activations"] += training.num_in_flight * saved
+            if training.num_waiting:
+                _, outputs = local_shapes(op, self.assignment.strategies[op.name], self.mesh.shape)
+                memory["waiting"] += training.num_waiting * waiting_bytes(op, outputs)
         for conversion, saving in self._all():
             kept, more, _ = self._kept_bytes(conversion, saving, training)
             memory["gathered" if conversion.value.name in self.parameters else "activations"] += kept
@@ -166,7 +169,7 @@ class _Step:
                 inside[saving.region] += more
         memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
         memory["fetched"] = round(sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes())))
-        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed", "fetched")}
+        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed", "waiting", "fetched")}
 
     def moved_bytes(self) -> list[int]:
         """What each offloaded region sends to the host in a microbatch."""

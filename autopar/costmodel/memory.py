@@ -3,6 +3,7 @@
 import math
 from functools import cache
 
+from autopar.costmodel.compute import weight_share
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.probe import footprint, saved_by_local_op
 from autopar.costmodel.training import Training
@@ -53,6 +54,11 @@ def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], train
 def memory_layout(layout: Layout) -> Layout:
     """`layout` with its gradient forgotten."""
     return tuple(I if placement.kind == "R" else placement for placement in layout)
+
+
+def waiting_bytes(op: Op, outputs: tuple[tuple[int, ...], ...]) -> int:
+    """Bytes of the gradient that is kept until a layer's weight gets its own, on these local shapes; 0 for other ops."""
+    return math.prod(outputs[0]) * op.outputs[0].dtype.itemsize if weight_share(op) else 0
 
 
 def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mesh_shape: tuple[int, ...]) -> int:

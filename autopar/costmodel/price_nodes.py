@@ -10,7 +10,7 @@ from autopar.costmodel.compute import shapes_time
 from autopar.costmodel.entities import Count, End, Flows
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op, nameless
@@ -52,11 +52,12 @@ def _times(count: int, prices: Prices) -> Prices:
 def _of_ops(count: Count, prices: np.ndarray, training: Training) -> Prices:
     """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
     what others keep may be on the host."""
-    forward_s, backward_s, saved = prices.T
+    forward_s, backward_s, saved, waiting = prices.T
     times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
     times_s = times_s + count.moved_s * saved
     kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
-    return training.num_microbatches * times_s, np.ascontiguousarray(kept * saved)
+    held = kept * saved + training.num_waiting * count.times * waiting
+    return training.num_microbatches * times_s, np.ascontiguousarray(held)
 
 
 def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:
@@ -70,8 +71,8 @@ def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offe
 def _price_op(
     op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster
 ) -> np.ndarray:
-    """f64[strategies, 3]: seconds of forward and of backward, and bytes saved without what is saved of the inputs. Strategies with the same
-    local shapes and roles share a price."""
+    """f64[strategies, 4]: seconds of forward and of backward, bytes saved without what is saved of the inputs, and of the gradient that a
+    weight waits with. Strategies with the same local shapes and roles share a price."""
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
@@ -80,7 +81,8 @@ def _price_op(
     for position in first:
         local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
         inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
-        prices.append((*shapes_time(op, inputs, outputs, cluster), saved_by_op(op, strategies[position], inputs, outputs, mesh.shape)))
+        kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
+        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept))
     found = np.array(prices, dtype=np.float64)[index]
     if op.target in LOCAL_OPS:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)

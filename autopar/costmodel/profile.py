@@ -10,7 +10,7 @@ from autopar.costmodel.compute import local_shapes, shapes_time, weight_share
 from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
-from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes
+from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.probe import footprints
 from autopar.costmodel.saving import savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -31,10 +31,11 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of
-    weights and may wait, as in zero-bubble schedules. once_s: once a step, what gathers parameters, reduces their gradients and updates
-    them, at their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too.
-    saved_bytes: what a microbatch keeps for backward. crossing_bytes: of the values made before the op and read by it or later.
+    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
+    and may wait, as in zero-bubble schedules. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
+    their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too. saved_bytes: what a microbatch keeps
+    for backward. waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before
+    the op and read by it or later.
     """
 
     forward_s: np.ndarray
@@ -43,6 +44,7 @@ class Profile:
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
+    waiting_bytes: np.ndarray
     crossing_bytes: np.ndarray
     shared: tuple[Shared, ...] = field(default=())
 
@@ -52,7 +54,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
     several, gathered parameters stay for all of them, and so do the gradients that add up."""
     training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
-    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "saved_bytes")}
+    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "saved_bytes", "waiting_bytes")}
     for position, op in enumerate(graph.ops):
         strategy = assignment.strategies[op.name]
         shapes = local_shapes(op, strategy, mesh.shape)
@@ -60,6 +62,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
         columns["forward_s"][position] += forward_s
         columns["backward_s"][position] += backward_s
         columns["weight_s"][position] += backward_s * weight_share(op)
+        columns["waiting_bytes"][position] += waiting_bytes(op, shapes[1])
         columns["saved_bytes"][position] += saved_by_op(op, strategy, *shapes, mesh.shape)
         for collective in inner_collectives(op, strategy, mesh.shape):
             columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)

@@ -21,12 +21,14 @@ OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
 @dataclass(frozen=True, slots=True)
 class Training:
     """A step of `optimizer` after `num_microbatches` passes over the graph that is priced, which is of one microbatch; `num_in_flight`
-    of them are between their forward and their backward at the worst time. ValueError for an unknown optimizer or a count below 1.
+    of them are between their forward and their backward at the worst time, and of `num_waiting` the gradients of weights are still to be
+    made, as in zero-bubble schedules. ValueError for an unknown optimizer or a count below 1.
     """
 
     optimizer: str = "adamw"
     num_microbatches: int = 1
     num_in_flight: int = 1
+    num_waiting: int = 0
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATE_BYTES:

@@ -44,7 +44,7 @@ def bought(plan: "StagedPlan") -> Iterator[Bought]:
 def _in_one(plan: "StagedPlan") -> "StagedPlan":
     """The same stages and layouts with the whole batch in one pass."""
     graphs = (stage.graph for stage in cut(loss_only(plan.graph), plan.starts))
-    training = replace(plan.training, num_microbatches=1, num_in_flight=1)
+    training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     priced = ((stage, graph, _costs_in_one(stage, graph, training)) for stage, graph in zip(plan.stages, graphs))
     stages = tuple(replace(stage, graph=graph, training=training, costs=costs) for stage, graph, costs in priced)
     kept = plan.schedule.name

@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.costmodel.profile import Profile
 
-_SUMMED = ("forward_s", "backward_s", "weight_s", "once_s", "state_bytes", "saved_bytes")
+_SUMMED = ("forward_s", "backward_s", "weight_s", "once_s", "state_bytes", "saved_bytes", "waiting_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,7 @@ class Blocks:
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
+    waiting_bytes: np.ndarray
     entering_bytes: np.ndarray
     is_recomputable: np.ndarray
     shared: tuple[tuple[tuple[int, ...], float, float], ...] = ()
@@ -55,16 +56,19 @@ def blocks_of(found: Profile, starts: Sequence[int], recomputable: Sequence[int]
 
 
 def partition(
-    blocks: Blocks, in_flight: Sequence[int], limit_bytes: float | Sequence[float], *, transfer_s_per_byte: float = 0.0
+    blocks: Blocks, in_flight: Sequence[int], limit_bytes: float | Sequence[float], *, waiting: Sequence[int] | None = None,
+    transfer_s_per_byte: float = 0.0,
 ) -> Partition | None:
     """The stages of which the slowest is fastest, None if no cut fits. in_flight: for each stage, of how many microbatches it keeps what is
-    saved; limit_bytes: of each. A stage recomputes as many of its blocks as it must to fit, and no more.
+    saved; waiting: of how many it keeps what their weights wait with; limit_bytes: of each. A stage recomputes as many of its blocks as it
+    must to fit, and no more.
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
     limits = np.broadcast_to(limit_bytes, num_stages)
     sums = _Sums.of(blocks, transfer_s_per_byte)
-    known = {pair: _spans(sums, *pair) for pair in set(zip(in_flight, limits.tolist()))}
-    spans = [known[pair] for pair in zip(in_flight, limits.tolist())]
+    settings = list(zip(in_flight, waiting or [0] * num_stages, limits.tolist()))
+    known = {setting: _spans(sums, *setting) for setting in set(settings)}
+    spans = [known[setting] for setting in settings]
     worst = np.full((num_stages + 1, num_blocks + 1), np.inf)
     worst[0, 0] = 0.0
     cut = np.zeros((num_stages + 1, num_blocks + 1), np.int64)
@@ -83,14 +87,15 @@ def partition(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be recomputed; bytes
-    that are there throughout, that a microbatch keeps, and that recomputing all such blocks frees of these; their number; whether it is
-    empty. inside_bytes: of one block while it is recomputed."""
+    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be recomputed; bytes that are
+    there throughout, that a microbatch keeps, until its weights have their gradients too, and that recomputing all such blocks frees of
+    these; their number; whether it is empty. inside_bytes: of one block while it is recomputed."""
 
     times_s: np.ndarray
     again_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
+    waiting_bytes: np.ndarray
     freed_bytes: np.ndarray
     num_can: np.ndarray
     is_empty: np.ndarray
@@ -108,6 +113,7 @@ class _Sums:
             again_s=_sum(np.where(can, blocks.forward_s, 0.0)),
             state_bytes=_total(blocks.state_bytes, blocks.shared, 1),
             saved_bytes=_sum(blocks.saved_bytes),
+            waiting_bytes=_sum(blocks.waiting_bytes),
             freed_bytes=_sum(np.where(can, blocks.saved_bytes - blocks.entering_bytes, 0.0)),
             num_can=_sum(can.astype(float)),
             is_empty=np.arange(number + 1)[:, None] >= np.arange(number + 1)[None, :],
@@ -115,12 +121,12 @@ class _Sums:
         )
 
 
-def _spans(sums: _Sums, kept: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _spans(sums: _Sums, kept: int, waiting: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks recomputed; its bytes.
 
     Recomputed, a block keeps what enters it; its inside is there once, while its backward runs.
     """
-    whole = sums.state_bytes + kept * sums.saved_bytes
+    whole = sums.state_bytes + kept * sums.saved_bytes + waiting * sums.waiting_bytes
     need = whole - limit_bytes
     with np.errstate(divide="ignore", invalid="ignore"):
         num = np.ceil((need + sums.inside_bytes) / (kept * sums.freed_bytes) * sums.num_can)

@@ -108,6 +108,16 @@ def _rounds(schedule: Schedule, rank: int) -> Row:
     return (*row, *weights[max(0, len(backward) - rank) :])
 
 
+def num_waiting(schedule: Schedule, stage: int) -> int:
+    """The most microbatches of which `stage` still has the gradients of weights to make. The first stage makes all of its own at once."""
+    waiting = most = 0
+    for action in _row(schedule, schedule.rank_of(stage)) if stage else ():
+        if action.stage == stage:
+            waiting += {"I": 1, "W": -1}.get(action.kind, 0)
+            most = max(most, waiting)
+    return most
+
+
 def num_in_flight(schedule: Schedule, stage: int) -> int:
     """The most microbatches of which `stage` holds what its backward needs at one time."""
     held = most = 0

@@ -22,7 +22,7 @@ from autopar.plan.clock import Clock
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.staged import stage_graphs
-from autopar.plan.sweep import Model, Staged, in_flight, with_new
+from autopar.plan.sweep import Model, Staged, in_flight, waiting, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout, format_layout
 
@@ -93,6 +93,7 @@ class _Solver:
             self.wishes.training,
             num_microbatches=self.found.schedule.num_microbatches,
             num_in_flight=in_flight(self.found.schedule)[number],
+            num_waiting=waiting(self.found.schedule)[number],
         )
         limit = self.wishes.memory_limit_bytes * self.found.schedule.num_ranks / self.found.schedule.num_stages
         fqns = {item.fqn for item in stage.graph.inputs}

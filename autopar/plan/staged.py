@@ -178,7 +178,7 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
     """The cluster, and the other wishes, for which the plan that `text` holds was made."""
     content = store.content_of(text)
     limit = content["memory_limit_bytes"]
-    training = replace(Training(**content["training"]), num_microbatches=1, num_in_flight=1)
+    training = replace(Training(**content["training"]), num_microbatches=1, num_in_flight=1, num_waiting=0)
     asked = {"training": training, "memory_limit_bytes": float("inf") if limit is None else float(limit)}
     return cluster_from_json(json.dumps(content["cluster"])), asked
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.hand import HandPlan, Outline, format_hand_plan, outlined
 from autopar.plan.partition import Blocks, Partition, blocks_of, partition
-from autopar.plan.schedule import IN_ROUNDS, Schedule, can_run, num_in_flight
+from autopar.plan.schedule import IN_ROUNDS, Schedule, can_run, num_in_flight, num_waiting
 from autopar.plan.shorten import Short
 from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
 from autopar.sbp.annotate import annotate
@@ -230,7 +230,7 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
     if schedule.name == "zero-bubble":
         blocks = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
     share = limit_bytes * schedule.num_ranks / schedule.num_stages
-    return partition(blocks, in_flight(schedule), share, transfer_s_per_byte=transfer_s_per_byte)
+    return partition(blocks, in_flight(schedule), share, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)
 
 
 def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
@@ -244,6 +244,12 @@ def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Of each stage, the most microbatches between their forward and their backward."""
     return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def waiting(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches of which gradients of weights are still to be made."""
+    return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
 
 
 @cache

@@ -74,7 +74,7 @@ def test_the_table_is_exact(mesh, case):
 
 def draw_training(draw: random.Random) -> Training:
     num_microbatches = draw.choice((1, 2, 8))
-    return Training(draw.choice(("sgd", "adamw", "adamw-master")), num_microbatches, draw.randint(1, num_microbatches))
+    return Training(draw.choice(("sgd", "adamw", "adamw-master")), num_microbatches, draw.randint(1, num_microbatches), draw.randint(0, 2))
 
 
 def draw_regions(draw: random.Random, graph: Graph) -> Regions:

@@ -16,7 +16,8 @@ def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
     can = np.ones(number, bool)
     can[[0, -1]] = False
     shared = (((0, number - 1), 4.0, 0.5),)
-    return Blocks(forward_s, 2 * forward_s, forward_s, np.full(number, 0.1), np.full(number, 3.0), saved, entering, can, shared)
+    once, state, waiting = (np.full(number, x) for x in (0.1, 3.0, 0.7))
+    return Blocks(forward_s, 2 * forward_s, forward_s, once, state, saved, waiting, entering, can, shared)
 
 
 def _stage(blocks: Blocks, a: int, b: int, kept: int, limit: float) -> float:
@@ -51,6 +52,14 @@ def test_equals_brute_force(seed: int, limit: float) -> None:
     times = [_stage(blocks, a, b, kept, limit) for a, b, kept in zip(ends, ends[1:], in_flight)]
     assert math.isclose(max(found.times_s), best, rel_tol=1e-9)
     assert max(times) <= best * (1 + 1e-9)
+
+
+def test_what_weights_wait_with_takes_memory() -> None:
+    blocks = _random_blocks(np.random.default_rng(0), 9)
+    ample, waiting = partition(blocks, (3, 2, 1), math.inf), partition(blocks, (3, 2, 1), math.inf, waiting=(0, 1, 2))
+    ends = (*ample.starts, 9)
+    more = [a - b for a, b in zip(waiting.memory_bytes, ample.memory_bytes)]
+    assert more == pytest.approx([num * 0.7 * (b - a) for num, a, b in zip((0, 1, 2), ends, ends[1:])])
 
 
 def test_no_cut_fits() -> None:
