@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages clean
+.PHONY: help setup demo test test-slow test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -21,11 +21,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
 	$(PYTHON) examples/train_gpt.py
 
-test: $(READY) ## all tests that need no root and no GPU, multi-process ones included
+test: $(READY) ## all tests that need no root, no GPU and no patience, multi-process ones included
 	$(PYTHON) -m pytest
 
+test-slow: $(READY) ## the tests that take minutes each on few cores, such as those on eight processes
+	$(PYTHON) -m pytest -m slow
+
 test-fast: $(READY) ## the tests that run in one process
-	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu"
+	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow"
 
 lint: $(READY) ## ruff over everything
 	$(PYTHON) -m ruff check .

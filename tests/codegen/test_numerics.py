@@ -41,6 +41,7 @@ def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: st
 ON_EIGHT = {(8,): ("ddp", "zero3"), (2, 2, 2): ("searched", "megatron", "random:0")}
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.parametrize("shape", ON_EIGHT, ids=str)
 @pytest.mark.parametrize("name", ZOO)
