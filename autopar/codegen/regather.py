@@ -35,6 +35,7 @@ class _Again:
         # no reference to `whole` itself: autograd holds on to this
         self.storage, self.dtype, self.offset = StorageWeakRef(whole.untyped_storage()), whole.dtype, whole.storage_offset()
         self.stored, self.version, self.steps = stored, stored._version, steps
+        self.size, self.stride = whole.shape, whole.stride()
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
 
@@ -60,6 +61,8 @@ class _Again:
         made = self.stored.detach()
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
+        if made.stride() != self.stride:  # forward gave the last slice memory of its own, or did not; views are of what it had
+            made = torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
         return made
 
 

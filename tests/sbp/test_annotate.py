@@ -120,8 +120,11 @@ def test_layouts_of_inputs_and_outputs() -> None:
 def test_a_leaf_that_needs_its_gradient_is_handed_in_whole() -> None:
     graph = two_layers()
     leaf = Input("argument", value("x", 12, 6, grad=True), "x")
-    found = annotate(replace(graph, inputs=(*graph.inputs[:3], leaf)), MESH)
+    graph = replace(graph, inputs=(*graph.inputs[:3], leaf))
+    found = annotate(replace(graph, argument_spec="of a call"), MESH)
     assert found.layouts["x"] == ((I, I),)
+    stage = annotate(replace(graph, argument_spec=None), MESH)  # its gradient is sent back as it is laid out
+    assert (I, I) in stage.layouts["x"] and len(stage.layouts["x"]) > 1
 
 
 def test_folded_ops_are_left_to_their_representative() -> None:

@@ -112,6 +112,8 @@ def test_a_solver_that_hangs_costs_the_time_limit_and_no_more():
 
 # What a person runs at a terminal: it tells its stages, and at the end whether what it has is within the limit.
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
 from tests.search.test_solve import SLEEPING, hard_table, solve
 found = solve(hard_table(), time_limit_s=60.0, worker=SLEEPING, progress=lambda stage, *_: print(stage, flush=True))
 print(found.memory_bytes <= hard_table().memory_limit_bytes)
