@@ -24,7 +24,7 @@ from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_stages import _crossing_layouts, _restricted, cut_as
 from autopar.plan.staged import StagedPlan, loads
-from autopar.plan.sweep import Model, Staged, in_flight
+from autopar.plan.sweep import Model, Staged, in_flight, waiting
 from tests.zoo import build
 
 H100, V100 = load_cluster("h100"), load_cluster("v100-25g")
@@ -53,7 +53,8 @@ def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
     for number, stage in enumerate(cut.stages):
         regions = tuple(r for r in cut.regions if r[0] in {op.name for op in stage.graph.ops})[: point.partition.num_recomputed[number]]
         assignment = replace(_restricted(cut.by_hand, stage.graph, crossing), recomputed=regions)
-        training = Training("adamw", point.schedule.num_microbatches, in_flight(point.schedule)[number])
+        counts = in_flight(point.schedule)[number], waiting(point.schedule)[number]
+        training = Training("adamw", point.schedule.num_microbatches, *counts)
         stages.append(plan_of(stage.graph, assignment, point.mesh, V100, training=training))
     mesh = Mesh((point.schedule.num_ranks, *point.mesh.shape), ("pp", *point.mesh.axis_names))
     return StagedPlan(mesh, V100, Training(), float("inf"), graph, point.schedule, cut.starts, tuple(stages))
