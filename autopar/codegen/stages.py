@@ -14,6 +14,7 @@ from autopar.plan.timeline import Action, Span, Timeline
 ONE_STAGE_A_RANK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What came of a step: the loss, on every rank, and if it was timed, when this rank computed what."""

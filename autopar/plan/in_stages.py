@@ -18,7 +18,7 @@ from autopar.plan.setting import Wishes
 from autopar.plan.solve_stages import cut_as, solve_stages
 from autopar.plan.staged import PIPELINE, StagedPlan, sub_mesh
 from autopar.plan.store import HandCosts
-from autopar.plan.sweep import Model, Staged, grids, lightest, model_of, sweep
+from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, lightest, model_of, sweep
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch import microbatched
 from autopar.sbp.placement import I
@@ -55,7 +55,7 @@ def sweep_stages(
         microbatched(training_graph, asked.num_microbatches)  # says what is wrong with it
     model = model_of(training_graph, fold(training_graph))
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-    schedules = ("1f1b", "interleaved", "zero-bubble") if asked.schedule is None else (asked.schedule,)
+    schedules = SCHEDULES if asked.schedule is None else (asked.schedule,)
     counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
     found = clock.run(
         "stages by hand",
