@@ -8,7 +8,8 @@ from tests.zoo import ZOO
 
 # HF losses, and the float32 casts inside HF norms and rotary embeddings, compute in float32 whatever the model's dtype.
 TOLERANCE = {"mlp": 1e-9, "vgg13": 1e-9, "resnet": 1e-9, "vit": 1e-9, "gpt2": 1e-5, "llama": 1e-5, "bert": 1e-5}
-KINDS = ("searched", "ddp", "zero3", "megatron", "random:0", "random:1")
+# Each kind of plan on the mesh that is the harder one for it; `make test-slow` has the others.
+ON_FOUR = {(4,): ("ddp", "zero3", "random:0"), (2, 2): ("searched", "megatron", "random:1")}
 
 
 def _check(reports: list[list[dict]], name: str) -> None:
@@ -24,10 +25,18 @@ def _check(reports: list[list[dict]], name: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", ON_FOUR, ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    _check(ranks4.run(train_under, name, plans_for(name, shape, KINDS), timeout_s=240), name)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[shape]), timeout_s=240), name)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize(("shape", "other"), [((4,), (2, 2)), ((2, 2), (4,))], ids=str)
+@pytest.mark.parametrize("name", ZOO)
+def test_trains_like_one_device_on_the_other_mesh(ranks4: Ranks, name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[other]), timeout_s=240), name)
 
 
 @pytest.mark.multirank
@@ -37,7 +46,6 @@ def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: st
     _check(ranks4.run(train_under, name, plans_for(name, shape, kinds), timeout_s=240), name)
 
 
-# On eight ranks each kind of plan on the mesh that is the harder one for it: eight processes take long on few cores.
 ON_EIGHT = {(8,): ("ddp", "zero3"), (2, 2, 2): ("searched", "megatron", "random:0")}
 
 
