@@ -7,8 +7,10 @@ nearly series-parallel graphs they depend on two nodes each.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,10 +37,14 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The optimum `value` (`inf`: everything is forbidden) and the buckets in elimination order."""
+    """The optimum `value` (`inf`: everything is forbidden) and the buckets in elimination order.
+
+    `rest`: the terms of the nodes that were not eliminated, which the value is without.
+    """
 
     value: float
     buckets: tuple[Bucket, ...]
+    rest: tuple[Factor, ...] = ()
 
 
 def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int, ...] | None:
@@ -71,9 +77,12 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
 
 
 def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0) -> Elimination:
-    """Minimise cost + multiplier * memory (seconds, and seconds a byte); the memory limit itself is not looked at."""
+    """Minimise cost + multiplier * memory (seconds, and seconds a byte) over the nodes of `order`, which need not be all.
+
+    The memory limit itself is not looked at.
+    """
     waiting = {v: [Factor((v,), _weighted(node.cost_s, node.memory_bytes, multiplier))] for v, node in enumerate(table.nodes)}
-    rank = {node: i for i, node in enumerate(order)}
+    rank = {node: len(order) for node in waiting} | {node: i for i, node in enumerate(order)}
     for edge in table.edges:
         factor = Factor((edge.a, edge.b), _weighted(edge.cost_s, edge.memory_bytes, multiplier))
         waiting[min(factor.scope, key=rank.__getitem__)].append(factor)
@@ -87,12 +96,12 @@ def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0
             waiting[min(scope, key=rank.__getitem__)].append(bucket.message)
         else:
             value += float(bucket.message.values)
-    return Elimination(value, tuple(buckets))
+    return Elimination(value, tuple(buckets), tuple(chain.from_iterable(waiting.values())))
 
 
-def argmin(elimination: Elimination) -> tuple[int, ...]:
-    """An optimal strategy per node, by back-substitution; ties go to the lowest index."""
-    chosen: dict[int, int] = {}
+def argmin(elimination: Elimination, given: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
+    """An optimal strategy per node, by back-substitution; ties go to the lowest index. `given`: those of nodes that were not eliminated."""
+    chosen = dict(given)
     for bucket in reversed(elimination.buckets):
         total = 0.0
         for factor in bucket.factors:

@@ -9,6 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.search.bound import Squeezed, cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
 from autopar.search.check import checked
 from autopar.search.close import close
+from autopar.search.core import core
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.refine import WORKER, refine
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
@@ -50,8 +51,9 @@ def solve(
     table = checked(table)
     _check_starts(table, starts)
     best, is_small = None, num_entries(table) < _FEW_ENTRIES
+    find = _choices_of_core if table.memory_limit_bytes == float("inf") else _choices
     try:
-        with closing(_choices(table, starts, time_limit_s, worker)) as choices:
+        with closing(find(table, starts, time_limit_s, worker)) as choices:
             for stage, choice in choices:
                 if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
                     best = choice
@@ -67,6 +69,16 @@ def solve(
         limit = f"{table.memory_limit_bytes:.0f} bytes per device"
         raise InfeasibleError(f"no choice within {limit} was found in {time_limit_s} s; allow more time or memory")
     return best
+
+
+def _choices_of_core(
+    table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]
+) -> Iterator[tuple[str, Choice]]:
+    """The same for a table without a limit, by way of its core."""
+    small = core(table)
+    with closing(_choices(small.table, [small.lower(start) for start in starts], time_limit_s, worker)) as choices:
+        for stage, found in choices:
+            yield stage, _choice(table, small.lift(found.strategies), found.lower_bound_s)
 
 
 def _choices(
