@@ -12,7 +12,7 @@ from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
 _RESERVED = {
-    "aten", "convert", "declare", "inf", "local", "move", "nan", "recomputed", "regathered", "seed", "seeded", "self", "torch",
+    "aten", "autopar", "convert", "declare", "inf", "local", "move", "nan", "recomputed", "regathered", "seed", "seeded", "self", "torch",
     "use_together", "I", "Offload", "P", "R", "S",
 }  # fmt: skip
 
@@ -167,7 +167,7 @@ class _Emitter:
     def _called(self, step: Call) -> str:
         if step.roles:
             return f"local.{local_name(step.target)}"
-        return step.target if step.target.startswith("aten.") else f"torch.ops.{step.target}"
+        return step.target if step.target.startswith(("aten.", "autopar.")) else f"torch.ops.{step.target}"
 
     def _arguments(self, step: Call) -> list[str]:
         args = [code(arg) for arg in step.args] + [f"{key}={code(arg)}" for key, arg in step.kwargs]

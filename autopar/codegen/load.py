@@ -91,7 +91,8 @@ def namespace() -> dict[str, Any]:
     """Names that generated code may use."""
     local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
     return {
-        "torch": torch, "aten": torch.ops.aten, "convert": convert, "move": move, "local": local, "seeded": seeded,
+        "torch": torch, "aten": torch.ops.aten, "autopar": torch.ops.autopar, "local": local,
+        "convert": convert, "move": move, "seeded": seeded,
         "use_together": use_together, "regathered": regathered, "recomputed": recomputed, "Offload": Offload,
         "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
     }  # fmt: skip

@@ -31,7 +31,7 @@ _LINEAR = {
 }  # fmt: skip
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
 # Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
-_BIAS = {"linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
+_BIAS = {"linear": 2, "turned_linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
 
 
 def check(program: Program, mesh: DeviceMesh) -> None:
@@ -59,7 +59,8 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 def _names(referee: "_Referee") -> dict[str, Any]:
     """What generated code calls, as the checker can follow it."""
     return {
-        "aten": _Ops(torch.ops.aten, "aten", referee), "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
+        "aten": _Ops(torch.ops.aten, "aten", referee), "autopar": _Ops(torch.ops.autopar, "autopar", referee),
+        "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
         "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
         "regathered": lambda *_: nullcontext(), "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),
@@ -157,6 +158,8 @@ class _Ops:
     def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if name == "linear":
             return torch.matmul(args[0], args[1].mT)
+        if name == "turned_linear":
+            return torch.matmul(args[0], args[1])
         if name in _LINEAR:
             return self._linear(args, kwargs)
         if name in _EXPANDING:

@@ -55,6 +55,7 @@ def _attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 # Flops of one forward run on local shapes, by name of the op without overload; what is absent only moves bytes.
 FLOPS: Mapping[str, Callable[[Op, Shapes, Shapes], float]] = {
     "aten.linear": _matmul,
+    "autopar.turned_linear": _matmul,
     "aten.matmul": _matmul,
     "aten.mm": _matmul,
     "aten.bmm": _matmul,
@@ -131,7 +132,9 @@ def _backward_products(op: Op) -> float:
 
 
 # Products of an activation and a weight.
-_LAYERS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "convolution"))
+_LAYERS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "convolution")) | {
+    "autopar.turned_linear"
+}
 
 
 def weight_share(op: Op) -> float:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Op
 
-_PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "_grouped_mm", "grouped_mm_fallback"})
+_PRODUCTS = frozenset(
+    {"linear", "turned_linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "_grouped_mm", "grouped_mm_fallback"}
+)
 # A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
 _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.costmodel.probe import footprint
+from autopar.costmodel.probe import footprint, regatherable
+from tests.codegen.training import traced
 from tests.costmodel.build import make_op, meta
+from tests.zoo import build
 
 i64 = torch.int64
 
@@ -53,3 +55,14 @@ def test_cross_entropy_keeps_its_log_softmax():
 def test_an_op_that_looks_at_values_keeps_everything():
     op = make_op("aten.masked_select.default", meta(4, 8), meta(4, 8, dtype=torch.bool), outputs=[meta(5)])
     assert footprint(op).saved_inputs == {0, 1} and footprint(op).alias_of == (-1,)
+
+
+@pytest.mark.parametrize(("name", "left"), [("gpt2", {"transformer.wte.weight"}), ("llama", set()), ("bert", set())])
+def test_matrices_of_blocks_may_be_gathered_again(name, left):
+    """In transformers' Conv1D too, which stores its weight the other way round; tables that are looked up are not saved for backward."""
+    graph = traced(build(name))
+    found = regatherable(graph, {item.value.name: item.value.name for item in graph.inputs})
+    looked_up = {op.inputs[0].name for op in graph.ops if op.target == "aten.embedding.default"}
+    matrices = {item.value.name: item.fqn for item in graph.of_kind("parameter") if len(item.value.shape) == 2}
+    assert {matrices[name] for name in matrices.keys() - found - looked_up} == set()
+    assert {matrices[name] for name in looked_up & found} == set() and left <= {matrices[name] for name in looked_up}

@@ -1,17 +1,31 @@
-"""Products of flattened tensors as `linear` of the tensors themselves.
+"""Products of flattened tensors as products of the tensors themselves.
 
 `reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. Flattened, the dims in front of K are one,
-which can only be split by the outermost of them.
+which can only be split by the outermost of them. It is one op that reads the weight as it is stored: with the transposed weight as a
+value between, that could be converted on its own, which gains nothing, and no one op would save the parameter (`probe.regatherable`).
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import rewire
 
 _RESHAPE = "aten.reshape.default"
+TURNED_LINEAR = "autopar.turned_linear.default"
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("turned_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
+
+
+def _turned_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` with the weight as (inputs, outputs)."""
+    return torch.nn.functional.linear(x, weight.t(), bias)
+
+
+_LIBRARY.impl("turned_linear", _turned_linear, "CompositeImplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +49,11 @@ def unflatten_products(graph: Graph) -> Graph:
     external = {item.name for item in graph.outputs if isinstance(item, Value)} | {value.name for _, value in graph.mutations}
     found = {op.name: flat for op in graph.ops if (flat := _match(op, made, users)) and op.outputs[0].name not in external}
     results = {flat.result.name for flat in found.values()}
-    names = set(made) | {item.value.name for item in graph.inputs}
     replaced: dict[str, Value] = {}
     ops: list[Op] = []
     for op in graph.ops:
         if op.name in found:
-            ops += _linear(found[op.name], names)
+            ops.append(_product(found[op.name]))
             replaced[found[op.name].result.outputs[0].name] = ops[-1].outputs[0]
         elif op.name not in results:
             ops.append(op)
@@ -71,12 +84,9 @@ def _operands(op: Op) -> tuple[Value, Value, Value | None] | None:
     return None
 
 
-def _linear(flat: _Flat, names: set[str]) -> tuple[Op, Op]:
-    """The transposed weight, and the product under the name of the flat product."""
-    name = next(name for name in (f"{flat.op.name}_weight{'_' * i}" for i in itertools.count()) if name not in names)
-    turned = Value(name, flat.weight.shape[::-1], flat.weight.dtype, flat.weight.needs_grad and not flat.op.is_no_grad)
-    turn = replace(flat.op, name=name, target="aten.permute.default", args=(Slot(0), (1, 0)), inputs=(flat.weight,), outputs=(turned,))
-    inputs = (flat.x, turned) if flat.bias is None else (flat.x, turned, flat.bias)
+def _product(flat: _Flat) -> Op:
+    """Under the name of the flat product."""
+    inputs = (flat.x, flat.weight) if flat.bias is None else (flat.x, flat.weight, flat.bias)
     output = replace(flat.result.outputs[0], name=flat.op.outputs[0].name)
     slots = tuple(Slot(i) for i in range(len(inputs)))
-    return turn, replace(flat.op, target="aten.linear.default", args=slots, inputs=inputs, outputs=(output,))
+    return replace(flat.op, target=TURNED_LINEAR, args=slots, inputs=inputs, outputs=(output,))

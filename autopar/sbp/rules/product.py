@@ -27,6 +27,12 @@ def linear(op: Op) -> Iterator[Signature]:
     return _named(op, ("input", "weight", "bias"), [batch + ("k",), out + ("k",)], batch + out, [out])
 
 
+def turned_linear(op: Op) -> Iterator[Signature]:
+    """autopar.turned_linear: b..k, kn (+ n) -> b..n."""
+    batch = _batch(len(tensor_of(op, "input").shape) - 1)
+    return _named(op, ("input", "weight", "bias"), [batch + ("k",), ("k", "n")], batch + ("n",), [("n",)])
+
+
 def matmul(op: Op) -> Iterator[Signature]:
     """Matrix products of any ranks: b..mk, b..kn -> b..mn with the batch dims broadcast; a vector has no m or n."""
     names = argument_names(op)[:2]
@@ -129,6 +135,7 @@ def _spell(term: str, num_hidden: int, widest: int) -> Term:
 
 RULES = {
     "aten.linear.default": linear,
+    "autopar.turned_linear.default": turned_linear,
     "aten.matmul.default": matmul,
     "aten.mm.default": matmul,
     "aten.bmm.default": matmul,
