@@ -68,6 +68,7 @@ def test_a_model_that_is_odd_in_every_way(ranks4: Ranks) -> None:
     check(ranks4, [("odd", 5, *case) for case in cases] + [("batch norm", 6, "pp=2,dp=2", 1, "gpipe")])
 
 
+@pytest.mark.slow
 def test_three_axes(ranks8: Ranks) -> None:
     mesh = "pp=2,dp=2,tp=2"
     check(ranks8, [

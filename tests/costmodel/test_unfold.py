@@ -39,8 +39,13 @@ def _sums(table: CostTable) -> np.ndarray:
     return np.sort(np.array(rows), axis=0)
 
 
-@pytest.mark.parametrize("mesh", ["8", "4x2"])
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("gpt2", 6), ("llama", 6), ("t5", 5)])
+@pytest.mark.parametrize(
+    ("name", "layers", "mesh"),
+    [
+        ("gpt2", 4, "8"), ("gpt2", 6, "4x2"), ("llama", 6, "8"), ("t5", 5, "8"),
+        pytest.param("llama", 6, "4x2", marks=pytest.mark.slow), pytest.param("t5", 5, "4x2", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
     table, whole = unrolled(_chains(name, layers, mesh)), _whole(name, layers, mesh)
     assert len(table.nodes) == len(whole.nodes)
@@ -49,8 +54,13 @@ def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
     assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", ["8", "4x2"])
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", 6), ("llama", 6), ("t5", 6)])
+@pytest.mark.parametrize(
+    ("name", "layers", "mesh"),
+    [
+        ("gpt2", 6, "8"), ("gpt2", 6, "4x2"), ("llama", 6, "4x2"), ("t5", 6, "8"),
+        pytest.param("llama", 6, "8", marks=pytest.mark.slow), pytest.param("t5", 6, "4x2", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_condensed_they_prove_the_plan_of_the_fold(name, layers, mesh):
     bound_s = solve(condensed(_chains(name, layers, mesh))).lower_bound_s
     plan = make_plan(traced(name, layers), parse_mesh(mesh), V100, memory_limit_bytes=math.inf)

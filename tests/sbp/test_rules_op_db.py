@@ -91,6 +91,7 @@ def _accepts(target: str, args: tuple[object, ...], kwargs: dict[str, object]) -
     return all(isinstance(item, torch.Tensor) for item in (result if isinstance(result, (list, tuple)) else (result,)))
 
 
+@pytest.mark.slow
 def test_op_database() -> None:
     """Also the rules of other families, as far as the database calls their overloads as the graph does."""
     torch.manual_seed(0)
