@@ -1,14 +1,12 @@
 """Cut consecutive blocks into stages so that the slowest stage is as fast as it can be and each fits its device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.costmodel.profile import Profile
-
-_SUMMED = ("forward_s", "backward_s", "weight_s", "once_s", "state_bytes", "saved_bytes", "waiting_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +24,10 @@ class Blocks:
     entering_bytes: np.ndarray
     is_recomputable: np.ndarray
     shared: tuple[tuple[tuple[int, ...], float, float], ...] = ()
+
+
+# What a block is the sum of.
+_SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(Profile)} - {"shared"})
 
 
 @dataclass(frozen=True)

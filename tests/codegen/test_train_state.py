@@ -1,113 +1,26 @@
-"""A module in stages as its user handles it: checkpoints, copies, clipping, other batches, and what is refused."""
+"""A module in stages as its user handles it: loading, copies, clipping, other batches, and what is refused."""
 
 import copy
-import tempfile
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 import autopar
 from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
-from autopar.plan.plan import Plan
 from autopar.plan.staged import StagedPlan
 from tests.codegen.staged import Sample, gradients, loss_of, plan_of_sample, sample, under
-from tests.codegen.training import EPS, LEARNING_RATE, whole, worst
+from tests.codegen.training import LEARNING_RATE, adamw, state_of, whole, worst
 from tests.workers import Ranks, device_mesh
 from tests.zoo import build
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 GPT2: dict[str, Any] = {"name": "gpt2", "has_loss_fn": True}
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
-
-
-def _step(case: Sample, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    if hasattr(case.model, "train_step"):
-        case.model.train_step(*case.args, **case.kwargs)
-    else:
-        loss_of(case).backward()
-    optimizer.step()
-
-
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(x).detach().clone() for name, x in model.state_dict().items()}
-
-
-def _folder() -> str:
-    """One new folder that all ranks share."""
-    box = [tempfile.mkdtemp(prefix="autopar-checkpoint-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def _content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
-
-
-def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    content = _content(model, optimizer)
-    checkpoint.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=FLAT)
-
-
-def _other_weights(case: Sample) -> Sample:
-    with torch.no_grad():
-        for parameter in case.model.parameters():
-            parameter.add_(0.5)
-    return case
-
-
-def checkpoint_moves(options: dict[str, Any], first: Plan | StagedPlan, second: Plan | StagedPlan) -> dict[str, float]:
-    """Train a step under one plan, save, load under another and on one device, train on: all must agree with one device."""
-    truth = sample(**options)
-    truth_optimizer = _adamw(truth.model)
-    _step(truth, truth_optimizer)
-    case = sample(**options)
-    case = case._replace(model=under(first, case))
-    optimizer = _adamw(case.model)
-    _step(case, optimizer)
-    folder, found = _folder(), {}
-    checkpoint.save(_content(case.model, optimizer), checkpoint_id=folder)
-    other, plain = _other_weights(sample(**options)), _other_weights(sample(**options))
-    loaded = {"sharded": other._replace(model=under(second, other)), "plain": plain}
-    optimizers = {kind: _adamw(one.model) for kind, one in loaded.items()}
-    for kind, one in loaded.items():
-        _load(one.model, optimizers[kind], folder)
-        found[kind] = _distance(one.model, truth.model)
-    _step(truth, truth_optimizer)
-    for kind, one in loaded.items():
-        _step(one, optimizers[kind])
-        found[f"{kind}, trained on"] = _distance(one.model, truth.model)
-    return found
-
-
 def _distance(model: nn.Module, truth: nn.Module) -> float:
-    found, expected = _state(model), truth.state_dict()
+    found, expected = state_of(model), truth.state_dict()
     return worst(found, {name: expected[name] for name in found}, LEARNING_RATE)[0]
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("is_from_stages", [True, False])
-def test_checkpoint_moves_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: bool) -> None:
-    plans = [plan_of_sample(sample(**GPT2), "pp=2,tp=2", 2, "interleaved"), plan_of_sample(sample(**GPT2), "dp=2,tp=2", 1)]
-    assert isinstance(plans[0], StagedPlan) and isinstance(plans[1], Plan)
-    for found in ranks4.run(checkpoint_moves, GPT2, *(plans if is_from_stages else plans[::-1]), timeout_s=200):
-        assert max(found.values()) < 1e-9, found
 
 
 def handled(options: dict[str, Any], plan: StagedPlan) -> dict[str, Any]:
@@ -132,7 +45,7 @@ def handled(options: dict[str, Any], plan: StagedPlan) -> dict[str, Any]:
     found["clipped"] = _gradient_distance(model, truth.model)
     assert float(model.clip_grad_norm_(1e9)) == pytest.approx(limit, rel=1e-3)
     found["not clipped"] = _gradient_distance(model, truth.model)
-    _adamw(model).step()
+    adamw(model).step()
     found["copy"] = abs(float(average.train_step(*case.args, **case.kwargs)) - float(loss))
     found["refused"] = _refusal(model, case) if plan.schedule.num_ranks > 1 else ""
     return found
@@ -192,7 +105,7 @@ def first_called_with_data(options: dict[str, Any]) -> dict[str, float]:
     truth, case = sample(**options), sample(**options)
     compiled = {"cluster": "free-links", "num_microbatches": 2, "schedule": "interleaved", "loss_fn": case.loss_fn}
     model = autopar.compile(case.model, device_mesh((2, 2), ("pp", "tp")), **compiled)
-    optimizer, true_optimizer = _adamw(model), _adamw(truth.model)
+    optimizer, true_optimizer = adamw(model), adamw(truth.model)
     found = _next_step(model, truth, case)
     optimizer.step()
     true_optimizer.step()

@@ -108,14 +108,23 @@ def forward_backward(case: Case) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | gradients
 
 
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, whole, as they are now."""
+    return {name: whole(tensor).detach().clone() for name, tensor in model.state_dict().items()}
+
+
 def finish(case: Case, steps: int) -> dict[str, torch.Tensor]:
     """Parameters and buffers after `steps` AdamW steps, the first on the gradients already there."""
-    optimizer = torch.optim.AdamW(case.model.parameters(), lr=LEARNING_RATE, eps=EPS)
+    optimizer = adamw(case.model)
     for step in range(steps):
         if step:
             forward_backward(case)
         optimizer.step()
-    return {name: whole(tensor).detach().clone() for name, tensor in case.model.state_dict().items()}
+    return state_of(case.model)
 
 
 def train(case: Case, steps: int) -> dict[str, dict[str, torch.Tensor]]:
