@@ -1,33 +1,26 @@
 """The most memory that one rank has in use during a step: its generated program is run on tensors without data, which are counted."""
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # ops choose kernels by device: fakes say "cpu", meta tensors would choose others
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
-from autopar.codegen.emit import emit
-from autopar.codegen.load import compile_source, namespace
+from autopar.codegen.dry_run import Rank, Stage, Step
+from autopar.codegen.kernels import without_data
 from autopar.codegen.lower import lower
-from autopar.codegen.offload import Offload
-from autopar.codegen.pipeline_stage import MOST_ON_THE_WAY_BACK, depends, sendable
 from autopar.codegen.program import Program
-from autopar.codegen.step import close_step, open_step
-from autopar.codegen.storages import Storages, count_storages
+from autopar.codegen.replay import Recording, Replayed, likeness, record
+from autopar.codegen.storages import count_storages
 from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph, Input
+from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.plan.plan import Plan
 from autopar.plan.schedule import IN_ROUNDS, Schedule
 from autopar.plan.schedule import actions as schedule_actions
 from autopar.plan.staged import StagedPlan, stage_graphs
 from autopar.plan.timeline import Action
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.collectives import Axis, joint_axis
-from autopar.sbp.placement import Layout, local_shape
 
 # Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other (`foreach=False`).
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
@@ -52,10 +45,19 @@ class Peak:
         return max(self.phases, key=lambda phase: phase[1])[0]
 
 
+def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
+    """Bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster."""
+    if isinstance(plan, StagedPlan):
+        return tuple(peak.total_bytes for peak in predict_peaks(plan))
+    found = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type)
+    return (found.total_bytes,)
+
+
 def predict_peak(
-    graph: Graph, mesh: Mesh, assignment: Assignment, *, training: Training = WHOLE_BATCH, actions: Sequence[Action] | None = None
-) -> Peak:
-    """Run a step of the program as the first rank would, without peers.
+    graph: Graph, mesh: Mesh, assignment: Assignment, *, training: Training = WHOLE_BATCH, actions: Sequence[Action] | None = None,
+    device_type: str = "cpu",
+) -> Peak:  # fmt: skip
+    """Run a step of the program as the first rank would, without peers, with the kernels of such a device.
 
     graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in order; by default one
     microbatch after the other. The batch is counted whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
@@ -67,29 +69,68 @@ def predict_peak(
     received = {item.value.name for item in arguments if item.value.needs_grad}
     batch = sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
     program = lower(graph, mesh, assignment, is_split=is_split)
-    with FakeTensorMode():
-        stage = _Stage(_Rank.of(program, received, {}), is_first=not received)
-        return _peak({0: stage}, _Step({0: stage}, actions, is_split=is_split), training, batch, {})
+    with without_data(device_type):
+        stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
+        return _peak({0: stage}, Step({0: stage}, actions, is_split=is_split), training, batch, {})
 
 
-def predict_peaks(plan: StagedPlan) -> tuple[Peak, ...]:
-    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule."""
+def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
+    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule, on devices of the plan's cluster.
+
+    Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run for all.
+    """
     micro, graphs = stage_graphs(plan.graph, plan.starts, plan.schedule.num_microbatches)
+    receives = [graph.receives for graph in graphs]
     batch = sum(item.value.num_bytes for item in plan.graph.of_kind("argument"))
     slices = {name: plan.schedule.num_microbatches for name, placement in micro.placements.items() if placement.is_split}
     in_rounds, found = plan.schedule.name in IN_ROUNDS, []
     arrivals = _arrivals(plan.schedule) if in_rounds else [{}] * plan.schedule.num_ranks
+    recordings = None if is_whole else _recordings(plan, receives)
     for rank, actions in enumerate(schedule_actions(plan.schedule)):
         state: dict[str, torch.Tensor] = {}
-        with FakeTensorMode():
-            stages = {}
-            for number in plan.schedule.stages_of(rank):
-                own, last = plan.stages[number], plan.schedule.num_stages - 1
-                program = lower(own.graph, own.mesh, own.assignment, is_split=True, alike=micro.alike)
-                stages[number] = _Stage(_Rank.of(program, graphs[number].receives, state), is_first=not number, sends=number < last)
-            step = _Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
+        with without_data(plan.cluster.device_type if is_whole else "meta"):
+            stages = {
+                number: _replayed(plan, number, receives[number], state, recordings[number])
+                if recordings
+                else _stage(plan, number, receives[number], state)
+                for number in plan.schedule.stages_of(rank)
+            }
+            step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
             found.append(_peak(stages, step, plan.training, batch, slices))
     return tuple(found)
+
+
+def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[Recording]:
+    """Of each stage; stages alike are run once."""
+    known: dict[Hashable, Recording] = {}
+    found = []
+    for number, own in enumerate(plan.stages):
+        key = likeness(own, receives[number], *_where(plan, number).values())
+        if key not in known:
+            with without_data(plan.cluster.device_type):
+                known[key] = record(_stage(plan, number, receives[number], {}), is_halved=plan.schedule.name == "zero-bubble")
+        found.append(known[key])
+    return found
+
+
+def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> Stage:
+    """state: as in `Rank.of`."""
+    own = plan.stages[number]
+    program = lower(own.graph, own.mesh, own.assignment, is_split=True)
+    return Stage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
+
+
+def _replayed(
+    plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor], recording: Recording
+) -> Replayed:
+    own = plan.stages[number]
+    inputs = tuple((item, own.assignment.layouts[item.value.name]) for item in own.graph.inputs)
+    rank = Rank.of(Program(own.mesh, inputs, (), (), ()), receives, state, plan.cluster.device_type)
+    return Replayed(rank, **_where(plan, number), recording=recording)
+
+
+def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
+    return {"is_first": number == 0, "sends": number < plan.schedule.num_stages - 1}
 
 
 def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
@@ -136,7 +177,7 @@ def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:
     return {fqn: len(ranks) - 1 for fqn, ranks in holders.items() if rank in ranks and len(ranks) > 1}
 
 
-def _peak(stages: Mapping[int, "_Stage"], step: "_Step", training: Training, batch_bytes: int, slices: Mapping[str, int]) -> Peak:
+def _peak(stages: Mapping[int, Stage], step: Step, training: Training, batch_bytes: int, slices: Mapping[str, int]) -> Peak:
     """slices: constants of which the graph reads one part of so many."""
     ranks = [stage.rank for stage in stages.values()]
     held = {id(x): x for rank in ranks for x in rank.tensors()}
@@ -149,7 +190,7 @@ def _peak(stages: Mapping[int, "_Stage"], step: "_Step", training: Training, bat
     return Peak(stored, (*((name, beside + num_bytes) for name, num_bytes in phases), ("update", stored + update)))
 
 
-def _bytes_of(ranks: Sequence["_Rank"], training: Training, slices: Mapping[str, int]) -> tuple[int, list[int]]:
+def _bytes_of(ranks: Sequence[Rank], training: Training, slices: Mapping[str, int]) -> tuple[int, list[int]]:
     """What is there all the time but the batch, and the gradients of the parameters; what several stages read counts once."""
     found: dict[str, dict[str, int]] = {}
     for number, rank in enumerate(ranks):
@@ -162,201 +203,3 @@ def _bytes_of(ranks: Sequence["_Rank"], training: Training, slices: Mapping[str,
     return sum(sum(kinds.values()) for kinds in found.values()) - sum(gradients), gradients
 
 
-@dataclass
-class _Rank:
-    """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the arguments that come
-    from another stage, for each microbatch anew."""
-
-    program: Program
-    function: Any
-    gather: Any
-    axes: tuple[Axis, ...]
-    receives: Collection[str]
-    state: dict[str, torch.Tensor]
-    constants: dict[str, torch.Tensor]
-    batch: dict[str, torch.Tensor]
-    used: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor]) -> "_Rank":
-        """`state`: parameters and buffers of the rank's stages before, by FQN, to which this one's are added."""
-        names, mesh = namespace() | {"Offload": _Away}, program.mesh
-        function = compile_source(emit(program), names)
-        single = [Axis(name, size, 0, None) for name, size in zip(mesh.axis_names, mesh.shape)]
-        joint = [joint_axis([single[axis] for axis in axes], None) for axes in program.joint_axes]
-        stored = [(item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives]
-        for item, part in stored:
-            if item.kind in ("parameter", "buffer"):
-                state.setdefault(item.fqn, part)
-        constants, batch = ({item.value.name: part for item, part in stored if item.kind == kind} for kind in ("constant", "argument"))
-        return cls(program, function, names.get("gather"), (*single, *joint), receives, state, constants, batch, {})
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that are there all the time."""
-        return [*self.state.values(), *self.constants.values(), *self.batch.values()]
-
-    def local(self, fqn: str) -> torch.Tensor:
-        return self.state[fqn]
-
-    def local_copy(self, fqn: str) -> torch.Tensor:
-        return self.state[fqn].clone()
-
-    def write_back(self, fqn: str, value: torch.Tensor) -> None:
-        """Takes no memory."""
-
-    def draw_seed(self) -> int:
-        return 0
-
-    @property
-    def step_seed(self) -> int:
-        return 0
-
-    def received(self) -> dict[str, torch.Tensor]:
-        """Buffers for one microbatch."""
-        inputs, shape = self.program.inputs, self.program.mesh
-        return {item.value.name: _part(item, layout, shape) for item, layout in inputs if item.value.name in self.receives}
-
-    def run(self, received: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """One microbatch, the same batch each time."""
-        values = self.batch | dict(received)
-        return self.function(self, *(values[item.value.name] for item, _ in self.program.inputs if item.kind == "argument"))
-
-
-class _Away(Offload):
-    """What waits on the host does not count until it is back."""
-
-    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    def _bring(self, copy: Any) -> torch.Tensor:
-        return torch.empty(copy.num_bytes, dtype=torch.uint8)
-
-
-def _part(item: Input, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    needs_grad = item.value.needs_grad and item.kind != "buffer"
-    return torch.empty(local_shape(item.value.shape, layout, mesh.shape), dtype=item.value.dtype, requires_grad=needs_grad)
-
-
-Tensors = list[torch.Tensor]
-
-
-@dataclass
-class _Stage:
-    """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch, outputs and what
-    was received; `halved`, what waits for "W"."""
-
-    rank: _Rank
-    is_first: bool = True
-    sends: bool = False
-    arrived: dict[Action, Any] = field(default_factory=dict)
-    flying: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
-    halved: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-
-    def receive(self, action: Action) -> Any:
-        """The buffers for what an action gets from another stage; those made before if there are."""
-        if action in self.arrived:
-            return self.arrived.pop(action)
-        if action.kind == "F":
-            return self.rank.received()
-        outputs = self.flying[action.microbatch][0]
-        is_loss = not self.sends and all(x.numel() == 1 for x in outputs)
-        return None if is_loss else [torch.empty_like(x) if x.requires_grad else None for x in outputs]
-
-    def forward(self, action: Action) -> Tensors:
-        """The outputs, which are kept until the backward."""
-        received = self.receive(action)
-        found = [x for x in self.rank.run(received) if isinstance(x, torch.Tensor)]
-        outputs = [sendable(x) for x in found] if self.sends else _differentiated(found)
-        self.flying[action.microbatch] = outputs, list(received.values())
-        return outputs
-
-    def backward(self, action: Action) -> tuple[Tensors, Tensors]:
-        """Whole, or its part for the inputs: the gradients that came, and those that go to the stage before."""
-        came = self.receive(action._replace(kind="B"))
-        outputs, received = self.flying.pop(action.microbatch)
-        is_whole, groups = action.kind == "B", None
-        if not is_whole and self.is_first:
-            gone = ()
-        elif is_whole or not all(depends(x, received) for x in outputs if x.requires_grad):
-            gone = _backward(outputs, came, received)
-            outputs = []
-        else:
-            gone, groups = stage_backward_input(outputs, came, received, iter(self._leaves()))
-        if not is_whole:
-            self.halved[action.microbatch] = outputs, came, received, groups
-        return [x for x in came or () if x is not None], [x.contiguous() for x in gone if x is not None]
-
-    def weights(self, action: Action) -> None:
-        """The rest of the backward."""
-        outputs, came, received, groups = self.halved.pop(action.microbatch)
-        if groups is not None:
-            stage_backward_weight(iter(self._leaves()), groups)
-        elif self.is_first:
-            _backward(outputs, came, received)
-
-    def _leaves(self) -> Tensors:
-        return [x for x in self.rank.used.values() if x.requires_grad]
-
-
-@dataclass
-class _Step:
-    """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way back, the others
-    what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other ranks of the pipeline hold too -> how
-    many."""
-
-    stages: Mapping[int, _Stage]
-    actions: Sequence[Action]
-    is_split: bool = True
-    in_rounds: bool = False
-    arrivals: Mapping[int, Sequence[Action]] = field(default_factory=dict)
-    tied: Mapping[str, int] = field(default_factory=dict)
-
-    def run(self, storages: Storages) -> list[tuple[str, int]]:
-        """The phases but the update, and their peaks without what is stored."""
-        phases: list[tuple[str, int]] = []
-        storages.restart()
-        ranks = [stage.rank for stage in self.stages.values()]
-        opened = [(rank, open_step(rank)) for rank in ranks if self.is_split]
-        if self.is_split:
-            phases.append(("gather", storages.restart()))
-        self._act(phases, storages)
-        for rank, results in opened:
-            close_step(rank, results)
-        if self.is_split:
-            phases.append(("reduce", storages.restart()))
-        for fqn, num in self.tied.items():
-            # The others' gradients, and the sum, of which there may be two for a moment.
-            size = ranks[0].state[fqn].untyped_storage().nbytes()
-            phases.append((f"tied {fqn}", storages.num_bytes + size * (num + min(num, 2))))
-        return phases
-
-    def _act(self, phases: list[tuple[str, int]], storages: Storages) -> None:
-        back: deque[Tensors] = deque(maxlen=MOST_ON_THE_WAY_BACK if self.in_rounds else 1)
-        last: dict[str, Tensors] = {}
-        for index, action in enumerate(self.actions):
-            for arrival in self.arrivals.get(index, ()):
-                here = self.stages[arrival.stage]
-                here.arrived[arrival] = here.receive(arrival)
-            stage = self.stages[action.stage]
-            if action.kind == "F":
-                last["sent"] = stage.forward(action)
-            elif action.kind == "W":
-                stage.weights(action)
-            else:
-                came, gone = stage.backward(action)
-                back.append(gone)
-                last["came"] = [] if self.in_rounds else came
-                del came, gone
-            phases.append((str(action), storages.restart()))
-
-
-def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:
-    if not any(x.requires_grad for x in outputs):
-        return ()  # nothing is trained
-    return stage_backward(outputs, came or [None] * len(outputs), received)
-
-
-def _differentiated(outputs: Tensors) -> Tensors:
-    """The loss, which is a scalar; of a stage that has none, all that a gradient comes back for."""
-    found = [x for x in outputs if x.requires_grad]
-    return [x for x in found if not x.shape][:1] or found

@@ -28,7 +28,7 @@ class Cluster:
     """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must have
     "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its formula, 1 where absent.
     `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the way to the host's memory; 0: not known, nothing goes.
-    `source` says where the numbers come from.
+    `source` says where the numbers come from. device_type: "cpu", or else a GPU's: by it ops choose kernels, which keep other tensors.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Cluster:
     source: str
     kind_factors: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth_bytes_per_s: float = 0.0
+    device_type: str = "cuda"
 
     def __post_init__(self) -> None:
         _check(self)

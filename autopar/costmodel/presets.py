@@ -101,6 +101,7 @@ _CPU = Cluster(
     "128 MiB on one thread; memory: 4 GiB a process, a choice",
     {"all_gather": 1.4, "reduce_scatter": 2.6, "all_to_all": 0.6},
     5.8e9,
+    "cpu",
 )
 
 _FREE_LINKS = Cluster(
@@ -111,6 +112,7 @@ _FREE_LINKS = Cluster(
     2**50,
     "made up for tests and demonstrations: communication costs nothing and devices are slow, so that whatever can be split is",
     host_bandwidth_bytes_per_s=1e9,
+    device_type="cpu",
 )
 
 PRESETS: Mapping[str, Cluster] = {

@@ -18,7 +18,7 @@ from autopar.plan.timeline import Action
 from autopar.sbp.annotate import annotate
 from autopar.sbp.placement import I
 from bench.memory import TOLERANCE, measure, sample_of
-from bench.memory_stages import MESHES, measure_stages
+from bench.memory_stages import KINDS, MESHES, measure_stages, staged_plan
 from tests.costmodel.build import layer_stack
 from tests.costmodel.test_evaluate import ACTIVATION, LAYERS, MESH, NUM_LAYERS, WEIGHT, data_parallel
 from tests.plan.cases import CPU, traced
@@ -102,6 +102,14 @@ def test_the_optimizer_counts():
     plain = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=Training("sgd"))
     master = predict_peak(GRAPH, MESH, data_parallel(GRAPH, I), training=replace(Training(), optimizer="adamw-master"))
     assert master.stored_bytes - plain.stored_bytes == 3 * NUM_LAYERS * WEIGHT
+
+
+@pytest.mark.parametrize(("name", "mesh", "schedule"), [("mlp", *KINDS[0]), ("gpt2", *KINDS[1]), ("llama", *KINDS[5]), ("gpt2", *KINDS[6])])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_stages_replayed_take_what_they_take_when_run(name: str, mesh: str, schedule: str, device_type: str):
+    plan = staged_plan(sample_of(name), mesh, schedule)
+    plan = replace(plan, cluster=replace(plan.cluster, device_type=device_type))
+    assert predict_peaks(plan) == predict_peaks(plan, is_whole=True)
 
 
 @pytest.mark.multirank

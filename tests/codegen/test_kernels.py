@@ -1,0 +1,73 @@
+"""Tensors without data: what a GPU's kernels keep, by hand from what is known of them."""
+
+import pytest
+import torch
+
+from autopar.codegen.kernels import namespace_on, without_data
+from autopar.codegen.storages import count_storages
+from autopar.sbp.collectives import Axis
+
+B, H, L, E = 2, 4, 64, 16
+SCORES = B * H * L * L
+
+
+def kept_bytes(device_type: str, dtype: torch.dtype, *, has_mask: bool = False, dropout_p: float = 0.0) -> int:
+    """Bytes that attention adds until its backward: its result, and what it keeps besides q, k, v and the mask."""
+    attention = namespace_on(device_type)["aten"].scaled_dot_product_attention.default
+    with without_data(device_type):
+        q, k, v = (torch.empty(B, H, L, E, dtype=dtype, requires_grad=True) for _ in range(3))
+        mask = torch.empty(B, H, L, L, dtype=dtype) if has_mask else None
+        with count_storages([x for x in (q, k, v, mask) if x is not None]) as storages:
+            start = storages.num_bytes
+            out = attention(q, k, v, mask, dropout_p)
+            held = storages.num_bytes - start
+            out.sum().backward()
+            assert q.grad.shape == q.shape and k.grad.shape == k.shape
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_on_a_gpu_keeps_no_scores(dtype: torch.dtype, dropout_p: float, has_mask: bool):
+    result, log_sum_exp = B * H * L * E * dtype.itemsize, 4 * B * H * L
+    extra = kept_bytes("cuda", dtype, has_mask=has_mask, dropout_p=dropout_p) - result - log_sum_exp
+    assert 0 <= extra <= 64  # the state of the random numbers
+
+
+def test_attention_with_dropout_on_a_cpu_keeps_its_scores():
+    result = B * H * L * E * 4
+    assert kept_bytes("cpu", torch.float32) - result < SCORES
+    assert kept_bytes("cpu", torch.float32, dropout_p=0.1) - result >= 4 * SCORES
+
+
+def test_a_slice_of_the_queries_keeps_no_scores_either():
+    attention = namespace_on("cuda")["local"].scaled_dot_product_attention
+    with without_data("cuda"):
+        q = torch.empty(B, H, L // 2, E, dtype=torch.float16, requires_grad=True)
+        k, v = (torch.empty(B, H, L, E, dtype=torch.float16, requires_grad=True) for _ in range(2))
+        with count_storages([q, k, v]) as storages:
+            out = attention(q, k, v, is_causal=True, queries=(Axis("a", 2, 0, None),))
+            mask = L // 2 * L // 2  # elements of the mask, which is kept in the dtype of the scores
+            assert storages.num_bytes - 2 * B * H * (2 * L + L // 2) * E <= 2 * out.numel() + 4 * B * H * L // 2 + 2 * mask + 64
+
+
+def test_grouped_queries_get_gradients_of_their_shape():
+    attention = namespace_on("cuda")["aten"].scaled_dot_product_attention.default
+    for dtype in (torch.bfloat16, torch.float32):
+        with without_data("cuda"):
+            q = torch.empty(B, H, L, E, dtype=dtype, requires_grad=True)
+            k, v = (torch.empty(B, H // 2, L, E, dtype=dtype, requires_grad=True) for _ in range(2))
+            attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+            assert k.grad.shape == k.shape
+
+
+def test_dropout_keeps_a_byte_an_element():
+    for device_type, each in (("cuda", 1), ("cpu", 2)):
+        dropout = namespace_on(device_type)["aten"].dropout.default
+        with without_data(device_type):
+            x = torch.empty(1024, dtype=torch.float16, requires_grad=True)
+            with count_storages([x]) as storages:
+                out = dropout(x, 0.1, True)
+                assert storages.num_bytes - 2 * x.numel() == out.numel() * (2 + each)
+                assert dropout(x, 0.1, False).untyped_storage() is not None
