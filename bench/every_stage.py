@@ -13,7 +13,7 @@ from autopar.mesh import Mesh
 from autopar.plan.hand import HandPlan, format_hand_plan
 from autopar.plan.partition import Blocks, Partition, partition
 from autopar.plan.schedule import Schedule, can_run
-from autopar.plan.sweep import Model, grids, in_flight, profiled, time_of
+from autopar.plan.sweep import Model, as_run, grids, in_flight, profiled, rank_bytes, time_of, waiting
 
 CUTS = ("even", "balanced")
 RECOMPUTED = ("none", "all", "fewest")
@@ -60,12 +60,14 @@ def _staged(
     plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, blocks: Blocks, link: tuple[float, float], limit_bytes: float
 ) -> Iterator[Written]:
     for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
+        run = as_run(blocks, schedule)
+        own = replace(run, is_recomputable=blocks.is_recomputable)
         for cut in CUTS if num_ranks > 1 else CUTS[1:]:
-            for again in RECOMPUTED[: 1 if schedule.name == "zero-bubble" else 3]:
-                found = cut_blocks(blocks, schedule, cut, again, limit_bytes)
+            for again in RECOMPUTED if run.is_recomputable.any() else RECOMPUTED[:1]:
+                found = cut_blocks(own, schedule, cut, again, limit_bytes)
                 if found is not None:
                     words = (f"pp={num_ranks}", format_hand_plan(plan, mesh), schedule.name, f"m={num}", cut, f"recompute {again}")
-                    yield Written(",".join(words), time_of(blocks, found, schedule, link), max(_rank_bytes(found, schedule)))
+                    yield Written(",".join(words), time_of(own, found, schedule, link), max(rank_bytes(found, schedule)))
 
 
 def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:
@@ -80,15 +82,16 @@ def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:
 def cut_blocks(
     blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float
 ) -> Partition | None:
-    """The stages, None if they do not fit."""
+    """The stages, None if they do not fit. Those of a rank share its memory evenly, unless all that nothing limits fits together."""
     share = limit_bytes * schedule.num_ranks / schedule.num_stages
-    if cut == "balanced" and again != "all":
-        can = blocks.is_recomputable if again == "fewest" else np.zeros_like(blocks.is_recomputable)
-        return partition(replace(blocks, is_recomputable=can), in_flight(schedule), share)
     if cut == "balanced":
-        can = np.zeros_like(blocks.is_recomputable)
-        even = partition(replace(blocks, is_recomputable=can), in_flight(schedule), math.inf)
-        starts = even.starts if even is not None else None
+        plain = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
+        free = partition(plain, in_flight(schedule), math.inf, waiting=waiting(schedule))
+        if free is not None and again != "all" and max(rank_bytes(free, schedule)) <= limit_bytes:
+            return free
+        if again != "all":
+            return partition(blocks if again == "fewest" else plain, in_flight(schedule), share, waiting=waiting(schedule))
+        starts = free.starts if free is not None else None
     else:
         starts = _even(blocks, schedule.num_stages)
     return None if starts is None else _fixed(blocks, schedule, starts, again, share, limit_bytes)
@@ -107,12 +110,13 @@ def _fixed(
 ) -> Partition | None:
     """Stages of which each recomputes none, all or as few as it must of its layers, which cost alike."""
     numbers, sizes, once = [], [], []
-    for kept, a, b in zip(in_flight(schedule), starts, (*starts[1:], len(blocks.forward_s))):
+    for kept, waits, a, b in zip(in_flight(schedule), waiting(schedule), starts, (*starts[1:], len(blocks.forward_s))):
         own = blocks.is_recomputable[a:b]
         there = [one for one in blocks.shared if any(a <= reader < b for reader in one[0])]
         whole = blocks.state_bytes[a:b].sum() + sum(one[1] for one in there) + kept * blocks.saved_bytes[a:b].sum()
-        freed = kept * (blocks.saved_bytes - blocks.entering_bytes)[a:b][own].sum() / max(1, own.sum())
-        inside = blocks.saved_bytes[blocks.is_recomputable].max(initial=0.0)
+        whole += waits * blocks.waiting_bytes[a:b].sum()
+        freed = (kept - waits) * (blocks.saved_bytes - blocks.entering_bytes)[a:b][own].sum() / max(1, own.sum())
+        inside = 0.0 if waits else blocks.saved_bytes[blocks.is_recomputable].max(initial=0.0)
         num = {"none": 0, "all": int(own.sum())}.get(again)
         if num is None:
             num = next((n for n in range(int(own.sum()) + 1) if whole - n * freed + (inside if n else 0.0) <= share), int(own.sum()))
@@ -120,8 +124,4 @@ def _fixed(
         sizes.append(float(whole - num * freed + (inside if num else 0.0)))
         once.append(float(blocks.once_s[a:b].sum() + sum(one[2] for one in there)))
     found = Partition(tuple(starts), tuple(numbers), (), max(once), tuple(sizes))
-    return found if max(_rank_bytes(found, schedule)) <= limit_bytes else None
-
-
-def _rank_bytes(found: Partition, schedule: Schedule) -> list[float]:
-    return [sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    return found if max(rank_bytes(found, schedule)) <= limit_bytes else None

@@ -110,9 +110,11 @@ class _Places:
 
 
 def find_flows(
-    graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = ()
-) -> Flows:
-    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
+    graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = (),
+    num_waiting: int = 0,
+) -> Flows:  # fmt: skip
+    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class. num_waiting: as in
+    `Training`."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
@@ -120,7 +122,7 @@ def find_flows(
     known = footprints(graph, folded.representative)
     found = savings(graph, known, recomputed, offloaded)
     places = _Places(
-        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found),
+        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, num_waiting),
         movings(graph, known, recomputed, offloaded, found, cluster),
     )  # fmt: skip
     counts: defaultdict[Flow, Count] = defaultdict(Count)

@@ -90,7 +90,7 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         compute_forward_s=training.num_microbatches * forward_s,
         compute_backward_s=training.num_microbatches * (again_s + sum(time[1] for time in times.values())),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
-        collectives=(*step.converting(), *step.again(), *step.inside_ops()),
+        collectives=(*step.converting(), *step.again(training), *step.inside_ops()),
         memory_bytes=step.memory_bytes(training),
         num_microbatches=training.num_microbatches,
         moved_bytes=training.num_microbatches * sum(moved),
@@ -127,12 +127,14 @@ class _Step:
                         time_s += collective_time(self.cluster, self.mesh, alone, latency_share=one.latency_share)
                     yield PlannedCollective(where, users, collective, time_s, is_once)
 
-    def again(self) -> Iterator[PlannedCollective]:
-        """Those that make once more, in backward, what was not kept."""
+    def again(self, training: Training) -> Iterator[PlannedCollective]:
+        """Those that make once more, in backward, what was not kept; parameters for a later part of backward, that for weights, too."""
         for conversion, saving in self._all():
             is_in_region = saving.region != NOWHERE and conversion.value.name not in self.parameters
             if is_in_region or (conversion.is_regathered and saving.is_saved):
-                for collective in again_in_backward(redistribute(conversion.src, conversion.dst), conversion.value, self.mesh.shape):
+                num_times = 2 if training.num_waiting and saving.region == NOWHERE else 1
+                steps = num_times * redistribute(conversion.src, conversion.dst)
+                for collective in again_in_backward(steps, conversion.value, self.mesh.shape):
                     users = tuple(use.user for use in conversion.uses)
                     yield PlannedCollective(conversion.value.name, users, collective, self._time_s(collective))
 
@@ -150,7 +152,7 @@ class _Step:
         memory: Counter[str] = Counter()
         for item in self.graph.inputs:
             memory.update(input_bytes(item, self.assignment.layouts[item.value.name], self.mesh.shape, training))
-        shares = inside_shares(self.graph, self.known, self.assignment.recomputed, self.savings)
+        shares = inside_shares(self.graph, self.known, self.assignment.recomputed, self.savings, training.num_waiting)
         inside = [0.0] * len(shares)
         memory["activations"] = 0
         for op in self.graph.ops:

@@ -83,7 +83,7 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -
     """f64[src.layouts, dst.layouts]: the conversion, and what backward keeps of it.
 
     Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or in a region, in
-    backward again.
+    backward again; where its part for weights comes later, these run the reading op once more and so gather twice, but in a region.
     """
     pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
     again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
@@ -94,7 +94,9 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -
     is_repeated = again if is_parameter else np.ones_like(again)
     twice = again if is_parameter else np.full_like(again, meeting.saving.region != NOWHERE)
     if twice.any():
-        cost_s = cost_s + np.where(twice, conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster), 0.0)
+        num_again = 2 if is_parameter and training.num_waiting and meeting.saving.region == NOWHERE else 1
+        again_s = num_again * conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster)
+        cost_s = cost_s + np.where(twice, again_s, 0.0)
     kept = kept_bytes(
         meeting.value, *pair, mesh.shape, meeting.saving, training,
         is_parameter=is_parameter, is_stored=meeting.is_stored, again=again,

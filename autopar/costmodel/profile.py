@@ -32,7 +32,7 @@ class Shared:
 @dataclass(frozen=True, eq=False)
 class Profile:
     """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
-    and may wait, as in zero-bubble schedules. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
+    and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
     their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too. saved_bytes: what a microbatch keeps
     for backward. waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before
     the op and read by it or later.
@@ -41,6 +41,7 @@ class Profile:
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
+    split_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
@@ -54,7 +55,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
     several, gathered parameters stay for all of them, and so do the gradients that add up."""
     training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
-    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "saved_bytes", "waiting_bytes")}
+    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")}
     for position, op in enumerate(graph.ops):
         strategy = assignment.strategies[op.name]
         shapes = local_shapes(op, strategy, mesh.shape)
@@ -90,14 +91,15 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
 
 
 def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> dict[str, float]:
-    """Seconds of the conversion in forward and in backward."""
-    times = {"forward": 0.0, "backward": 0.0}
+    """Seconds of the conversion in forward, in backward and of what a split backward does twice."""
+    times = {"forward": 0.0, "backward": 0.0, "split": 0.0}
     steps = redistribute(one.src, one.dst)
     for step in steps:
         for collective in collectives_together(step, [one.value], mesh.shape):
             times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=one.latency_share)
     if one.is_regathered and is_saved:
-        times["backward"] += sum(collective_time(cluster, mesh, c) for c in again_in_backward(steps, one.value, mesh.shape))
+        times["split"] = sum(collective_time(cluster, mesh, c) for c in again_in_backward(steps, one.value, mesh.shape))
+        times["backward"] += times["split"]
     return times
 
 

@@ -171,14 +171,19 @@ def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], 
     return held
 
 
-def inside_shares(graph: Graph, known: Mapping[str, Footprint], regions: Regions, found: Mapping[str, tuple[Saving, ...]]) -> list[float]:
-    """Which share of each region's inside to count, so that the sum is the inside of one.
+def inside_shares(
+    graph: Graph, known: Mapping[str, Footprint], regions: Regions, found: Mapping[str, tuple[Saving, ...]], num_waiting: int = 0
+) -> list[float]:
+    """How often to count each region's inside: so that the sum is the inside of one, or of all as often as `Training.num_waiting` says.
 
     One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share the count: so it is
-    a sum over ops and conversions, which a table can hold, and exact where the copies are laid out alike.
+    a sum over ops and conversions, which a table can hold, and exact where the copies are laid out alike. Where the gradients of weights
+    are made later, all that the regions hold once they have run again waits for these (`codegen.recompute`).
     """
     if not regions:
         return []
+    if num_waiting:
+        return [float(num_waiting)] * len(regions)
     places = region_of_ops(regions)
     sizes = [0] * len(regions)
     for op in graph.ops:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # Of an action, how many microbatches more its stage holds something for, once it has begun or once it is done.
 _BEGUN, _DONE = {"F": 1}, {"B": -1, "W": -1}
+# The same of what waits for the gradients of weights.
+_WAITS, _MADE = {"I": 1}, {"W": -1}
 
 
 class Moment(NamedTuple):
@@ -32,24 +34,29 @@ class _Stage:
 
     plan: "Plan"
     in_flight: int = 0
+    waiting: int = 0
     has_gradients: bool = False
     runs_backward: bool = False
 
     def moved(self, span: Span, *, is_begun: bool) -> None:
         kind = span.action.kind
         self.in_flight += (_BEGUN if is_begun else _DONE).get(kind, 0)
+        self.waiting += (_WAITS if is_begun else _MADE).get(kind, 0)
         if kind != "F":
             self.has_gradients, self.runs_backward = True, is_begun
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Activations are those of the microbatches in flight; gradients are there from the first backward on, the inside of a recomputed
-        region while a backward runs."""
+        region while a backward runs, or those of the microbatches whose weights wait for their gradients."""
         memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
         memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight
         if not self.has_gradients:
             memory["gradients"] = 0
-        if "recomputed" in memory and not self.runs_backward:
-            memory["recomputed"] = 0
+        for kind in {"recomputed", "waiting"} & memory.keys():
+            if training.num_waiting:
+                memory[kind] = memory[kind] // training.num_waiting * self.waiting
+            elif not self.runs_backward:
+                memory[kind] = 0
         return memory
 
 

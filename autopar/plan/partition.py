@@ -17,6 +17,7 @@ class Blocks:
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
+    split_s: np.ndarray
     once_s: np.ndarray
     state_bytes: np.ndarray
     saved_bytes: np.ndarray
@@ -126,17 +127,17 @@ class _Sums:
 def _spans(sums: _Sums, kept: int, waiting: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks recomputed; its bytes.
 
-    Recomputed, a block keeps what enters it; its inside is there once, while its backward runs.
+    Recomputed, a block keeps what enters it; its inside is there once, while its backward runs, or waits for the gradients of weights.
     """
     whole = sums.state_bytes + kept * sums.saved_bytes + waiting * sums.waiting_bytes
-    need = whole - limit_bytes
+    need, inside_bytes, freed_bytes = whole - limit_bytes, 0.0 if waiting else sums.inside_bytes, (kept - waiting) * sums.freed_bytes
     with np.errstate(divide="ignore", invalid="ignore"):
-        num = np.ceil((need + sums.inside_bytes) / (kept * sums.freed_bytes) * sums.num_can)
-    num = np.where(need <= 0, 0.0, np.where((sums.freed_bytes > 0) & (num <= sums.num_can), num, np.inf))
+        num = np.ceil((need + inside_bytes) / freed_bytes * sums.num_can)
+    num = np.where(need <= 0, 0.0, np.where((freed_bytes > 0) & (num <= sums.num_can), num, np.inf))
     fits = np.isfinite(num)
     num = np.where(fits, num, 0.0)
     part = num / np.maximum(sums.num_can, 1)
-    used = whole + np.where(num > 0, sums.inside_bytes - part * kept * sums.freed_bytes, 0.0)
+    used = whole + np.where(num > 0, inside_bytes - part * freed_bytes, 0.0)
     return np.where(sums.is_empty | ~fits, np.inf, sums.times_s + part * sums.again_s), num, used
 
 

@@ -1,7 +1,7 @@
 """The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its own memory limit."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -22,13 +22,15 @@ from autopar.plan.clock import Clock
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.staged import stage_graphs
-from autopar.plan.sweep import Model, Staged, in_flight, waiting, with_new
+from autopar.plan.sweep import Model, Staged, in_flight, shares, waiting, with_new
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout, format_layout
 
 # A plan is taken for several stages where it is at most so much slower than one without a memory limit, or made for so few more
 # microbatches in flight.
 _NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
+# Less than this part of the memory limit is not worth another search.
+_LITTLE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +71,25 @@ def solve_stages(
 ) -> tuple[Plan, ...]:
     """The plans of the stages. InfeasibleError if one cannot be made to fit, which a plan that the sweep has seen to fit should.
 
-    Stages alike in all that matters are searched once. What crosses a cut does so in the layout that the plan by hand has it in.
+    Stages alike in all that matters are searched once. What crosses a cut does so in the layout that the plan by hand has it in. The stages
+    of a rank share its memory as they do by hand; what they leave goes to those that it helps.
     """
     solver = _Solver(cut, found, mesh, cluster, wishes, clock, time_limit_s)
-    return tuple(solver.solve(number) for number in range(len(cut.stages)))
+    limits = shares(found.partition, found.schedule, wishes.memory_limit_bytes)
+    plans = [solver.solve(number, limit) for number, limit in enumerate(limits)]
+    if found.schedule.num_stages > found.schedule.num_ranks:
+        for rank in range(found.schedule.num_ranks):
+            _share_rest(solver, plans, found.schedule.stages_of(rank), wishes.memory_limit_bytes)
+    return tuple(plans)
+
+
+def _share_rest(solver: "_Solver", plans: list[Plan], stages: Sequence[int], limit_bytes: float) -> None:
+    """Search again, the slowest first, those of a rank's `stages` that would be faster with more memory, with what all of them leave."""
+    for number in sorted(stages, key=lambda number: -plans[number].step_s):
+        rest = limit_bytes - sum(plans[other].costs.total_memory_bytes for other in stages)
+        if number in solver.bound and rest > _LITTLE * limit_bytes:
+            again = solver.solve(number, plans[number].costs.total_memory_bytes + rest)
+            plans[number] = again if again.step_s < plans[number].step_s else plans[number]
 
 
 class _Solver:
@@ -83,11 +100,12 @@ class _Solver:
         self.time_limit_s = time_limit_s
         self.crossing = _crossing_layouts(cut)
         self.known: dict[Any, list[_Found]] = {}  # of stages alike, the plan without a memory limit first
-        self.failed: dict[Any, int] = {}  # of stages alike, the fewest microbatches in flight for which nothing fitted
+        self.failed: dict[Any, float] = {}  # of stages alike, the least pressure under which nothing fitted
+        self.bound: set[int] = set()  # stages that the memory limit makes slower
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first
 
-    def solve(self, number: int) -> Plan:
-        """The plan of stage `number`."""
+    def solve(self, number: int, limit_bytes: float) -> Plan:
+        """The plan of stage `number` within so many bytes."""
         stage = self.cut.stages[number]
         training = replace(
             self.wishes.training,
@@ -95,21 +113,23 @@ class _Solver:
             num_in_flight=in_flight(self.found.schedule)[number],
             num_waiting=waiting(self.found.schedule)[number],
         )
-        limit = self.wishes.memory_limit_bytes * self.found.schedule.num_ranks / self.found.schedule.num_stages
         fqns = {item.fqn for item in stage.graph.inputs}
         stored = {fqn: layout for fqn, layout in (self.tied | dict(self.wishes.stored)).items() if fqn in fqns}
         crossing = {name: self.crossing[name] for name in (*stage.receives, *stage.sends)}
         pins = {fqn: layout for fqn, layout in self.wishes.pins.items() if fqn in fqns}
-        wishes = replace(self.wishes, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, crossing=crossing)
-        assignment = self._best(stage.graph, wishes, self.found.partition.num_recomputed[number])
-        self._remember_tied(stage.graph, assignment)
-        return plan_of(stage.graph, assignment, self.mesh, self.cluster, training=training, memory_limit_bytes=limit, found_by="search")
+        wishes = replace(self.wishes, pins=pins, stored=stored, memory_limit_bytes=limit_bytes, training=training, crossing=crossing)
+        best = self._best(stage.graph, wishes, self.found.partition.num_recomputed[number])
+        (self.bound.discard if best.is_free else self.bound.add)(number)
+        self._remember_tied(stage.graph, best.assignment)
+        return plan_of(
+            stage.graph, best.assignment, self.mesh, self.cluster, training=training, memory_limit_bytes=limit_bytes, found_by="search"
+        )
 
     def _remember_tied(self, graph: Graph, assignment: Assignment) -> None:
         for item in graph.of_kind("parameter"):
             self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
 
-    def _best(self, graph: Graph, wishes: Wishes, most_saved: int) -> Assignment:
+    def _best(self, graph: Graph, wishes: Wishes, most_saved: int) -> "_Found":
         """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by hand recomputes."""
         best: _Found | None = None
         failure: InfeasibleError | None = None
@@ -120,15 +140,15 @@ class _Solver:
             try:
                 found = self._saving(graph, asked)
             except InfeasibleError as error:
-                self.failed[_shape_of(graph, asked)] = wishes.training.num_in_flight
+                self.failed[_shape_of(graph, asked)] = _pressure(wishes)
                 failure = error
                 continue
             best = found if best is None or found.cost_s < best.cost_s else best
-            if found.is_free and not asked.recomputed:
+            if found.is_free:
                 break  # to save memory only costs time
         if best is None:
             raise failure
-        return best.assignment
+        return best
 
     def _ways(self, graph: Graph, wishes: Wishes, most_saved: int) -> Iterator[Wishes]:
         """The wishes with the first of the graph's blocks recomputed or, where the link to the host is known, on the host meanwhile."""
@@ -136,33 +156,37 @@ class _Solver:
         regions = tuple(region for region in self.cut.regions if region[0] in own)
         nums = tuple(dict.fromkeys((0, most_saved // 2, most_saved)))
         yield from (replace(wishes, recomputed=regions[:num]) for num in nums)
-        if self.cluster.host_bandwidth_bytes_per_s:
+        # A backward in two parts would fetch everything twice.
+        if self.cluster.host_bandwidth_bytes_per_s and not wishes.training.num_waiting:
             yield from (replace(wishes, offloaded=regions[:num]) for num in nums if num)
 
     def _is_hopeless(self, graph: Graph, wishes: Wishes) -> bool:
-        """Whether a stage alike with hardly more in flight could not be made to fit."""
-        return self.failed.get(_shape_of(graph, wishes), math.inf) <= _LITTLE_TIGHTER * wishes.training.num_in_flight
+        """Whether a stage alike with hardly more memory could not be made to fit."""
+        return self.failed.get(_shape_of(graph, wishes), math.inf) <= _LITTLE_TIGHTER * _pressure(wishes)
 
     def _saving(self, graph: Graph, wishes: Wishes) -> "_Found":
-        """The best plan with these blocks recomputed or on the host. One for a stage alike that has as many microbatches in flight or more
-        fits here too: it is taken if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
+        """The best plan with these blocks recomputed or on the host. One for a stage alike under more pressure that fits here too is taken
+        if it is nearly as fast as one without a memory limit, since it is the slowest stage that counts."""
         known = self.known.setdefault(_shape_of(graph, wishes), [])
         problem = None
         if not known:
             setting, problem = self._problem(graph, wishes)
             known.append(self._search(setting, _unlimited(problem), wishes))
         free = known[0].for_stage(graph, wishes)
-        costs = evaluate(graph, free.assignment, self.mesh, self.cluster, training=wishes.training)
-        if costs.total_memory_bytes <= wishes.memory_limit_bytes:
-            return free
-        in_flight = wishes.training.num_in_flight
-        tighter = [one for one in known[1:] if one.num_in_flight >= in_flight]
-        fitting = [one for one in tighter if one.num_in_flight <= _LITTLE_TIGHTER * in_flight or one.cost_s <= _NEARLY * free.cost_s]
+        if self._fits(free, wishes):
+            return replace(free, is_free=not (wishes.recomputed or wishes.offloaded))
+        pressure = _pressure(wishes)
+        alike = [one for one in known[1:] if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
+        fitting = [one for one in (other.for_stage(graph, wishes) for other in alike) if self._fits(one, wishes)]
         if not fitting:
             setting, problem = self._problem(graph, wishes) if problem is None else (setting, problem)
             fitting = [self._search(setting, problem, wishes)]
             known += fitting
-        return min(fitting, key=lambda one: one.cost_s).for_stage(graph, wishes)
+        return min(fitting, key=lambda one: one.cost_s)
+
+    def _fits(self, found: "_Found", wishes: Wishes) -> bool:
+        costs = evaluate(found.graph, found.assignment, self.mesh, self.cluster, training=wishes.training)
+        return costs.total_memory_bytes <= wishes.memory_limit_bytes
 
     def _problem(self, graph: Graph, wishes: Wishes) -> tuple[Setting, Problem]:
         setting = Setting(graph, self.mesh, self.cluster, wishes, self.time_limit_s, self.clock)
@@ -172,8 +196,12 @@ class _Solver:
     def _search(self, setting: Setting, problem: Problem, wishes: Wishes) -> "_Found":
         start = problem.encode(_restricted(self.cut.by_hand, problem.graph, self.crossing))
         choice = setting.search(problem, [start] if start is not None else [])
-        is_free = problem.priced.table.memory_limit_bytes == float("inf")
-        return _Found(problem.graph, problem.decode(choice.strategies), choice.cost_s, wishes.training.num_in_flight, is_free)
+        return _Found(problem.graph, problem.decode(choice.strategies), choice.cost_s, _pressure(wishes))
+
+
+def _pressure(wishes: Wishes) -> float:
+    """How hard it is to fit: microbatches in flight for each byte of the limit."""
+    return wishes.training.num_in_flight / wishes.memory_limit_bytes
 
 
 def _unlimited(problem: Problem) -> Problem:
@@ -183,13 +211,13 @@ def _unlimited(problem: Problem) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A plan of a stage, with so many microbatches in flight; `is_free`: without a memory limit."""
+    """A plan of a stage, searched under such a `pressure`; `is_free`: the limit does not make it slower."""
 
     graph: Graph
     assignment: Assignment
     cost_s: float
-    num_in_flight: int
-    is_free: bool
+    pressure: float
+    is_free: bool = False
 
     def for_stage(self, graph: Graph, wishes: Wishes) -> "_Found":
         """The same for a stage alike."""
@@ -243,7 +271,7 @@ def _shape_of(graph: Graph, wishes: Wishes) -> Any:
     sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
-    return ops, wired, tuple(wished), regions, sent, made, wishes.memory_limit_bytes
+    return ops, wired, tuple(wished), regions, sent, made
 
 
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:

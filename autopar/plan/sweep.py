@@ -52,8 +52,7 @@ class Staged:
     @property
     def rank_bytes(self) -> tuple[float, ...]:
         """Bytes of a device of each rank of the pipeline."""
-        stages_of = map(self.schedule.stages_of, range(self.schedule.num_ranks))
-        return tuple(sum(self.partition.memory_bytes[stage] for stage in stages) for stages in stages_of)
+        return rank_bytes(self.partition, self.schedule)
 
     @property
     def name(self) -> str:
@@ -162,8 +161,9 @@ def _on(
     link = transfer(cluster, num_ranks, mesh.num_devices)
     for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
-            cuts = {_cut(blocks, schedule, limit_bytes, at) for at in _transfers(schedule, link)} - {None}
-            timed = [(float(time_of(blocks, x, schedule, link)), x) for x in cuts if _busy_s(blocks, x, schedule) <= beat_s]
+            own = as_run(blocks, schedule)
+            cuts = {_cut(own, schedule, limit_bytes, at) for at in _transfers(schedule, link)} - {None}
+            timed = [(float(time_of(own, x, schedule, link)), x) for x in cuts if _busy_s(own, x, schedule) <= beat_s]
             if timed:
                 time_s, found = min(timed, key=lambda one: (one[0], one[1].starts))
                 yield Staged(plan, mesh, schedule, found, time_s, assignment)
@@ -227,12 +227,41 @@ def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ..
     return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
 
 
+def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
+    """The blocks under a schedule that may split backward: it gathers parameters twice, or what is recomputed would hold them meanwhile."""
+    if schedule.name != "zero-bubble" or not blocks.split_s.any():
+        return blocks
+    never = np.zeros_like(blocks.is_recomputable)
+    return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)
+
+
 def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
-    """The stages of a rank share its memory evenly. What is recomputed cannot wait for its weights' gradients."""
-    if schedule.name == "zero-bubble":
-        blocks = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
-    share = limit_bytes * schedule.num_ranks / schedule.num_stages
-    return partition(blocks, in_flight(schedule), share, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)
+    """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits, else each with an
+    even share of its rank's memory, or with as large a part of it as it would have without a limit."""
+
+    def cut(limits: float | Sequence[float]) -> Partition | None:
+        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)
+
+    if schedule.num_stages == schedule.num_ranks:
+        return cut(limit_bytes)
+    free = cut(math.inf)
+    if free is None or max(rank_bytes(free, schedule)) <= limit_bytes:
+        return free
+    shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(shares(free, schedule, limit_bytes))
+    return min((one for one in shared if one is not None), key=lambda one: max(one.times_s), default=None)
+
+
+def shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+    """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in `found`."""
+    most = rank_bytes(found, schedule)
+    if limit_bytes == math.inf:
+        return (math.inf,) * schedule.num_stages
+    return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
+
+
+def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
+    """Bytes of a device of each rank of the pipeline."""
+    return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
 
 
 def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:

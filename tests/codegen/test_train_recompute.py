@@ -62,7 +62,7 @@ def gathered_again(plan: StagedPlan) -> StagedPlan:
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "is_gathered_again"),
-    [("pp=2,dp=2", "1f1b", False), ("pp=2,tp=2", "zero-bubble", False), ("dp=2,tp=2", None, True)],
+    [("pp=2,dp=2", "1f1b", False), ("pp=2,tp=2", "zero-bubble", False), ("pp=2,dp=2", "zero-bubble", True), ("dp=2,tp=2", None, True)],
     ids=str,
 )
 def test_bitwise_the_same(ranks4: Ranks, mesh: str, schedule: str | None, is_gathered_again: bool) -> None:

@@ -90,6 +90,16 @@ def test_regathered_in_a_region_it_is_gathered_as_often_and_kept_while_the_regio
     assert again.memory_bytes["recomputed"] == ACTIVATION // 4 + WEIGHT and "gathered" not in again.memory_bytes
 
 
+def test_where_weights_get_their_gradients_later_what_was_made_again_waits_for_them():
+    training, regathered = Training("adamw", 4, 2, num_waiting=1), frozenset(f"w{i}" for i in range(NUM_LAYERS))
+    again = costs_of(I, training, recomputed=LAYERS)
+    assert again.memory_bytes["recomputed"] == NUM_LAYERS * ACTIVATION // 4
+    # autograd reads all that a layer saved in both parts of its backward: outside of regions it is gathered for each
+    costs, inside = costs_of(S(0), training, regathered=regathered), costs_of(S(0), training, regathered=regathered, recomputed=LAYERS)
+    assert issued(costs)["backward", "all_gather"] == 2 * issued(inside)["backward", "all_gather"] == 2 * 4 * NUM_LAYERS
+    assert inside.memory_bytes["recomputed"] == NUM_LAYERS * (ACTIVATION // 4 + WEIGHT)
+
+
 def test_offloaded_layers_keep_two_at_a_time_on_the_device_and_wait_for_what_computing_does_not_hide():
     plain = costs_of(I, Training("adamw", 4, 2))
     slow, fast = (costs_of(I, Training("adamw", 4, 2), host, offloaded=LAYERS) for host in (1.0, 1e15))

@@ -91,6 +91,23 @@ def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
     assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
 
 
+def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None:
+    """The first stage has the embedding and most microbatches in flight: with an even share it would have to save memory."""
+    mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=4, schedule="interleaved")
+
+    def plan(limit: float) -> StagedPlan:
+        return plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+
+    ample = plan(float("inf"))
+    limit = 1.01 * max(ample.memory_bytes)
+    sizes = [stage.costs.total_memory_bytes for stage in ample.stages]
+    assert max(sizes) > limit * ample.schedule.num_ranks / ample.schedule.num_stages
+    enough = plan(limit)
+    assert max(enough.memory_bytes) <= limit and enough.step_s == pytest.approx(ample.step_s, rel=1e-3)
+    short = plan(0.8 * limit)
+    assert max(short.memory_bytes) <= 0.8 * limit and short.step_s > ample.step_s
+
+
 def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
     """Recomputing costs time whatever the link; a transfer that computing hides costs none."""
     mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=2, schedule="1f1b")
