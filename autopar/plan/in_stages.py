@@ -13,9 +13,10 @@ from autopar.ir.graph import Graph, Value
 from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock
+from autopar.plan.cut_as import crossing_layouts, cut_as
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
-from autopar.plan.solve_stages import cut_as, solve_stages
+from autopar.plan.solve_stages import solve_stages
 from autopar.plan.staged import PIPELINE, StagedPlan, sub_mesh
 from autopar.plan.store import HandCosts
 from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, lightest, model_of, sweep
@@ -123,7 +124,9 @@ def _searched(
     cut = cut_as(model, point)
     clock.where = f"{point.schedule} of {point.mesh}: "
     try:
-        stages = solve_stages(cut, point, point.mesh, cluster, wishes, time_limit_s=clock.timings["search"] + time_limit_s, clock=clock)
+        stages = solve_stages(
+            cut, point, point.mesh, cluster, wishes, crossing_layouts(cut), time_limit_s=clock.timings["search"] + time_limit_s, clock=clock
+        )
     except InfeasibleError:
         return None
     finally:

@@ -247,15 +247,13 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
     free = cut(math.inf)
     if free is None or max(rank_bytes(free, schedule)) <= limit_bytes:
         return free
-    shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(shares(free, schedule, limit_bytes))
+    shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(_shares(free, schedule, limit_bytes))
     return min((one for one in shared if one is not None), key=lambda one: max(one.times_s), default=None)
 
 
-def shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
     """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in `found`."""
     most = rank_bytes(found, schedule)
-    if limit_bytes == math.inf:
-        return (math.inf,) * schedule.num_stages
     return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
 
 

@@ -19,10 +19,10 @@ from autopar.mesh import Devices, Mesh, parse_mesh
 from autopar.models import build_model
 from autopar.plan.choose import choose_plan
 from autopar.plan.clock import Clock
+from autopar.plan.cut_as import crossing_layouts, cut_as, restricted
 from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
-from autopar.plan.solve_stages import _crossing_layouts, _restricted, cut_as
 from autopar.plan.staged import StagedPlan, loads
 from autopar.plan.sweep import Model, Staged, in_flight, waiting
 from tests.zoo import build
@@ -48,11 +48,11 @@ def points(graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), aske
 def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
     """The point as a plan, nothing searched."""
     cut = cut_as(model, point)
-    crossing = _crossing_layouts(cut)
+    crossing = crossing_layouts(cut)
     stages = []
     for number, stage in enumerate(cut.stages):
         regions = tuple(r for r in cut.regions if r[0] in {op.name for op in stage.graph.ops})[: point.partition.num_recomputed[number]]
-        assignment = replace(_restricted(cut.by_hand, stage.graph, crossing), recomputed=regions)
+        assignment = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=regions)
         counts = in_flight(point.schedule)[number], waiting(point.schedule)[number]
         training = Training("adamw", point.schedule.num_microbatches, *counts)
         stages.append(plan_of(stage.graph, assignment, point.mesh, V100, training=training))
