@@ -19,6 +19,8 @@ from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
 from autopar.sbp.redistribute import again_in_backward, collectives_together, redistribute
 
+_BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
+
 
 @dataclass(frozen=True, eq=False)
 class Shared:
@@ -32,10 +34,10 @@ class Shared:
 @dataclass(frozen=True, eq=False)
 class Profile:
     """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
-    and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
-    their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too. saved_bytes: what a microbatch keeps
-    for backward. waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before
-    the op and read by it or later.
+    and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a
+    step, what gathers parameters, reduces their gradients and updates them, at their only reader. state_bytes: parameters, gradients,
+    optimizer and gathered copies, there too. saved_bytes: what a microbatch keeps for backward. waiting_bytes: what it keeps while only the
+    gradients of weights are to be made. crossing_bytes: of the values made before the op and read by it or later.
     """
 
     forward_s: np.ndarray
@@ -55,7 +57,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
     several, gathered parameters stay for all of them, and so do the gradients that add up."""
     training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
-    columns = {name: np.zeros(len(graph.ops)) for name in ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")}
+    columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}
     for position, op in enumerate(graph.ops):
         strategy = assignment.strategies[op.name]
         shapes = local_shapes(op, strategy, mesh.shape)

@@ -138,8 +138,8 @@ class _Solver:
         return best
 
     def _ways(self, stages: Stages) -> Iterator[Stages]:
-        """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host meanwhile: none, half of
-        those that the plan by hand recomputes, and as many."""
+        """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host meanwhile: none, half
+        of those that the plan by hand recomputes, and as many."""
         regions = [self._regions(one.graph) for one in stages]
         counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
         for kind in ("recomputed", "offloaded"):
