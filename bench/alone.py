@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from autopar.search.bound import cheapest, trivial_bound
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.eliminate import Limits, elimination_order
 from autopar.search.lagrange import by_elimination, by_messages, maximise, memory_only
 from autopar.search.messages import pass_messages
 from autopar.search.refine import refine
 from autopar.search.solve import solve
+from autopar.search.squeezed import cheapest, trivial_bound
 from autopar.search.table import CostTable, cost_of, memory_of
 from bench.problem import Problem
 

@@ -3,13 +3,14 @@
 The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination is quick.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.search.combine import combine
 from autopar.search.descent import descend, landscape, shed
 from autopar.search.eliminate import Elimination, Limits, elimination_order
 from autopar.search.lagrange import Dual, around_limit, by_elimination, by_messages, least_memory, maximise, memory_only
@@ -17,10 +18,8 @@ from autopar.search.marginals import Marginals, min_marginals
 from autopar.search.messages import pass_messages
 from autopar.search.reduce import Reduced, reduce, restrict, unreduced
 from autopar.search.relax import tractable
+from autopar.search.squeezed import TOLERANCE, Squeezed, cheapest, is_closed, is_solved, num_entries, proven, trivial_bound
 from autopar.search.table import CostTable, Edge, cost_of, memory_of
-
-# What cannot beat the best choice by more than this part of its cost is dropped; proven bounds stay below the best by as much.
-TOLERANCE = 1e-10
 
 _MOST_ROUNDS = 10
 # An elimination of so many additions takes less time than passing messages does.
@@ -30,27 +29,14 @@ _QUICK_ADDITIONS = 2e7
 _SLOW_ADDITIONS = 2e8
 # The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent on what is left.
 _ROUGH = 1e-3
+# Dominance takes longer to see than the next round takes on a table of more strategies and pairs.
+_REDUCIBLE_ENTRIES = 1e6
 # Of the choices met, so many are descended from.
 _MOST_DESCENTS = 4
 # So many moves bring the best of them within the limit; others shed memory at any cost.
 _MOST_SHED = 8
 # A round that leaves more than this part of the strategies and pairs was the last of its kind.
 _LEAST_SHRINK = 0.9
-
-
-@dataclass(frozen=True)
-class Squeezed:
-    """What is left of a table: every choice that beats `best` lies in `reduced`, and none costs less than `lower_bound_s`.
-
-    `best` is in terms of `reduced.table`, None as long as no choice within the limit is known. `around`: in terms of the whole table, two
-    choices, above the limit and within it, of equal cost at the price that gives the bound; None where the limit does not bind.
-    """
-
-    reduced: Reduced
-    best: tuple[int, ...] | None
-    lower_bound_s: float
-    is_pruned: bool = False
-    around: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 def squeeze(
@@ -64,7 +50,7 @@ def squeeze(
     relaxed. Raises `InfeasibleError` with the least memory that would do.
     """
     around = None if best is None else around_limit(table, (best, *known))
-    now = Squeezed(unreduced(table), best, trivial_bound(table), around=around)
+    now = Squeezed(unreduced(table), best, trivial_bound(table), around=around, met=tuple(known))
     limits = Limits(additions=additions)
     messages_help = True
     for _ in range(_MOST_ROUNDS):
@@ -77,38 +63,13 @@ def squeeze(
         if now.best is not None:
             pruned = _pruned(now, view, dual)
             is_quick = elimination_order(pruned.table, _quick(limits)) is not None
-            now = replace(_moved(now, pruned if is_quick else reduce(pruned)), is_pruned=True)
+            is_reducible = not is_quick and num_entries(pruned.table) < _REDUCIBLE_ENTRIES
+            now = replace(_moved(now, reduce(pruned) if is_reducible else pruned), is_pruned=True)
             yield now
         if now.best is None or num_entries(now.reduced.table) > _LEAST_SHRINK * size:
             if view.order is not None and (now.best is None or dual.is_best):
                 return
             messages_help = False
-
-
-def trivial_bound(table: CostTable) -> float:
-    """Each node and edge at its least."""
-    return sum(float(part.cost_s.min()) for part in (*table.nodes, *table.edges))
-
-
-def is_solved(state: Squeezed) -> bool:
-    """Is the bound as near to the best choice as this package ever brings it?"""
-    return state.best is not None and _is_closed(cost_of(state.reduced.table, state.best), state.lower_bound_s)
-
-
-def proven(cost_s: float, lower_bound_s: float, *, is_pruned: bool) -> float:
-    """What a lower bound on what is left proves about the whole table: pruning has dropped what is better by less than the tolerance."""
-    return min(lower_bound_s, cost_s - TOLERANCE * abs(cost_s) if is_pruned else cost_s)
-
-
-def num_entries(table: CostTable) -> int:
-    """Strategies and allowed pairs."""
-    return sum(node.cost_s.size for node in table.nodes) + sum(int(np.isfinite(edge.cost_s).sum()) for edge in table.edges)
-
-
-def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The cheapest choice within the limit, the first of equals; None when there is none."""
-    within = [c for c in choices if memory_of(table, c) <= table.memory_limit_bytes and cost_of(table, c) < float("inf")]
-    return min(within, key=lambda c: cost_of(table, c), default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,23 +99,27 @@ def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dua
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
     feasible = cheapest(table, known)
-    evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
+    is_rough = view.order is None
+    evaluate = by_messages(feasible, deadline) if is_rough else by_elimination(view.order)
     above = None if now.around is None else now.reduced.lower(now.around[0])
-    tolerance = _ROUGH if view.order is None else 0.0
+    tolerance = _ROUGH if is_rough else 0.0
     most_steps = 8 if view.is_slow else 40
     dual = maximise(
         view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, most_steps=most_steps, deadline=deadline
     )
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
-    best = cheapest(table, (*known, *dual.met))
-    if best is None or not _is_closed(cost_of(table, best), dual.bound_s):
-        best = cheapest(table, (*([] if best is None else [best]), *_descents(table, (*known, *dual.met), dual.price)))
+    met = tuple(dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None))))
+    best = cheapest(table, met)
+    if best is None or not is_closed(cost_of(table, best), dual.bound_s):
+        better = [combine(table, met, deadline=deadline)] if is_rough else _descents(table, (*known, *dual.met), dual.price)
+        best = cheapest(table, (choice for choice in (best, *better) if choice is not None))
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
     around = None if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
-    return replace(now, best=best, lower_bound_s=bound_s, around=around), dual
+    met = tuple(now.reduced.lift(choice) for choice in met)
+    return replace(now, best=best, lower_bound_s=bound_s, around=around, met=met), dual
 
 
 def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float) -> list[tuple[int, ...]]:
@@ -226,7 +191,3 @@ def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:
     """The same state in terms of a further reduced table."""
     best = None if now.best is None else reduced.lower(now.reduced.lift(now.best))
     return replace(now, reduced=reduced, best=best)
-
-
-def _is_closed(cost_s: float, lower_bound_s: float) -> bool:
-    return cost_s - lower_bound_s <= 5 * TOLERANCE * abs(cost_s)

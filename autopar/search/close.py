@@ -1,26 +1,27 @@
 """Close the gap that the best price leaves: ask for a choice below a threshold just above the bound, and raise it until there is one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.search.bound import TOLERANCE, Squeezed, cheapest, is_solved, proven
 from autopar.search.descent import descend, landscape
 from autopar.search.eliminate import Limits, elimination_order
 from autopar.search.labels import eliminate_labels
 from autopar.search.lagrange import by_elimination, from_least_memory, maximise
+from autopar.search.squeezed import TOLERANCE, Squeezed, cheapest, is_solved, proven
 from autopar.search.table import cost_of
 
 # What the joint array of a bucket may take, and all of them.
 _LIMITS = Limits(entries=2e6, additions=3e8)
 # The first threshold is this part of the gap above the bound: a narrow gap has few labels.
 _FIRST_WINDOW = 1 / 16
-# Labels a message: fewer make the bound weaker, more take longer.
-_MOST_LABELS = (2_000, 20_000, 200_000, 2_000_000)
+# Labels a message, one after the other: fewer make the bound weaker, more take longer.
+_LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
 
 
-def close(now: Squeezed, *, deadline: float) -> Iterator[Squeezed]:
+def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: float) -> Iterator[Squeezed]:
     """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline has passed.
 
+    `label_counts`: labels a message at most, in one attempt after the other.
     Nothing is yielded for a table that is too dense to eliminate.
     """
     table = now.reduced.table
@@ -29,9 +30,9 @@ def close(now: Squeezed, *, deadline: float) -> Iterator[Squeezed]:
         return
     light, land = from_least_memory(table), landscape(table)
     dual = maximise(table, by_elimination(order), feasible=now.best, deadline=deadline)
-    now = _with_bound(now, dual.bound_s)
+    now = _with_bound(replace(now, best=cheapest(table, (now.best, *dual.met))), dual.bound_s)
     yield now
-    for most_labels in _MOST_LABELS:
+    for most_labels in label_counts:
         window = (cost_of(table, now.best) - dual.bound_s) * _FIRST_WINDOW
         while not is_solved(now):
             cost_s = cost_of(table, now.best)

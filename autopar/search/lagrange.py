@@ -5,9 +5,8 @@ For a price p >= 0 in seconds a byte, min over choices of cost + p * (memory - l
 above it. Following the crossing of the best lines from both sides ends at the maximum after finitely many steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from time import monotonic
 from typing import TypeVar
 
@@ -22,12 +21,10 @@ ROUNDING = 1e-13
 
 # Of the choices that messages meet at a price, these are worth a descent.
 _MOST_MET = 2
-# A few sweeps are enough at one price of several, each of which begins where the one before has ended; and on a table with so few pairs of
-# strategies that it is soon small enough to be eliminated.
-_SMALL_PAIRS = 1e7
-_FEW_SWEEPS, _MANY_SWEEPS = 12, 60
-# Another step at the same price must close this part of what is left.
-_LEAST_PROGRESS = 0.05
+# A few sweeps are enough: the next step begins where they end.
+_MOST_SWEEPS = 12
+# So many steps in a row that raise the bound by less than the tolerance are the last.
+_MOST_STALE = 2
 
 _Part = TypeVar("_Part", Node, Edge)
 
@@ -76,10 +73,6 @@ def by_elimination(order: Sequence[int]) -> Evaluate:
     return evaluate
 
 
-def _is_small(table: CostTable) -> bool:
-    return sum(edge.cost_s.size for edge in table.edges) < _SMALL_PAIRS
-
-
 def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) -> Evaluate:
     """Evaluate a price by passing messages; what costs more than `best`, a choice within the limit, does not matter."""
 
@@ -87,9 +80,8 @@ def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) ->
         ceiling = float("inf")
         if best is not None:
             ceiling = cost_of(table, best) + (price * table.memory_limit_bytes if price else 0.0)
-        known, most_sweeps = () if best is None else (best,), _FEW_SWEEPS if price or _is_small(table) else _MANY_SWEEPS
         passed = pass_messages(
-            table, multiplier=price, known=known, ceiling=ceiling, most_sweeps=most_sweeps, deadline=deadline,
+            table, multiplier=price, known=() if best is None else (best,), ceiling=ceiling, most_sweeps=_MOST_SWEEPS, deadline=deadline,
             before=None if before is None else before.source,
         )  # fmt: skip
         return Step(passed.value, passed.met[:_MOST_MET], passed)
@@ -110,38 +102,68 @@ def maximise(
     """Maximise the bound over the price, the first step at price 0, or where `above` costs as much as `feasible`.
 
     `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends when the bound is
-    within `tolerance`, relatively, of the best that any price gives, or steps at one price no longer raise it. The bound is valid, if not
+    within `tolerance`, relatively, of the best that any price gives, or steps no longer raise it by as much. The bound is valid, if not
     the best, after any number of steps; no step but the first begins after `deadline` (of `time.monotonic`).
     """
     light = from_least_memory(table)
-    within, above = feasible, None if feasible is None else above
-    best, latest, met, is_best, is_free_known = None, None, (), False, False
+    lines = {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
+    top, best, latest, met, is_best, num_stale = _top(lines), None, None, (), False, 0
     for _ in range(most_steps):
-        price = 0.0 if above is None else max(0.0, _crossing(light, above, within))
-        is_best = is_free_known and price == 0.0
-        if is_best or (latest is not None and monotonic() > deadline):
+        price = _next_price(top, best, tolerance)
+        is_stuck = num_stale == _MOST_STALE if tolerance else latest is not None and price == latest.price
+        if is_best or is_stuck or (latest is not None and monotonic() > deadline):
             break
-        before, latest = latest, _at(light, price, evaluate, latest)
-        best = latest if best is None or latest.bound_s > best.bound_s else best
-        met, found = (*met, *latest.step.met), latest.step.met[0]
-        is_above = memory_of(light, found) > light.memory_limit_bytes
-        if price == 0.0:
-            is_free_known, is_best = True, feasible is None or not is_above or not np.isfinite(cost_of(light, found))
-            if is_best:
-                break
-            above = found
-            continue
-        line_s = _objective(light, within, price)
-        # No price gives a better bound than the one at which the lines of these two cross.
-        left_s = line_s - latest.rebate_s - best.bound_s
-        is_best = left_s <= max(tolerance * abs(best.bound_s), 2e-12 * abs(line_s))
-        is_new = _objective(light, found, price) < line_s * (1 - 1e-12)
-        if is_best or (not is_new and before and before.price == price and latest.bound_s - before.bound_s < _LEAST_PROGRESS * left_s):
-            break
-        if is_new:
-            above, within = (found, within) if is_above else (above, found)
-    around = None if above is None or best.price == 0.0 else (above, within)
-    return replace(best, met=met, is_best=is_best, around=around)
+        latest = _at(light, price, evaluate, latest)
+        met = (*met, *latest.step.met)
+        raised_s = latest.bound_s - (-np.inf if best is None else best.bound_s)
+        num_stale = 0 if raised_s > tolerance * abs(latest.bound_s) else num_stale + 1
+        best = latest if raised_s > 0 else best
+        is_best = feasible is None or not np.isfinite(latest.bound_s)
+        if not is_best:
+            lines |= {choice: _line(light, choice) for choice in latest.step.met}
+            top = _top(lines)
+            is_best = top.value_s - best.bound_s <= max(tolerance * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s))
+    return replace(best, met=met, is_best=is_best, around=top.around if best.price else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Top:
+    """The price at which the least of some lines is highest, how high, and the two lines that cross there, if it is not 0.
+
+    Each choice is a line above the bound, so that no price gives a better bound than this.
+    """
+
+    price: float
+    value_s: float
+    around: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+def _line(table: CostTable, choice: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds, and bytes above the limit."""
+    return cost_of(table, choice), memory_of(table, choice) - table.memory_limit_bytes
+
+
+def _top(lines: Mapping[tuple[int, ...], tuple[float, float]]) -> _Top:
+    lines = {choice: line for choice, line in lines.items() if line[0] < np.inf}
+    over = min(lines, key=lines.__getitem__, default=None)
+    within = min((choice for choice in lines if lines[choice][1] <= 0), key=lines.__getitem__, default=None)
+    if over is None or within is None or over == within:
+        return _Top(0.0, np.inf if within is None else lines[within][0], None)
+    while True:
+        (cost_a, excess_a), (cost_w, excess_w) = lines[over], lines[within]
+        price = max(0.0, (cost_w - cost_a) / (excess_a - excess_w))
+        value_s = min(cost_a + price * excess_a, cost_w + price * excess_w)
+        least_s, lowest = min((cost_s + price * excess, choice) for choice, (cost_s, excess) in lines.items())
+        if least_s >= value_s - 1e-12 * abs(value_s):
+            return _Top(price, value_s, (over, within))
+        over, within = (lowest, within) if lines[lowest][1] > 0 else (over, lowest)
+
+
+def _next_price(top: _Top, best: Dual | None, tolerance: float) -> float:
+    """Where the lines are highest; half way from the best so far if that is not known well, for such lines lead far away."""
+    if tolerance and best is not None and best.price and top.price:
+        return (best.price + top.price) / 2
+    return top.price
 
 
 def _at(table: CostTable, price: float, evaluate: Evaluate, before: Dual | None) -> Dual:
@@ -149,27 +171,12 @@ def _at(table: CostTable, price: float, evaluate: Evaluate, before: Dual | None)
     return Dual(step, price, price * table.memory_limit_bytes * (1 + ROUNDING) if price else 0.0, (), is_best=False)
 
 
-def _objective(table: CostTable, choice: tuple[int, ...], price: float) -> float:
-    return cost_of(table, choice) + price * memory_of(table, choice)
-
-
 def around_limit(table: CostTable, choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Of some choices the two, above and within the limit, that cost least at the price at which they cost the same.
 
     None if what is above the limit costs no less than what is within it.
     """
-    limit = table.memory_limit_bytes
-    known = [(cost_of(table, choice), memory_of(table, choice) - limit, choice) for choice in choices]
-    best_s, around = -np.inf, None
-    for (cost_a, excess_a, above), (cost_w, excess_w, within) in product(known, known):
-        if not (excess_a > 0 >= excess_w and cost_a < cost_w < np.inf):
-            continue
-        price = (cost_w - cost_a) / (excess_a - excess_w)
-        crossing_s = cost_a + price * excess_a
-        least_s = min(cost_s + price * excess for cost_s, excess, _ in known)
-        if best_s < crossing_s <= least_s + 1e-12 * abs(least_s):
-            best_s, around = crossing_s, (above, within)
-    return around
+    return _top({choice: _line(table, choice) for choice in choices}).around
 
 
 def least_memory(table: CostTable, order: Sequence[int]) -> tuple[float, tuple[int, ...]]:
@@ -199,9 +206,3 @@ def _lightened(part: _Part) -> tuple[_Part, float]:
     least = float(part.memory_bytes[allowed].min(initial=np.inf))
     least = least if np.isfinite(least) else 0.0
     return replace(part, memory_bytes=np.where(allowed, part.memory_bytes - least, 0.0)), least
-
-
-def _crossing(table: CostTable, over: tuple[int, ...], within: tuple[int, ...]) -> float:
-    """The price at which a choice above the limit and one within it cost the same."""
-    saved = memory_of(table, over) - memory_of(table, within)
-    return (cost_of(table, within) - cost_of(table, over)) / saved if saved > 0 else 0.0

@@ -6,12 +6,13 @@ from dataclasses import replace
 from time import monotonic
 
 from autopar.errors import InfeasibleError
-from autopar.search.bound import Squeezed, cheapest, is_solved, num_entries, proven, squeeze, trivial_bound
+from autopar.search.bound import squeeze
 from autopar.search.check import checked
 from autopar.search.close import close
 from autopar.search.core import core
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.refine import WORKER, refine
+from autopar.search.squeezed import Squeezed, cheapest, is_solved, num_entries, proven, trivial_bound
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
 # What one elimination may take: about a twentieth of the time limit, at 2e9 additions a second, and no more than half a second.

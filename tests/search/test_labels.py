@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.bound import Squeezed, is_solved
 from autopar.search.check import checked
 from autopar.search.close import close
 from autopar.search.eliminate import eliminate, elimination_order
 from autopar.search.labels import eliminate_labels
 from autopar.search.reduce import unreduced
+from autopar.search.squeezed import Squeezed, is_solved
 from autopar.search.table import cost_of, memory_of
 from tests.search.tables import brute_force, every_choice, random_table, small_tables
 
