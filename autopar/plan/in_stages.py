@@ -13,6 +13,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock
+from autopar.plan.crossing import choose_crossing
 from autopar.plan.cut_as import crossing_layouts, cut_as
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
@@ -122,18 +123,24 @@ def _searched(
     model: Model, point: Staged, graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
 ) -> StagedPlan | None:
     cut = cut_as(model, point)
+    mesh, by_hand = _whole_mesh(point), crossing_layouts(cut)
+    training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+    until_s = clock.timings["search"] + time_limit_s
     clock.where = f"{point.schedule} of {point.mesh}: "
+    best: StagedPlan | None = None
     try:
-        stages = solve_stages(
-            cut, point, point.mesh, cluster, wishes, crossing_layouts(cut), time_limit_s=clock.timings["search"] + time_limit_s, clock=clock
-        )
-    except InfeasibleError:
-        return None
+        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
+        for crossing in (by_hand,) if chosen == by_hand else (by_hand, chosen):
+            try:
+                stages = solve_stages(cut, point, point.mesh, cluster, wishes, crossing, time_limit_s=until_s, clock=clock)
+            except InfeasibleError:
+                continue
+            limit = wishes.memory_limit_bytes
+            plan = StagedPlan(mesh, cluster, training, limit, graph, point.schedule, cut.starts, stages, found_by="search")
+            best = plan if best is None or plan.step_s < best.step_s else best
     finally:
         clock.where = ""
-    mesh = _whole_mesh(point)
-    training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
-    return StagedPlan(mesh, cluster, training, wishes.memory_limit_bytes, graph, point.schedule, cut.starts, stages, found_by="search")
+    return best
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:
