@@ -1,5 +1,6 @@
 """With stages and microbatches or without: the better plan of the two."""
 
+import math
 from collections.abc import Callable, Mapping
 
 from autopar.costmodel.cluster import Cluster
@@ -68,7 +69,7 @@ def choose_plan(
         return whole(time_limit_s)
     if isinstance(mesh, Mesh):
         return _if_memory_binds(whole, in_stages, limit, time_limit_s)
-    return _better(whole, in_stages, time_limit_s)
+    return _better(whole, in_stages, time_limit_s, in_one_node=mesh.num_devices <= (cluster.levels[0].size or mesh.num_devices))
 
 
 def _if_memory_binds(whole: Whole, in_stages: InStages, limit_bytes: float, time_limit_s: float) -> Plan | StagedPlan:
@@ -89,8 +90,9 @@ def _if_memory_binds(whole: Whole, in_stages: InStages, limit_bytes: float, time
     return _worth(staged, plan)
 
 
-def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | StagedPlan:
-    """On an open mesh: both ways."""
+def _better(whole: Whole, in_stages: InStages, time_limit_s: float, *, in_one_node: bool) -> Plan | StagedPlan:
+    """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little there, and what people
+    write says little of a batch too small to split."""
     failure: AutoparError | None = None
     staged: Plan | StagedPlan | None = None
     try:
@@ -98,7 +100,8 @@ def _better(whole: Whole, in_stages: InStages, time_limit_s: float) -> Plan | St
     except AutoparError as error:
         failure = error
     try:
-        plan = whole(time_limit_s) if staged is None else whole((1 - _SHARE_OF_STAGES) * time_limit_s, staged.step_s)
+        to_beat_s = math.inf if staged is None or in_one_node else staged.step_s
+        plan = whole(time_limit_s if staged is None else (1 - _SHARE_OF_STAGES) * time_limit_s, to_beat_s)
     except InfeasibleError as error:
         if staged is None:
             raise failure if isinstance(failure, InfeasibleError) else error from None

@@ -1,7 +1,7 @@
 """Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches, priced alike."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -27,6 +27,8 @@ from autopar.sbp.microbatch import microbatch_counts, microbatched
 
 # Numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
+# Microbatches for each rank of a pipeline that leave it little idle.
+_FULL = 4
 # Plans that take more than this many times the fastest are of no interest.
 _SHOWN = 1.5
 # To which part of it the least memory is found.
@@ -113,25 +115,55 @@ def sweep(
     meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
     inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
     """
-    tried: dict[int, list[tuple[int, Mesh]]] = {}
+    meshes, tried = tuple(meshes), {}
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
-        for num in num_microbatches or _counts(model, num_ranks):
-            tried.setdefault(num, []).append((num_ranks, mesh))
+    for num_ranks, mesh, num, plans in points(model, meshes, num_microbatches):
+        tried.setdefault(num, []).append((num_ranks, mesh, plans))
     found: list[Staged] = []
     for num, here in sorted(tried.items()):
         outline = model.of_microbatch(num)
-        for num_ranks, mesh in here:
-            plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
+        for num_ranks, mesh, offered in here:
+            plans = tuple(plan for plan in offered if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
             beat_s = min((one.step_s for one in found), default=math.inf) * _SHOWN
             found += _on(model, outline, plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
     return sorted(found, key=lambda one: one.step_s)
 
 
+Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
+
+
+def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
+    """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on all of `meshes`, with
+    the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the search that finds what to split."""
+
+    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
+        found = (
+            (num_ranks, mesh, num, tuple(plan for plan in _plans(mesh) if divides(_num_data(plan, mesh), num)))
+            for num_ranks, mesh in meshes for num in num_microbatches or counts_of(num_ranks)
+        )  # fmt: skip
+        return [point for point in found if point[-1]]
+
+    def is_even(data: int, num: int) -> bool:
+        return model.num_samples % (data * num) == 0
+
+    return (
+        those(lambda num_ranks: _counts(model, num_ranks), is_even)
+        or those(lambda _: model.counts, is_even)
+        or those(lambda num_ranks: _counts(model, num_ranks), lambda *_: True)
+    )
+
+
 def _counts(model: Model, num_ranks: int) -> list[int]:
-    """Powers of two, enough to fill the pipeline where there are."""
+    """Powers of two, enough to fill the pipeline where there are; of a batch that has few of them all it can be cut in."""
     powers = [num for num in model.counts if num & (num - 1) == 0]
-    return [num for num in powers if num_ranks == 1 or num >= min(num_ranks, powers[-1])][:_MOST_COUNTS]
+    usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
+    return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
+
+
+def _num_data(plan: HandPlan, mesh: Mesh) -> int:
+    """Among how many ranks the plan splits the batch."""
+    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:
@@ -144,13 +176,13 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float) -> bool:
-    """Whether each rank of the batch has a sample, and an even share of what is stored and gathered fits."""
-    data = math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+    """Whether an even share of what is stored and gathered fits."""
+    data = _num_data(plan, mesh)
     parameters = [item.value for item in model.graph.of_kind("parameter")]
     own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
     stored = (2 * own_bytes + elements * training.state_bytes) / (num_ranks * mesh.num_devices)
     gathered = own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
-    return model.num_samples % (data * num) == 0 and stored + gathered * (2 if num > 1 else 1) <= limit_bytes
+    return stored + gathered * (2 if num > 1 else 1) <= limit_bytes
 
 
 def _on(
@@ -188,14 +220,12 @@ def lightest(
 ) -> tuple[float, str] | None:
     """The least bytes per device with which a plan of the sweep fits, to a thousandth, and its name; None if no schedule can run."""
     best: tuple[float, str] | None = None
-    for num_ranks, mesh in meshes:
-        for num in num_microbatches or _counts(model, num_ranks):
-            plans = tuple(plan for plan in _plans(mesh) if _may_fit(model, plan, mesh, num_ranks, num, training, math.inf))
-            for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
-                for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
-                    found = _lightest_cut(blocks, schedule, best[0] if best else math.inf)
-                    if found is not None:
-                        best = found[0], Staged(plan, mesh, schedule, found[1], 0.0, assignment).name
+    for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
+        for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
+            for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
+                found = _lightest_cut(blocks, schedule, best[0] if best else math.inf)
+                if found is not None:
+                    best = found[0], Staged(plan, mesh, schedule, found[1], 0.0, assignment).name
     return best
 
 
