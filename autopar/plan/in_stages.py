@@ -177,8 +177,8 @@ def _infeasible(model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Clust
         size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
         return InfeasibleError(
             f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on {ranks}, with "
-            f"{asked.num_microbatches or 'any number of'} microbatches of schedule {asked.schedule or 'any'}; data axes must divide a "
-            "microbatch, each stage needs a block, and schedules have counts of their own: ask for fewer or more microbatches, or stages"
+            f"{asked.num_microbatches or 'any number of'} microbatches of schedule {asked.schedule or 'any'}; each stage "
+            "needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more microbatches"
         )
     num_bytes, name = least
     return InfeasibleError(

@@ -18,6 +18,10 @@ from autopar.search.factors import Factor, contract
 from autopar.search.table import CostTable
 
 
+# Of a numpy array. Nodes with one strategy left make factors of many dims that are small all the same.
+_MOST_DIMS = 64
+
+
 @dataclass(frozen=True)
 class Limits:
     """What an elimination may take: entries of one factor, and additions in all (a core does about 5e8 a second)."""
@@ -63,7 +67,7 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
         if entries.get(node) != size:
             continue  # gone, or changed and waiting with another size
         additions += size * sizes[node]
-        if size > limits.entries or additions > limits.additions:
+        if size > limits.entries or additions > limits.additions or len(neighbours[node]) >= _MOST_DIMS:
             return None
         del entries[node]
         near = neighbours.pop(node)

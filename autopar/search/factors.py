@@ -33,7 +33,7 @@ def minimise_out(factors: Sequence[Factor], node: int) -> Factor:
     merged = _absorb(factors)
     scope = tuple(sorted({v for factor in merged for v in factor.scope} - {node}))
     arrays = [_aligned(factor, (node, *scope)) for factor in merged]
-    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    shape = tuple(map(max, zip(*(array.shape for array in arrays))))  # np.broadcast_shapes knows 32 dims at most
     block = max(1, _BLOCK_ENTRIES // max(1, math.prod(shape[1:])))
     best = np.full(shape[1:], np.inf)
     for start in range(0, shape[0], block):

@@ -112,6 +112,17 @@ def first_called_with_data(options: dict[str, Any]) -> dict[str, float]:
     return found | {"state": _distance(model, truth.model)}
 
 
+def few_samples(options: dict[str, Any]) -> dict[str, float]:
+    """One sample, and three, for two ranks that would each take some: they split something else, or do the same."""
+    found = {}
+    for batch in (1, 3):
+        truth, case = (sample(batch=batch, **options) for _ in range(2))
+        compiled = {"cluster": "free-links", "loss_fn": case.loss_fn}
+        model = autopar.compile(case.model, device_mesh((2, 2), ("pp", "dp")), args=case.args, **compiled)
+        found |= {f"{key}, {batch} samples": x for key, x in _next_step(model, truth, case).items()}
+    return found
+
+
 def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, float]:
     model.zero_grad()
     truth.model.zero_grad()
@@ -122,7 +133,7 @@ def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, floa
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("run", [accumulated, in_stages, first_called_with_data])
+@pytest.mark.parametrize("run", [accumulated, in_stages, first_called_with_data, few_samples])
 def test_batches_of_other_sizes_and_late_plans(ranks4: Ranks, run: Any) -> None:
     for found in ranks4.run(run, GPT2, timeout_s=200):
         assert max(found.values()) < 1e-9, found
@@ -133,8 +144,8 @@ def test_what_cannot_be_cut_so_is_refused_with_what_can() -> None:
     asked = {"cluster": "free-links", "args": case.args, "loss_fn": case.loss_fn}
     with pytest.raises(MicrobatchError, match=r"batch of 8 cannot be cut in 3 .*: 2, 4"):
         autopar.plan(case.model, "pp=2,dp=2", num_microbatches=3, **asked)
-    with pytest.raises(InfeasibleError, match=r"batch of 8 on pp=1 of .* 4 microbatches .* fewer"):
-        autopar.plan(case.model, "dp=4", num_microbatches=4, **asked)
+    with pytest.raises(InfeasibleError, match=r"6 blocks and a batch of 8 on pp=16 of .* fewer stages"):
+        autopar.plan(case.model, "pp=16,dp=2", **asked)
     with pytest.raises(MeshError, match=r"outermost axis; write pp=2 first"):
         autopar.plan(case.model, "dp=2,pp=2", **asked)
 

@@ -132,6 +132,26 @@ def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     assert points(gpt, parse_mesh("pp=2,dp=2"), 1.01 * least, Asked(schedule="1f1b"))[1]
 
 
+@pytest.mark.parametrize(("batch", "most"), [(1, 1), (2, 1), (3, 3), (6, 3)])
+def test_batches_too_small_for_every_axis_are_planned(batch: int, most: int) -> None:
+    """Of two stages times two ranks of data: fewer microbatches where they help, else the search splits something else."""
+    example = build_model("gpt2", layers=4, batch=batch, sequence=512)
+    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+    plan = choose_plan(graph, parse_mesh("pp=2,dp=2,tp=2"), H100, time_limit_s=10)
+    assert isinstance(plan, StagedPlan) and plan.schedule.num_microbatches <= most
+    on_two = choose_plan(graph, parse_mesh("pp=2,tp=2"), H100, time_limit_s=10)
+    assert plan.step_s < on_two.step_s, "the other ranks are of use"
+
+
+def test_without_stages_an_open_mesh_in_a_node_is_searched_whatever_people_write() -> None:
+    """One sample: written by hand no plan comes near that of the search."""
+    example = build_model("gpt2", layers=2, batch=1, sequence=512)
+    graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+    plan = choose_plan(graph, Devices(8), H100, time_limit_s=10)
+    given = choose_plan(graph, parse_mesh("2x4"), H100, time_limit_s=10)
+    assert plan.step_s <= given.step_s * 1.01
+
+
 def test_files_keep_all_of_it(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=2")
     plan = choose_plan(gpt, mesh, V100, num_microbatches=4, schedule="1f1b")

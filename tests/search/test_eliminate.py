@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autopar.search.eliminate import Limits, argmin, eliminate, elimination_order
 from autopar.search.marginals import min_marginals
-from autopar.search.table import CostTable, cost_of, memory_of
+from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import block_table, every_choice, random_table, small_tables
 
 
@@ -53,6 +53,19 @@ def test_min_marginals_are_brute_force(table, multiplier):
         np.testing.assert_allclose(found.nodes[v], truth, rtol=1e-12)
     for pair, truth in pairs.items():
         np.testing.assert_allclose(found.pairs[pair], truth, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_left", [40, 80])
+def test_nodes_with_one_strategy_left_do_not_make_too_many_dims(num_left):
+    """A ring of them around a node that has two: a factor of as many dims as there are nodes, but of few entries."""
+    hub = [Node("hub", np.array([1.0, 2.0]), np.zeros(2))]
+    nodes = hub + [Node(f"n{i}", np.ones(1), np.zeros(1)) for i in range(num_left)]
+    pairs = [(0, i) for i in range(1, num_left + 1)] + [(i, j) for i in range(1, num_left + 1) for j in range(i + 1, num_left + 1)]
+    edges = [Edge(a, b, np.ones((nodes[a].cost_s.size, 1)), np.zeros((nodes[a].cost_s.size, 1))) for a, b in pairs]
+    table = CostTable(tuple(nodes), tuple(edges))
+    order = elimination_order(table)
+    assert (order is None) == (num_left > 64)
+    assert order is None or eliminate(table, order).value == 1 + num_left + len(edges)
 
 
 def test_a_table_too_dense_for_the_limits_has_no_order():
