@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costmodel.cluster import Cluster
-from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import check_mesh
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -78,7 +77,7 @@ def make_plan(
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, time_limit_s: float, to_beat_s: float, clock: Clock
 ) -> dict[Mesh, Solved]:
-    """The best plan found on each of the promising meshes, most promising first, and the best hand plan if that is better.
+    """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if it is better.
 
     A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is known. It starts from
     the plans of those it refines. InfeasibleError of the last mesh if there is no plan.
@@ -106,12 +105,14 @@ def _solve_all(
             )  # fmt: skip
         except InfeasibleError as error:
             failure = error
-    best = min(found.values(), key=lambda solved: solved.cost_s, default=None)
+    best_s = min((solved.cost_s for solved in found.values()), default=math.inf)
     expert = by_hand.best
-    if expert is not None and (best is None or expert.costs.step_s < best.cost_s):
-        bound_s = min(expert.costs.step_s, floor_s(graph, expert.mesh, cluster, training=training))
-        name = f"hand plan {expert.name}"
-        found[expert.mesh] = Solved(expert.mesh, by_hand.assignment, expert.costs.step_s, bound_s, ANY, {expert.name: expert.costs}, name)
+    if expert is not None and expert.costs.step_s < best_s:
+        clock.where = f"mesh {expert.mesh}: "
+        # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something of its mesh
+        found[expert.mesh] = solve_mesh(
+            graph, expert.mesh, cluster, wishes, starts=[by_hand.assignment], time_limit_s=time_limit_s, clock=clock
+        )
     if not found:
         raise failure
     return found
