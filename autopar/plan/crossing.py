@@ -27,7 +27,7 @@ from autopar.sbp.placement import Layout
 from autopar.search.table import CostTable, Edge, Node
 
 # A choice that gains less than this part of a step is not looked for.
-_WORTH = 1e-3
+_WORTH = 5e-3
 
 Crossing = Mapping[str, Layout]
 

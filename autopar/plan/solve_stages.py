@@ -124,8 +124,11 @@ class _Solver:
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
             if not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure:
                 continue
+            free = self._unlimited(asked)
+            if best is not None and free.cost_s >= best.cost_s:
+                continue
             try:
-                found = self._saving(asked, pressure)
+                found = self._saving(asked, free, pressure)
             except InfeasibleError as error:
                 self.failed[_key(asked)] = pressure
                 failure = error
@@ -155,11 +158,9 @@ class _Solver:
         own = {op.name for op in graph.ops}
         return tuple(region for region in self.cut.regions if region[0] in own)
 
-    def _saving(self, stages: Stages, pressure: float) -> "_Found":
-        """The best plans with these blocks recomputed or on the host. Those of a rank alike under more pressure that fit here too are taken
-        if they are nearly as fast as without a memory limit, since it is the slowest rank that counts."""
-        found = [self._free(one) for one in stages]
-        free = _Found(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
+    def _saving(self, stages: Stages, free: "_Found", pressure: float) -> "_Found":
+        """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank alike under more
+        pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts."""
         if self._fits(free, stages):
             return replace(free, is_free=not any(one.wishes.recomputed or one.wishes.offloaded for one in stages))
         known = self.known.setdefault(_key(stages), [])
@@ -170,11 +171,15 @@ class _Solver:
             known += fitting
         return min(fitting, key=lambda one: one.cost_s)
 
-    def _free(self, stage: Wanted) -> "_Found":
-        key = _key((stage,))
-        if key not in self.free:
-            self.free[key] = self._search((stage,), math.inf, 0.0)
-        return self.free[key].of_others((stage,))
+    def _unlimited(self, stages: Stages) -> "_Found":
+        """The best plans without a memory limit, each stage for itself."""
+        found = []
+        for one in stages:
+            key = _key((one,))
+            if key not in self.free:
+                self.free[key] = self._search((one,), math.inf, 0.0)
+            found.append(self.free[key].of_others((one,)))
+        return _Found(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
 
     def _fits(self, found: "_Found", stages: Stages) -> bool:
         priced = zip(found.parts, stages)
