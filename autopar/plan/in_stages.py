@@ -16,11 +16,12 @@ from autopar.plan.clock import Clock
 from autopar.plan.crossing import choose_crossing
 from autopar.plan.cut_as import crossing_layouts, cut_as
 from autopar.plan.plan import Plan, plan_of
+from autopar.plan.refusal import refusal
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_stages import solve_stages
 from autopar.plan.staged import PIPELINE, StagedPlan, sub_mesh
 from autopar.plan.store import HandCosts
-from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, lightest, model_of, sweep
+from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, model_of, sweep
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch import microbatched
 from autopar.sbp.placement import I
@@ -92,7 +93,8 @@ def plan_in_stages(
     """
     model, found = sweep_stages(graph, mesh, cluster, wishes, asked, clock)
     if not found:
-        raise _infeasible(model, tuple(_meshes(mesh, cluster, len(model.starts))), cluster, wishes, asked)
+        meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
+        raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule)
     best: StagedPlan | None = None
     start_s = perf_counter()
     for point in _worth_searching(found, cutoff_s):
@@ -165,23 +167,3 @@ def _whole_mesh(point: Staged) -> Mesh:
 
 def _shown(found: Sequence[Staged]) -> dict[str, HandCosts]:
     return {point.name: HandCosts(point.step_s, round(max(point.rank_bytes))) for point in found[:_MOST_SHOWN]}
-
-
-def _infeasible(model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, asked: Asked) -> InfeasibleError:
-    """What the lightest point would take."""
-    counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
-    least = lightest(model, meshes, cluster, training=wishes.training, num_microbatches=counts)
-    limit = wishes.memory_limit_bytes
-    found = f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device"
-    if least is None:
-        size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
-        return InfeasibleError(
-            f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on {ranks}, with "
-            f"{asked.num_microbatches or 'any number of'} microbatches of schedule {asked.schedule or 'any'}; each stage "
-            "needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more microbatches"
-        )
-    num_bytes, name = least
-    return InfeasibleError(
-        f"{found}: of those people write the one that takes least, {name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB); "
-        "raise the memory limit, or use more devices"
-    )

@@ -217,20 +217,20 @@ def profiled(
 
 def lightest(
     model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = ()
-) -> tuple[float, str] | None:
-    """The least bytes per device with which a plan of the sweep fits, to a thousandth, and its name; None if no schedule can run."""
-    best: tuple[float, str] | None = None
+) -> Staged | None:
+    """The plan of the sweep that fits in the least bytes per device, to a thousandth; None if no schedule can run."""
+    best: Staged | None = None
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
         for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
             for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
-                found = _lightest_cut(blocks, schedule, best[0] if best else math.inf)
+                found = _lightest_cut(blocks, schedule, max(best.rank_bytes) if best else math.inf)
                 if found is not None:
-                    best = found[0], Staged(plan, mesh, schedule, found[1], 0.0, assignment).name
+                    best = Staged(plan, mesh, schedule, found, 0.0, assignment)
     return best
 
 
-def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> tuple[float, Partition] | None:
-    """The least memory limit that the blocks can be cut under, and the cut; None if it is not below `below`."""
+def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> Partition | None:
+    """The cut with which the blocks fit in the least bytes; None if these are not below `below`."""
     found = _cut(blocks, schedule, below * (1 - _PRECISION))
     if found is None:
         return None
@@ -239,7 +239,7 @@ def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> tuple[flo
         middle = (low + high) / 2
         lighter = _cut(blocks, schedule, middle)
         low, high, found = (low, middle, lighter) if lighter is not None else (middle, high, found)
-    return high, found
+    return found
 
 
 def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:

@@ -127,6 +127,9 @@ def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
         plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), time_limit_s=5, clock=Clock(lambda _: None))
     assert "pp=2" in str(caught.value)
+    # the optimizer's state, eight bytes an element, takes more than anything else; the last rank has the head besides its blocks
+    assert "rank 1 of the pipeline (stage 1) binds, which holds optimizer" in str(caught.value)
+    assert "whatever the batch" in str(caught.value)
     least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
     assert not points(gpt, parse_mesh("pp=2,dp=2"), 0.9 * least, Asked(schedule="1f1b"))[1]
     assert points(gpt, parse_mesh("pp=2,dp=2"), 1.01 * least, Asked(schedule="1f1b"))[1]
@@ -150,6 +153,19 @@ def test_without_stages_an_open_mesh_in_a_node_is_searched_whatever_people_write
     plan = choose_plan(graph, Devices(8), H100, time_limit_s=10)
     given = choose_plan(graph, parse_mesh("2x4"), H100, time_limit_s=10)
     assert plan.step_s <= given.step_s * 1.01
+
+
+def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(gpt: Graph) -> None:
+    asked, mesh = Asked(num_microbatches=2, schedule="1f1b"), parse_mesh("pp=2,dp=2")
+
+    def refused(limit: float) -> str:
+        with pytest.raises(InfeasibleError) as caught:
+            plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=5, clock=Clock(lambda _: None))
+        return str(caught.value)
+
+    least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
+    said = refused(0.97 * least)
+    assert "binds, which holds activations" in said and "(microbatches in flight: 1)" in said and "smaller batches" in said
 
 
 def test_files_keep_all_of_it(gpt: Graph) -> None:
