@@ -40,11 +40,14 @@ _LEAST_SHRINK = 0.9
 
 
 def squeeze(
-    table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), additions: float, deadline: float
+    table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), to_beat_s: float = float("inf"),
+    enough_gap: float = 0.0, additions: float, deadline: float,
 ) -> Iterator[Squeezed]:
-    """Yield a state a round until the gap is closed, little more can be dropped, or the deadline (`time.monotonic`) has passed.
+    """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than `to_beat_s`, or the deadline
+    (`time.monotonic`) has passed.
 
     Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
+    `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further.
     `best`: a choice within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
     `additions` bounds the work of one elimination; a table that needs more is
     relaxed. Raises `InfeasibleError` with the least memory that would do.
@@ -55,9 +58,10 @@ def squeeze(
     messages_help = True
     for _ in range(_MOST_ROUNDS):
         view = _view(now.reduced.table, limits, try_messages=messages_help)
-        now, dual = _bounded(now, view, deadline)
+        enough_s = to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
+        now, dual = _bounded(now, view, enough_s, deadline)
         yield now
-        if is_solved(now) or monotonic() > deadline:
+        if is_solved(now) or now.lower_bound_s >= to_beat_s or monotonic() > deadline:
             return
         size = num_entries(now.reduced.table)
         if now.best is not None:
@@ -94,7 +98,7 @@ def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
     return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
 
 
-def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dual]:
+def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: float) -> tuple[Squeezed, Dual]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
@@ -105,15 +109,16 @@ def _bounded(now: Squeezed, view: _View, deadline: float) -> tuple[Squeezed, Dua
     tolerance = _ROUGH if is_rough else 0.0
     most_steps = 8 if view.is_slow else 40
     dual = maximise(
-        view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, most_steps=most_steps, deadline=deadline
-    )
+        view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, enough_s=enough_s, most_steps=most_steps,
+        deadline=deadline,
+    )  # fmt: skip
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
     met = tuple(dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None))))
     best = cheapest(table, met)
-    if best is None or not is_closed(cost_of(table, best), dual.bound_s):
-        better = [combine(table, met, deadline=deadline)] if is_rough else _descents(table, (*known, *dual.met), dual.price)
-        best = cheapest(table, (choice for choice in (best, *better) if choice is not None))
+    if best is None or (dual.bound_s < enough_s and not is_closed(cost_of(table, best), dual.bound_s)):
+        better = combine(table, met, deadline=deadline) if is_rough else _descents(table, (*known, *dual.met), dual.price)
+        best = cheapest(table, (*better, *([] if best is None else [best])))
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)

@@ -30,7 +30,8 @@ def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadlin
         return
     light, land = from_least_memory(table), landscape(table)
     dual = maximise(table, by_elimination(order), feasible=now.best, deadline=deadline)
-    now = _with_bound(replace(now, best=cheapest(table, (now.best, *dual.met))), dual.bound_s)
+    around = now.around if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
+    now = _with_bound(replace(now, best=cheapest(table, (now.best, *dual.met)), around=around), dual.bound_s)
     yield now
     for most_labels in label_counts:
         window = (cost_of(table, now.best) - dual.bound_s) * _FIRST_WINDOW

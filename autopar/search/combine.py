@@ -22,23 +22,26 @@ _ENOUGH = 1e-3
 _MOST_LABELS = (2_000,)
 
 
-def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: float) -> tuple[int, ...] | None:
-    """A choice within the limit, no worse than any of those given; None if they hold none, or are too many to tell."""
+def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: float) -> tuple[tuple[int, ...], ...]:
+    """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if there is none.
+
+    If the choices hold too much to tell, the best of them.
+    """
     kept = [np.unique([choice[v] for choice in choices]) for v in range(len(table.nodes))]
     small = restrict(unreduced(table), kept)
     best = cheapest(table, choices)
     order = elimination_order(small.table, _LIMITS)
     if order is None:
-        return best
+        return () if best is None else (best,)
     if table.memory_limit_bytes == float("inf"):
         optimum = eliminate(small.table, order)
-        return small.lift(argmin(optimum)) if optimum.value < float("inf") else None
+        return (small.lift(argmin(optimum)),) if optimum.value < float("inf") else ()
     first = best or small.lift(least_memory(small.table, order)[1])
     if memory_of(table, first) > table.memory_limit_bytes or cost_of(table, first) == float("inf"):
-        return None
-    found = small.lower(first)
+        return ()
+    found, around = small.lower(first), None
     for state in close(Squeezed(small, found, -float("inf")), label_counts=_MOST_LABELS, deadline=deadline):
-        found, cost_s = state.best, cost_of(small.table, state.best)
+        found, around, cost_s = state.best, state.around, cost_of(small.table, state.best)
         if cost_s - state.lower_bound_s <= _ENOUGH * abs(cost_s):
             break
-    return small.lift(found)
+    return small.lift(found), *(around or ())

@@ -96,14 +96,15 @@ def maximise(
     feasible: tuple[int, ...] | None,
     above: tuple[int, ...] | None = None,
     tolerance: float = 0.0,
+    enough_s: float = float("inf"),
     most_steps: int = 40,
     deadline: float = float("inf"),
 ) -> Dual:
     """Maximise the bound over the price, the first step at price 0, or where `above` costs as much as `feasible`.
 
     `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends when the bound is
-    within `tolerance`, relatively, of the best that any price gives, or steps no longer raise it by as much. The bound is valid, if not
-    the best, after any number of steps; no step but the first begins after `deadline` (of `time.monotonic`).
+    within `tolerance`, relatively, of the best that any price gives, steps no longer raise it by as much, or it reaches `enough_s`. The
+    bound is valid, if not the best, after any number of steps; no step but the first begins after `deadline` (of `time.monotonic`).
     """
     light = from_least_memory(table)
     lines = {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
@@ -111,7 +112,7 @@ def maximise(
     for _ in range(most_steps):
         price = _next_price(top, best, tolerance)
         is_stuck = num_stale == _MOST_STALE if tolerance else latest is not None and price == latest.price
-        if is_best or is_stuck or (latest is not None and monotonic() > deadline):
+        if is_best or is_stuck or (best is not None and best.bound_s >= enough_s) or (latest is not None and monotonic() > deadline):
             break
         latest = _at(light, price, evaluate, latest)
         met = (*met, *latest.step.met)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from autopar.errors import InfeasibleError
 from autopar.search.bound import squeeze
 from autopar.search.check import checked
 from autopar.search.close import close
+from autopar.search.combine import combine
 from autopar.search.core import core
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.refine import WORKER, refine
@@ -53,8 +54,9 @@ def solve(
     _check_starts(table, starts)
     best, is_small = None, num_entries(table) < _FEW_ENTRIES
     find = _choices_of_core if table.memory_limit_bytes == float("inf") else _choices
+    enough = _Enough(to_beat_s, 0.0 if is_small else enough_gap)
     try:
-        with closing(find(table, starts, time_limit_s, worker)) as choices:
+        with closing(find(table, starts, enough, time_limit_s, worker)) as choices:
             for stage, choice in choices:
                 if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
                     best = choice
@@ -72,27 +74,40 @@ def solve(
     return best
 
 
+@dataclass(frozen=True)
+class _Enough:
+    """No bound need be higher than `to_beat_s`, or nearer to the best choice than `gap`."""
+
+    to_beat_s: float
+    gap: float
+
+
 def _choices_of_core(
-    table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]
+    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, time_limit_s: float, worker: Sequence[str]
 ) -> Iterator[tuple[str, Choice]]:
     """The same for a table without a limit, by way of its core."""
     small = core(table)
-    with closing(_choices(small.table, [small.lower(start) for start in starts], time_limit_s, worker)) as choices:
+    with closing(_choices(small.table, [small.lower(start) for start in starts], enough, time_limit_s, worker)) as choices:
         for stage, found in choices:
             yield stage, _choice(table, small.lift(found.strategies), found.lower_bound_s)
 
 
 def _choices(
-    table: CostTable, starts: Sequence[tuple[int, ...]], time_limit_s: float, worker: Sequence[str]
+    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, time_limit_s: float, worker: Sequence[str]
 ) -> Iterator[tuple[str, Choice]]:
     """Choices and bounds as they are found, with the stage that found them."""
     deadline = monotonic() + time_limit_s
     land = landscape(table)
-    best = cheapest(table, (*starts, *(descend(land, start) for start in _promising(table, (*starts, *own_starts(land))))))
+    known = (*starts, *(descend(land, start) for start in _promising(table, (*starts, *own_starts(land)))))
+    if table.memory_limit_bytes < float("inf"):
+        known = (*combine(table, known, deadline=deadline), *known)
+    best = cheapest(table, known)
     if best is not None:
         yield "descent", _choice(table, best, trivial_bound(table))
     additions = min(_ADDITIONS_PER_S * max(1.0, time_limit_s), _MOST_ADDITIONS)
-    for state in squeeze(table, best, known=starts, additions=additions, deadline=deadline):
+    for state in squeeze(
+        table, best, known=known, to_beat_s=enough.to_beat_s, enough_gap=enough.gap, additions=additions, deadline=deadline
+    ):
         if state.best is not None:
             yield "bound", _of_state(table, state)
     if not is_solved(state):
