@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.codegen.agree import agreed_graph, check_same, on_every_rank, on_first_rank
 from autopar.codegen.module import ShardedModule, shard_module
+from autopar.codegen.peak import rank_peaks
 from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.graph import Graph
@@ -160,7 +161,7 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mappi
                 "every rank; pad the batch or drop its last part to split it",
                 stacklevel=4,
             )
-    return choose_plan(graph, mesh, cluster, **wishes)
+    return choose_plan(graph, mesh, cluster, predict=rank_peaks, **wishes)
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:

@@ -14,6 +14,7 @@ from autopar.cli.target import load_target
 from autopar.cli.verify import DTYPES, verify
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
+from autopar.codegen.peak import rank_peaks
 from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
 from autopar.costmodel.training import Training
@@ -173,6 +174,7 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         schedule=options.schedule,
         time_limit_s=options.time_limit,
         progress=tell,
+        predict=rank_peaks,
     )
 
 

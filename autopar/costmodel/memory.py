@@ -13,9 +13,8 @@ from autopar.sbp.signature import Strategy
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# Kept free of a device's memory for what no tensor accounts for (the driver's context, the collectives' own buffers, workspaces, what the
-# allocator cannot use between blocks) and for tensors made for a moment, a bucket of gradients or a gathered parameter, which
-# `codegen.peak` counts and the sum that the search limits does not. A round number, not measured.
+# Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers, workspaces, what the
+# allocator cannot use between blocks. Tensors made for a moment are counted by `codegen.peak`. A round number, not measured.
 SPARE_MEMORY = 0.1
 
 

@@ -49,6 +49,7 @@ class Explained(Protocol):
     hand: Mapping[str, HandCost]
     meshes: Mapping[str, float]
     timings: Mapping[str, float]
+    peak_bytes: tuple[int, ...]
 
     @property
     def gap(self) -> float: ...
@@ -110,6 +111,7 @@ class Report:
     totals: tuple[CollectiveRow, ...]
     memory_bytes: Mapping[str, int]
     memory_limit_bytes: float | None
+    peak_bytes: int | None
     time_s: Mapping[str, float]
     step_s: float
     lower_bound_s: float
@@ -140,6 +142,7 @@ def report(plan: Explained) -> Report:
         totals=_totals(plan),
         memory_bytes=dict(costs.memory_bytes),
         memory_limit_bytes=None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
+        peak_bytes=max(plan.peak_bytes, default=None),
         time_s={
             "compute forward": costs.compute_forward_s,
             "compute backward": costs.compute_backward_s,

@@ -105,8 +105,10 @@ def _collectives(report: Report) -> str:
 
 def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
+    most = total if report.peak_bytes is None else report.peak_bytes
     lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
-    limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, total)})"
+    lines += [] if most == total else [["at one time, as the program runs", format_bytes(most)]]
+    limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, most)})"
     return f"Memory a device{limit}:\n" + _table(lines, ["kind", "bytes"])
 
 

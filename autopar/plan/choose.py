@@ -11,6 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.clock import Clock, Progress
+from autopar.plan.fitting import Predict, fitting
 from autopar.plan.in_stages import Asked, plan_in_stages
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Wishes
@@ -38,8 +39,11 @@ def choose_plan(
     trains: bool = True,
     time_limit_s: float = 30.0,
     progress: Progress | None = None,
+    predict: Predict | None = None,
 ) -> Plan | StagedPlan:  # fmt: skip
     """The best plan found in the time, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
+
+    predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search estimates is believed.
 
     num_microbatches, schedule: as asked, or None for the best. `trains`: whether the plan will be run by train_step; else it has one stage
     and one microbatch. MicrobatchError or AutoparError if what is asked cannot be.
@@ -50,13 +54,16 @@ def choose_plan(
     has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
 
     def in_stages(time_s: float, cutoff_s: float = float("inf")) -> Plan | StagedPlan | None:
-        return plan_in_stages(graph, mesh, cluster, wishes, asked, time_limit_s=time_s, clock=clock, cutoff_s=cutoff_s)
+        return plan_in_stages(graph, mesh, cluster, wishes, asked, time_limit_s=time_s, clock=clock, cutoff_s=cutoff_s, predict=predict)
 
     def whole(time_s: float, to_beat_s: float = float("inf")) -> Plan:
-        return make_plan(
-            graph, mesh, cluster, pins=pins, stored=stored, memory_limit_bytes=limit, training=training, time_limit_s=time_s,
-            to_beat_s=to_beat_s, progress=progress,
-        )  # fmt: skip
+        def make(allowed_bytes: float) -> Plan:
+            return make_plan(
+                graph, mesh, cluster, pins=pins, stored=stored, memory_limit_bytes=allowed_bytes, training=training, time_limit_s=time_s,
+                to_beat_s=to_beat_s, progress=progress,
+            )  # fmt: skip
+
+        return fitting(make, limit, predict, to_beat_s=to_beat_s / (1 - _WORTH))
 
     if has_stages and not trains:
         raise AutoparError(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from autopar.costmodel.floor import floor_s
@@ -15,6 +16,7 @@ from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.crossing import choose_crossing
 from autopar.plan.cut_as import crossing_layouts, cut_as
+from autopar.plan.fitting import Candidate, Predict, above_estimate, best_fitting
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.refusal import refusal
 from autopar.plan.setting import Wishes
@@ -34,6 +36,8 @@ _GAIN = 1.5
 _MOST_SHOWN = 8
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
+# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor.
+_MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
 @dataclass(frozen=True)
@@ -85,31 +89,50 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 def plan_in_stages(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, time_limit_s: float, clock: Clock,
-    cutoff_s: float = math.inf,
+    cutoff_s: float = math.inf, predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
 
-    Never slower than the best point of the sweep that fits. InfeasibleError, with the least memory that would do, if none fits.
+    Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
+    none fits. predict: as in `choose_plan`.
     """
-    model, found = sweep_stages(graph, mesh, cluster, wishes, asked, clock)
-    if not found:
+    best, closest, limit_bytes = None, None, wishes.memory_limit_bytes
+    for number in range(_MOST_SWEEPS):
+        within = replace(wishes, memory_limit_bytes=limit_bytes * _LOWERED**number)
+        model, found = sweep_stages(graph, mesh, cluster, within, asked, clock)
+        if not found:
+            break
+        candidates = _candidates(model, _worth_searching(found, cutoff_s), graph, cluster, within, time_limit_s, clock)
+        if not candidates:
+            return None
+        best, closest = best_fitting(candidates, limit_bytes, predict), candidates[0].plan
+        if best is not None:
+            break
+    if best is None and closest is not None:
+        raise above_estimate(closest, limit_bytes, predict, "so would those with less; raise it, or use more devices")
+    if best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule)
-    best: StagedPlan | None = None
-    start_s = perf_counter()
-    for point in _worth_searching(found, cutoff_s):
-        used_s = perf_counter() - start_s
-        if best is not None and used_s > time_limit_s:
-            break
-        plan = _searched(model, point, graph, cluster, wishes, max(1.0, time_limit_s - used_s), clock)
-        if plan is not None and (best is None or plan.step_s < best.step_s):
-            best = plan
-    if best is None:
-        return None
     if best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1:
         return _plain(best, graph)
     bound_s = floor_s(model.graph, best.mesh, cluster, training=wishes.training)
     return replace(best, hand=_shown(found), lower_bound_s=min(bound_s, best.step_s), timings=clock.timings)
+
+
+def _candidates(
+    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+) -> list[Candidate]:
+    """The plans of the points, as many as there is time for."""
+    found: list[Candidate] = []
+    start_s = perf_counter()
+    for point in points:
+        used_s = perf_counter() - start_s
+        if found and used_s > time_limit_s:
+            break
+        again = partial(_searched, model, point, graph, cluster, wishes, max(1.0, time_limit_s - used_s), clock)
+        plan = again(wishes.memory_limit_bytes)
+        found += [] if plan is None else [Candidate(plan, again)]
+    return found
 
 
 def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
@@ -122,8 +145,10 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 
 
 def _searched(
-    model: Model, point: Staged, graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+    model: Model, point: Staged, graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock, allowed_bytes: float
 ) -> StagedPlan | None:
+    """The point's plan whose estimate is at most `allowed_bytes`."""
+    wishes = replace(wishes, memory_limit_bytes=allowed_bytes)
     cut = cut_as(model, point)
     mesh, by_hand = _whole_mesh(point), crossing_layouts(cut)
     training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
@@ -154,7 +179,7 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
     return plan_of(
         graph, assignment, plan.mesh, plan.cluster, training=plan.training, memory_limit_bytes=plan.memory_limit_bytes, found_by="search",
-        timings=plan.timings,
+        timings=plan.timings, peak_bytes=plan.peak_bytes,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Plan:
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
     found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
     meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
+    peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked, as where memory is plenty.
     """
 
     mesh: Mesh
@@ -53,6 +54,12 @@ class Plan:
     hand: Mapping[str, HandCosts]
     meshes: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Bytes of a device as they are estimated; as in `StagedPlan`, of its only rank."""
+        return (self.costs.total_memory_bytes,)
 
     @property
     def gap(self) -> float:
@@ -91,6 +98,7 @@ class Plan:
                 bound_of=self.bound_of,
                 found_by=self.found_by,
                 hand=self.hand,
+                peak_bytes=self.peak_bytes,
                 assignment=self.assignment,
             )
         )
@@ -112,7 +120,7 @@ class Plan:
         return plan_of(
             graph, saved.assignment, mesh, saved.cluster,
             training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
-            bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand,
+            bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
         )  # fmt: skip
 
     @classmethod
@@ -135,6 +143,7 @@ def plan_of(
     hand: Mapping[str, HandCosts] | None = None,
     meshes: Mapping[str, float] | None = None,
     timings: Mapping[str, float] | None = None,
+    peak_bytes: tuple[int, ...] = (),
 ) -> Plan:
     """The plan that `assignment` is, with its costs; nothing is searched."""
     costs = evaluate(graph, assignment, mesh, cluster, training=training)
@@ -158,6 +167,7 @@ def plan_of(
         hand=hand or {},
         meshes=meshes or {},
         timings=timings or {},
+        peak_bytes=peak_bytes,
     )
 
 

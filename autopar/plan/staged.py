@@ -35,7 +35,8 @@ KIND = "staged"
 @dataclass(frozen=True)
 class StagedPlan:
     """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first ops of the stages
-    but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by, timings, lower_bound_s: as in `Plan`.
+    but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by, timings, lower_bound_s: as in `Plan`;
+    peak_bytes too, of a device of each rank of the pipeline.
 
     A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients, update.
     """
@@ -52,6 +53,7 @@ class StagedPlan:
     found_by: str = ""
     hand: Mapping[str, HandCosts] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
@@ -101,7 +103,7 @@ class StagedPlan:
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
         texts = (replace(stage, fingerprint=fingerprint(one.graph)).dumps() for stage, one in zip(self.stages, cut_graphs))
         stages = tuple(Plan.loads(text, one.graph, self.stages[0].mesh) for text, one in zip(texts, cut_graphs))
-        return replace(self, graph=graph, stages=stages, lower_bound_s=0.0)
+        return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
 
     def explain(self) -> str:
         """The plan for people: stages, timeline, memory, and what else there is."""
@@ -122,6 +124,7 @@ class StagedPlan:
             "lower_bound_s": self.lower_bound_s,
             "found_by": self.found_by,
             "hand": {name: asdict(costs) for name, costs in self.hand.items()},
+            "peak_bytes": self.peak_bytes,
             "stages": [json.loads(plan.dumps()) for plan in self.stages],
         }
         return store.signed(content)
@@ -155,6 +158,7 @@ class StagedPlan:
                 lower_bound_s=float(content["lower_bound_s"]),
                 found_by=str(content["found_by"]),
                 hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
+                peak_bytes=tuple(map(int, content["peak_bytes"])),
             )
         except KeyError as error:
             raise PlanError(f"the plan lacks {error}; {store.AGAIN}") from error

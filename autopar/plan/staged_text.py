@@ -40,6 +40,7 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "bubble": plan.timeline.bubble,
         "starts": list(plan.starts),
         "timeline": [[[str(span.action), span.start_s, span.end_s] for span in row] for row in plan.timeline.rows],
+        "peak_bytes": list(plan.peak_bytes),
         "memory_over_time": [_moments_json(plan, rank) for rank in range(plan.schedule.num_ranks)],
         "memory_choices": [asdict(one) for one in bought(plan)],
         "stages": [report(stage).as_json() for stage in plan.stages],
@@ -104,9 +105,14 @@ def _memory(plan: "StagedPlan") -> str:
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.costs.memory_bytes))
     lines = [line for rank in ranks for line in _memory_lines(rank, over_time[rank], kinds)]
     limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {format_bytes(plan.memory_limit_bytes)})"
-    table = _table(lines, ["rank", "when", "in flight", *kinds, "all"])
+    table = _table(lines, ["rank", "when", "in flight", *kinds, "all"]) + _peaks(plan)
     counts = format_counts([[(x.start_s, x.in_flight) for x in row] for row in over_time], plan.timeline.step_s)
     return f"Memory of a device of each rank of the pipeline{limit}:\n{table}\n\nMicrobatches in flight over the step:\n{counts}"
+
+
+def _peaks(plan: "StagedPlan") -> str:
+    peaks = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(plan.peak_bytes))
+    return f"\nThese are estimates; the most at one time, as the programs run: {peaks}." if peaks else ""
 
 
 def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) -> Iterator[list[str]]:

@@ -48,6 +48,7 @@ class SavedPlan:
     bound_of: str
     found_by: str
     hand: Mapping[str, HandCosts]
+    peak_bytes: tuple[int, ...]
     assignment: Assignment
 
 
@@ -64,6 +65,7 @@ def dumps(saved: SavedPlan) -> str:
         "bound_of": saved.bound_of,
         "found_by": saved.found_by,
         "hand": {name: asdict(costs) for name, costs in saved.hand.items()},
+        "peak_bytes": saved.peak_bytes,
         "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in saved.assignment.strategies.items()},
         "layouts": _layouts_text(saved.assignment.layouts),
         "kept": _layouts_text(saved.assignment.kept),
@@ -95,6 +97,7 @@ def loads(text: str) -> SavedPlan:
             bound_of=str(content["bound_of"]),
             found_by=str(content["found_by"]),
             hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
+            peak_bytes=tuple(map(int, content["peak_bytes"])),
             assignment=Assignment(
                 {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
                 *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),

@@ -1,0 +1,92 @@
+"""Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower one.
+
+The search limits an estimate, a sum over choices. What a program really has in memory at one time lies up to a third above or below it.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.plan.plan import Plan
+from autopar.plan.staged import StagedPlan
+
+AnyPlan = Plan | StagedPlan
+Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
+
+# What is estimated to take no more than this part of the limit fits: estimates lie 31 % below the peak at most (bench/results/memory.md).
+_SURELY = 0.6
+# So many times a plan is made anew under a lower limit.
+_MOST_TRIES = 3
+# The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
+_MARGIN = 0.005
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and how it is made anew under another limit of the estimate; that gives None where nothing fits."""
+
+    plan: AnyPlan
+    again: Callable[[float], AnyPlan | None]
+    num_tries: int = 0
+
+
+def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predict | None) -> AnyPlan | None:
+    """The fastest plan whose predicted peak is within the limit, of these or of those made anew; None if there is none.
+
+    Without `predict` the estimate is believed.
+    """
+    waiting = list(found)
+    while waiting:
+        one = min(waiting, key=lambda candidate: candidate.plan.step_s)
+        waiting.remove(one)
+        is_near = one.num_tries > 0 or max(one.plan.memory_bytes) > _SURELY * limit_bytes
+        plan = replace(one.plan, memory_limit_bytes=limit_bytes)
+        if predict is not None and is_near:
+            plan = replace(plan, peak_bytes=predict(plan))
+        if max(plan.peak_bytes, default=0) <= limit_bytes:
+            return plan
+        allowed_bytes = (1 - _MARGIN) * limit_bytes * _missed(plan, limit_bytes)
+        other = one.again(allowed_bytes) if one.num_tries < _MOST_TRIES else None
+        if other is not None:
+            waiting.append(Candidate(other, one.again, one.num_tries + 1))
+    return None
+
+
+def _missed(plan: AnyPlan, limit_bytes: float) -> float:
+    """The least part of its peak that the estimate is, of the ranks that do not fit."""
+    return min(estimate / peak for estimate, peak in zip(plan.memory_bytes, plan.peak_bytes) if peak > limit_bytes)
+
+
+def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf) -> AnyPlan:
+    """The plan that `make` finds under a limit of the estimate that leaves its predicted peak within the limit. One that takes longer than
+    `to_beat_s` is of no interest, and is given back as it is.
+
+    InfeasibleError of `make` if there is none under the limit itself; else one that says what is missed.
+    """
+    reasons: list[str] = []
+
+    def again(allowed_bytes: float) -> AnyPlan | None:
+        try:
+            return make(allowed_bytes)
+        except InfeasibleError as error:
+            reasons.append(str(error))
+            return None
+
+    first = make(limit_bytes)
+    if first.step_s > to_beat_s:
+        return first
+    found = best_fitting([Candidate(first, again)], limit_bytes, predict)
+    if found is None:
+        raise above_estimate(first, limit_bytes, predict, reasons[-1] if reasons else "so would others; raise it, or use more devices")
+    return replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s)) if isinstance(found, Plan) else found
+
+
+def above_estimate(plan: AnyPlan, limit_bytes: float, predict: Predict, rest: str) -> InfeasibleError:
+    """Says that `plan`, which by its estimate is within the limit, is not, and `rest` of others."""
+    peak_bytes = max(predict(plan))
+    return InfeasibleError(
+        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts add up to "
+        f"{max(plan.memory_bytes)} bytes would have {peak_bytes} bytes ({peak_bytes / 2**30:.2f} GiB) in use at one time; {rest}"
+    )
