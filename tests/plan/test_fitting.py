@@ -85,7 +85,7 @@ def test_nothing_is_asked_where_memory_is_plenty():
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
 def test_the_planner_keeps_to_the_peak(mesh: str):
-    graph, mesh = traced("gpt2"), parse_mesh(mesh)
+    graph, mesh = traced("mlp"), parse_mesh(mesh)
     limit = 0.8 * max(choose_plan(graph, mesh, CPU, memory_limit_bytes=float("inf"), time_limit_s=2.0).memory_bytes)
 
     def planned(factor: float):
