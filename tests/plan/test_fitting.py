@@ -83,9 +83,9 @@ def test_nothing_is_asked_where_memory_is_plenty():
     assert fitting(lambda _: Made((10**12,)), float("inf"), refuse).peak_bytes == ()
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
-def test_the_planner_keeps_to_the_peak(mesh: str):
-    graph, mesh = traced("mlp"), parse_mesh(mesh)
+@pytest.mark.parametrize(("name", "mesh"), [("vgg13", "dp=2,tp=2"), ("gpt2", "pp=2,dp=2")])
+def test_the_planner_keeps_to_the_peak(name: str, mesh: str):
+    graph, mesh = traced(name), parse_mesh(mesh)
     limit = 0.8 * max(choose_plan(graph, mesh, CPU, memory_limit_bytes=float("inf"), time_limit_s=2.0).memory_bytes)
 
     def planned(factor: float):
