@@ -21,8 +21,9 @@ from bench.suite import Case
 
 @dataclass(frozen=True)
 class Problem:
-    """A table, limited to what a device of the cluster can hold, and the hand plans as choices of it."""
+    """A graph, its table, limited to what a device of the cluster can hold, and the hand plans as choices of it."""
 
+    graph: Graph
     table: CostTable
     starts: tuple[tuple[int, ...], ...]
 
@@ -46,4 +47,4 @@ def problem_of(case: Case) -> Problem:
     candidates = annotate(graph, mesh, folded)
     priced = price(graph, folded, candidates, mesh, cluster, memory_limit_bytes=usable_memory_bytes(cluster))
     hand = hand_plans(graph, folded, candidates, mesh)
-    return Problem(priced.table, tuple(encode(priced, graph, folded, assignment) for assignment in hand.values()))
+    return Problem(graph, priced.table, tuple(encode(priced, graph, folded, assignment) for assignment in hand.values()))

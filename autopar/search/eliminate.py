@@ -17,7 +17,6 @@ import numpy as np
 from autopar.search.factors import Factor, contract
 from autopar.search.table import CostTable
 
-
 # Of a numpy array. Nodes with one strategy left make factors of many dims that are small all the same.
 _MOST_DIMS = 64
 
