@@ -63,7 +63,7 @@ def _key(module: nn.Module, keys: dict[int, Any], known: dict[Any, int]) -> Any:
     """Enter `module` and all inside it into `keys`: equal numbers for equal modules, but for their integers."""
     if id(module) not in keys:
         keys[id(module)] = id(module)  # a module inside itself
-        children = tuple((name, child and _key(child, keys, known)) for name, child in module._modules.items())
+        children = tuple((name, None if child is None else _key(child, keys, known)) for name, child in module._modules.items())
         own = _own(module)
         keys[id(module)] = -1 - len(known) if own is None else known.setdefault((own, children), len(known))
         if own is None:

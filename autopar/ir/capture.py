@@ -1,8 +1,10 @@
 """Running torch.export on a model without changing the model, and saying what went wrong in the model's own words."""
 
 import inspect
+import io
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
-    with torch.random.fork_rng(devices=()), _outputs_registered(model):
+    with torch.random.fork_rng(devices=()), _outputs_registered(model), _without_dump():
         try:
             return _export(model, args, kwargs)
         except GuardOnDataDependentSymNode as error:
@@ -70,6 +72,22 @@ def _data_dependent(error: Exception) -> str:
         f"{line}: `{text}` branches on the values of a tensor; a plan needs one fixed program: "
         "use torch.where or a mask, or decide it from shapes and Python values before the call"
     )
+
+
+@contextmanager
+def _without_dump() -> Iterator[None]:
+    """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else is said on stderr
+    is passed on."""
+    said, dump = io.StringIO(), ""
+    try:
+        with redirect_stderr(said):
+            yield
+    except TraceError as error:
+        if (graph := getattr(error.__cause__, "partial_fx_graph", None)) is not None:
+            dump = f"{graph}\n"
+        raise
+    finally:
+        sys.stderr.write(said.getvalue().replace(dump, "") if dump else said.getvalue())
 
 
 @contextmanager

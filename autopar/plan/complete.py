@@ -34,17 +34,13 @@ def complete(
     """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
-    for item in graph.inputs:
-        representative = folded.representative[item.value.name]
-        if item.kind == "argument":
-            continue
-        if representative != item.value.name:
-            layouts[item.value.name] = layouts[representative]
-            continue
+    stored = [item for item in graph.inputs if item.kind != "argument"]
+    for item in (item for item in stored if folded.representative[item.value.name] == item.value.name):
         offered = candidates.layouts[item.value.name]
         if item.kind == "parameter" and sharded_axes:
             offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes)
         layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
+    layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
     outputs = _outputs(graph, candidates, strategies, layouts, mesh)
     bare = Assignment(strategies, layouts, {}, outputs)
     kept = _kept(graph, folded, bare, mesh, counts)

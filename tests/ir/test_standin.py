@@ -101,6 +101,14 @@ def test_a_block_with_another_rate_is_another_kind():
     assert_equal(Stack(*blocks), (X,), {}, calls=LAYERS - 1)
 
 
+def test_blocks_with_an_empty_list():
+    """Which is false, as None is, but a module."""
+    blocks = [Block() for _ in range(LAYERS)]
+    for block in blocks:
+        block.more, block.none = nn.ModuleList(), None
+    assert_equal(Stack(*blocks), (X,), {}, calls=LAYERS)
+
+
 def test_weights_shared_by_blocks():
     model = stack()
     model.blocks[2].inner[0][0].weight = model.blocks[5].inner[1][0].weight

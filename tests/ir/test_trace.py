@@ -1,6 +1,7 @@
 """The traced graph computes what the model computes, and tracing leaves no trace on the model."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -229,3 +230,17 @@ def test_numbers_in_the_forward_survive_the_meta_device():
     with torch.device("meta"):
         graph = trace(Numbers(), (x,), {})
     assert_same_as_model(graph, model, (x,), {}, tolerance=1e-6)
+
+
+def test_what_cannot_be_traced_is_said_in_a_line(capsys):
+    """torch.export prints the whole graph there; what the model says is passed on."""
+
+    class Branching(nn.Module):
+        def forward(self, x):
+            print("hello", file=sys.stderr)
+            return x + 1 if x.relu().nonzero().shape[0] > 3 else x
+
+    with pytest.raises(TraceError, match="branches on the values"):
+        trace(Branching(), (torch.ones(4),), {})
+    said = capsys.readouterr().err
+    assert "hello" in said and "def forward" not in said

@@ -1,15 +1,20 @@
 """Hand plans are what people write: counted against the textbook."""
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.costmodel.decode import decode, encode
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.price import price
 from autopar.errors import PlanError
+from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
 from autopar.plan.check import check_assignment
 from autopar.plan.hand import HandPlan, format_hand_plan, hand_plans, parse_hand_plan
+from autopar.sbp.annotate import annotate
 from autopar.sbp.placement import format_layout
 from tests.plan.cases import CPU, MESH, annotated, by_hand, folded, tally, traced
 from tests.zoo import BATCH, HIDDEN, LAYERS, SEQUENCE, ZOO
@@ -202,3 +207,26 @@ def test_what_is_read_is_written_alike(text):
 def test_unknown_hand_plans_are_refused(text):
     with pytest.raises(PlanError, match=r"megatron:dp="):
         parse_hand_plan(text, parse_mesh("2x4x8"))
+
+
+def test_a_norm_registered_behind_the_layers_that_follow_it():
+    """As in BART: what stands for the others of its class is not the first of the graph's inputs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)]) for _ in range(4))
+            self.first, self.scale = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            x = self.first(x * self.scale)
+            for up, down, norm in self.layers:
+                x = norm(x + down(up(x).relu()))
+            return x.sum()
+
+    graph = trace(Model(), (torch.randn(4, 8),), {})
+    same = fold(graph)
+    assert same.representative["layers_0_2_weight"] == "first_weight"
+    candidates = annotate(graph, MESH, same)
+    for assignment in hand_plans(graph, same, candidates, MESH).values():
+        check_assignment(assignment, graph, same, candidates, MESH)
