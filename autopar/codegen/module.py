@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,8 @@ class Runtime:
     is_in_use: bool = False  # somebody may hold the parameters
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # FQN of what only other ranks hold -> what it is like
     num_copies: int = 0
+    offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
+    num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
     last: Loaded | Trainer | None = None
 
@@ -137,14 +140,41 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         return replace(self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last)
 
+    def take_state_on_host(self) -> frozenset[str]:
+        """FQNs of this rank's parameters whose optimizer state the plan has on the host; the caller sees to it."""
+        self.offloaded |= self._state_on_host()
+        return self.offloaded
+
+    def _state_on_host(self) -> frozenset[str]:
+        found = self.current()
+        plans = [part.loaded.plan for part in found.parts] if isinstance(found, Trainer) else [found.plan]
+        plans = [plan for plan in plans if plan.assignment.state_on_host]
+        pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
+        return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
+
+    @torch.compiler.disable
+    def _remind(self, module: nn.Module) -> None:
+        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has it."""
+        if not (module.training and torch.is_grad_enabled()) or self.num_trained > 1 or self._state_on_host() <= self.offloaded:
+            return
+        self.num_trained += 1
+        if self.num_trained > 1:
+            warnings.warn(
+                f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters being on the host, "
+                "else it may not fit: call autopar.offload_optimizer(optimizer, model) once, before training",
+                stacklevel=4,
+            )
+
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The forward of `module`."""
         self.prepare(module, args, kwargs)
+        self._remind(module)
         return run(self.last, args, kwargs)
 
     def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of `module` in training."""
         self.prepare(module, args, kwargs, trains=True)
+        self._remind(module)
         if isinstance(self.last, Trainer):
             return self.last.step(args, kwargs)
         graph = self.last.graph

@@ -11,34 +11,23 @@ from torch import nn
 from autopar.codegen.storages import plain_tensors
 from autopar.errors import AutoparError
 
-# Parameters are updated together until their state is this large, so that the device holds little of it and the copies are long.
-BUCKET_BYTES = 256 * 2**20
-
-
 def offload_optimizer(
-    optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None = None, *, bucket_bytes: int = BUCKET_BYTES
+    optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None = None, *, bucket_bytes: int | None = None
 ) -> torch.optim.Optimizer:
-    """Keep `optimizer`'s state of the parameters of `module` called `names` (all if None) in the host's memory; returns the optimizer.
+    """Keep `optimizer`'s state of the parameters of `module` called `names` in the host's memory; returns the optimizer.
 
-    `optimizer.step()` first updates the parameters whose state stays, then the others a bucket at a time, whose state is copied to the
-    device and back. The numbers are those of one step over all: this is for optimizers that update each parameter by itself, as all of
+    Without `names`, those of the plan if the module is compiled and its plan has state on the host, else all. `optimizer.step()` first
+    updates the parameters whose state stays, then the others a bucket at a time, whose state is copied to the device and back. A bucket has
+    `bucket_bytes` of parameters, by default no more than the largest of them. The numbers are those of one step over all: this is for optimizers that update each parameter by itself, as all of
     torch.optim but LBFGS do. Hooks on `step` run once for each bucket. state_dict() is as ever, with tensors on the host.
 
     AutoparError for a name that is no parameter, an optimizer that does not hold it, one that needs a closure, or one offloaded before.
     """
-    known = dict(module.named_parameters())
-    chosen = known if names is None else {name: known.get(name) for name in names}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in chosen.items():
-        if parameter is None:
-            raise AutoparError(f"offload_optimizer: the module has no parameter {name!r}; names are those of named_parameters()")
-        if id(parameter) not in held and names is not None:
-            raise AutoparError(f"offload_optimizer: the optimizer does not update {name!r}; give it that parameter, or leave the name out")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise AutoparError("offload_optimizer: LBFGS updates all parameters together; its state cannot come in parts")
     if hasattr(optimizer, "_autopar_step"):
         raise AutoparError("offload_optimizer: this optimizer's state is offloaded already; name all parameters in one call")
-    away = {id(parameter) for parameter in chosen.values()}
+    away = {id(parameter) for parameter in _chosen(optimizer, module, names)}
     optimizer._autopar_step = optimizer.step
     optimizer.step = MethodType(_step_in_buckets(optimizer.step, away, bucket_bytes), optimizer)
 
@@ -52,7 +41,23 @@ def offload_optimizer(
     return optimizer
 
 
-def _step_in_buckets(step: Callable[..., Any], away: set[int], bucket_bytes: int) -> Callable[..., Any]:
+def _chosen(optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None) -> list[nn.Parameter]:
+    known = dict(module.named_parameters(remove_duplicate=False))
+    runtime = getattr(module, "_autopar", None)
+    if names is None and runtime is not None:
+        names = runtime.take_state_on_host() or None
+    if names is None:
+        return list(known.values())
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name in (names := tuple(names)):
+        if name not in known:
+            raise AutoparError(f"offload_optimizer: the module has no parameter {name!r}; names are those of named_parameters()")
+        if id(known[name]) not in held:
+            raise AutoparError(f"offload_optimizer: the optimizer does not update {name!r}; give it that parameter, or leave the name out")
+    return [known[name] for name in names]
+
+
+def _step_in_buckets(step: Callable[..., Any], away: set[int], bucket_bytes: int | None) -> Callable[..., Any]:
     @wraps(step)
     def in_buckets(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -63,8 +68,9 @@ def _step_in_buckets(step: Callable[..., Any], away: set[int], bucket_bytes: int
         staying = [parameter for parameter in everything if id(parameter) not in away]
         if staying:
             _step_of(self, step, staying)
-        for bucket in _buckets([p for p in everything if id(p) in away and p.grad is not None], bucket_bytes):
-            _step_moved(self, step, bucket)
+        moved = [parameter for parameter in everything if id(parameter) in away and parameter.grad is not None]
+        for bucket in buckets([_num_bytes(parameter) for parameter in moved], bucket_bytes):
+            _step_moved(self, step, [moved[position] for position in bucket])
         return loss
 
     return in_buckets
@@ -97,19 +103,27 @@ def _step_of(optimizer: torch.optim.Optimizer, step: Callable[..., Any], some: S
             group["params"] = parameters
 
 
-def _buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """In order; each full with so many bytes of parameters and never empty."""
-    bucket: list[nn.Parameter] = []
+def buckets(sizes: Sequence[int], bucket_bytes: int | None = None) -> Iterator[list[int]]:
+    """Positions in order; none with more than `bucket_bytes`, by default the largest size, but for one alone; never empty.
+
+    >>> list(buckets([3, 1, 5, 2, 2]))
+    [[0, 1], [2], [3, 4]]
+    """
+    most = max(sizes, default=0) if bucket_bytes is None else bucket_bytes
+    bucket: list[int] = []
     size = 0
-    for parameter in parameters:
-        own = sum(tensor.untyped_storage().nbytes() for tensor in plain_tensors(parameter.detach()))
-        if bucket and size + own > bucket_bytes:
+    for position, own in enumerate(sizes):
+        if bucket and size + own > most:
             yield bucket
             bucket, size = [], 0
-        bucket.append(parameter)
+        bucket.append(position)
         size += own
     if bucket:
         yield bucket
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in plain_tensors(parameter.detach()))
 
 
 def _send(state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from autopar.codegen.dry_run import Rank, Stage, Step
 from autopar.codegen.kernels import without_data
 from autopar.codegen.lower import lower
+from autopar.codegen.offload_optimizer import buckets
 from autopar.codegen.program import Program
 from autopar.codegen.replay import Recording, Replayed, likeness, record
 from autopar.codegen.storages import count_storages
@@ -71,7 +72,8 @@ def predict_peak(
     program = lower(graph, mesh, assignment, is_split=is_split)
     with without_data(device_type):
         stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
-        return _peak({0: stage}, Step({0: stage}, actions, is_split=is_split), training, batch, {})
+        step = Step({0: stage}, actions, is_split=is_split)
+        return _peak({0: stage}, step, training, batch, {}, _on_host(graph, assignment))
 
 
 def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
@@ -96,7 +98,9 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
                 for number in plan.schedule.stages_of(rank)
             }
             step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
-            found.append(_peak(stages, step, plan.training, batch, slices))
+            own = (plan.stages[number] for number in stages)
+            away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
+            found.append(_peak(stages, step, plan.training, batch, slices, away))
     return tuple(found)
 
 
@@ -177,21 +181,41 @@ def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:
     return {fqn: len(ranks) - 1 for fqn, ranks in holders.items() if rank in ranks and len(ranks) > 1}
 
 
-def _peak(stages: Mapping[int, Stage], step: Step, training: Training, batch_bytes: int, slices: Mapping[str, int]) -> Peak:
+def _on_host(graph: Graph, assignment: Assignment) -> set[str]:
+    """FQNs of the parameters whose optimizer state waits there."""
+    return {item.fqn for item in graph.of_kind("parameter") if item.value.name in assignment.state_on_host}
+
+
+def _peak(
+    stages: Mapping[int, Stage], step: Step, training: Training, batch_bytes: int, slices: Mapping[str, int], on_host: Collection[str]
+) -> Peak:
     """slices: constants of which the graph reads one part of so many."""
     ranks = [stage.rank for stage in stages.values()]
     held = {id(x): x for rank in ranks for x in rank.tensors()}
     with count_storages(held.values()) as storages:
         phases = step.run(storages)
-    stored, gradients = _bytes_of(ranks, training, slices)
-    stored += batch_bytes
+    kinds = _bytes_of(ranks, training, slices)
+    stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
+    stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
     beside = stored - sum(x.untyped_storage().nbytes() for x in held.values())
-    update = sum(gradients) + UPDATE_COPIES.get(training.optimizer, 0) * max(gradients, default=0)
-    return Peak(stored, (*((name, beside + num_bytes) for name, num_bytes in phases), ("update", stored + update)))
+    update = stored + _update_bytes(kinds, on_host, training)
+    return Peak(stored, (*((name, beside + num_bytes) for name, num_bytes in phases), ("update", update)))
 
 
-def _bytes_of(ranks: Sequence[Rank], training: Training, slices: Mapping[str, int]) -> tuple[int, list[int]]:
-    """What is there all the time but the batch, and the gradients of the parameters; what several stages read counts once."""
+def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
+    """What there is besides while parameters are updated: all gradients, copies, and state that waits on the host a bucket at a time."""
+    copies = UPDATE_COPIES.get(training.optimizer, 0)
+    gradients = {name: own["gradients"] for name, own in kinds.items() if "gradients" in own}
+    staying = copies * max((size for name, size in gradients.items() if name not in on_host), default=0)
+    moved = [name for name in kinds if name in on_host]
+    each = ([moved[at] for at in bucket] for bucket in buckets([kinds[name]["parameters"] for name in moved]))
+    moving = (sum(kinds[name]["optimizer"] for name in bucket) + copies * max(gradients[name] for name in bucket) for bucket in each)
+    return sum(gradients.values()) + max(staying, *moving, 0)
+
+
+def _bytes_of(ranks: Sequence[Rank], training: Training, slices: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several stages read is there
+    once."""
     found: dict[str, dict[str, int]] = {}
     for number, rank in enumerate(ranks):
         for item, layout in rank.program.inputs:
@@ -199,7 +223,6 @@ def _bytes_of(ranks: Sequence[Rank], training: Training, slices: Mapping[str, in
                 name = item.fqn if item.kind in ("parameter", "buffer") else f"{number}:{item.value.name}"
                 num = slices.get(item.value.name, 1)
                 found[name] = {kind: x * num for kind, x in input_bytes(item, layout, rank.program.mesh.shape, training).items()}
-    gradients = [kinds.get("gradients", 0) for kinds in found.values()]
-    return sum(sum(kinds.values()) for kinds in found.values()) - sum(gradients), gradients
+    return found
 
 

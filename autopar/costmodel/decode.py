@@ -26,6 +26,7 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
         recomputed=priced.recomputed,
         offloaded=priced.offloaded,
+        state_on_host=priced.state_on_host,
     )
 
 

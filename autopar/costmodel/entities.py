@@ -1,12 +1,13 @@
 """What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.moving import Moving, movings
 from autopar.costmodel.offered import Offered, Options, Stored, offered
+from autopar.costmodel.on_host import brought_shares
 from autopar.costmodel.probe import footprints, regatherable
 from autopar.costmodel.saving import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
 from autopar.ir.fold import Folded, value_classes
@@ -51,7 +52,8 @@ class Flow:
 @dataclass(slots=True)
 class Count:
     """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
-    times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told."""
+    times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
+    times its optimizer state waits there, with `brought_share` of it to count."""
 
     times: int = 0
     num_inside: int = 0
@@ -59,6 +61,8 @@ class Count:
     num_moved: int = 0
     moved_share: float = 0.0
     moved_s: float = 0.0
+    num_on_host: int = 0
+    brought_share: float = 0.0
 
     def add(self, other: "Count") -> None:
         for name in self.__slots__:
@@ -88,12 +92,14 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 @dataclass(frozen=True)
 class _Places:
-    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`."""
+    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
+    of each parameter whose optimizer state is on the host the share of it that counts."""
 
     recomputed: Mapping[str, int]
     offloaded: Mapping[str, int]
     shares: Sequence[float]
     movings: Sequence[Moving]
+    brought: Mapping[str, float]
 
     def count(self, region: int, moved_in: int) -> Count:
         """One occurrence."""
@@ -105,13 +111,15 @@ class _Places:
 
     def count_of(self, name: str) -> Count:
         """One occurrence of an op or an input."""
+        if name in self.brought:
+            return Count(1, num_on_host=1, brought_share=self.brought[name])
         region = self.recomputed.get(name, NOWHERE)
         return self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
 
 
 def find_flows(
     graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = (),
-    num_waiting: int = 0,
+    num_waiting: int = 0, state_on_host: Collection[str] = (),
 ) -> Flows:  # fmt: skip
     """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class. num_waiting: as in
     `Training`."""
@@ -123,7 +131,7 @@ def find_flows(
     found = savings(graph, known, recomputed, offloaded)
     places = _Places(
         region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, num_waiting),
-        movings(graph, known, recomputed, offloaded, found, cluster),
+        movings(graph, known, recomputed, offloaded, found, cluster), brought_shares(graph, state_on_host),
     )  # fmt: skip
     counts: defaultdict[Flow, Count] = defaultdict(Count)
     for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():

@@ -11,6 +11,7 @@ from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.moving import is_moved, movings
+from autopar.costmodel.on_host import brought_shares, moving_s, state_bytes
 from autopar.costmodel.probe import Footprint, footprints
 from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -37,7 +38,7 @@ class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
     region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host,
-    and as many back; waiting_s: phase -> seconds that the step waits for them."""
+    and as many back; waiting_s: phase, or "update" for optimizer state -> seconds that the step waits for them."""
 
     compute_forward_s: float
     compute_backward_s: float
@@ -64,8 +65,9 @@ class Costs:
 
     @property
     def once_s(self) -> float:
-        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer."""
-        return self.optimizer_s + sum(planned.time_s for planned in self.collectives if planned.is_once)
+        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer and its state on the host."""
+        once_s = sum(planned.time_s for planned in self.collectives if planned.is_once)
+        return self.optimizer_s + once_s + self.waiting_s.get("update", 0.0)
 
     @property
     def step_s(self) -> float:
@@ -82,7 +84,7 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = _Step(graph, assignment, mesh, cluster)
-    moved = step.moved_bytes()
+    moved, state = step.moved_bytes(), step.state_bytes(training)
     times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
     forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
@@ -93,11 +95,12 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         collectives=(*step.converting(), *step.again(training), *step.inside_ops()),
         memory_bytes=step.memory_bytes(training),
         num_microbatches=training.num_microbatches,
-        moved_bytes=training.num_microbatches * sum(moved),
+        moved_bytes=training.num_microbatches * sum(moved) + sum(state.values()),
         waiting_s={
             phase: training.num_microbatches * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
             for phase in ("forward", "backward")
-        },
+        }
+        | ({"update": moving_s(sum(state.values()), cluster)} if state else {}),
     )
 
 
@@ -170,7 +173,10 @@ class _Step:
             if more:
                 inside[saving.region] += more
         memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
-        memory["fetched"] = round(sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes())))
+        state, brought = self.state_bytes(training), brought_shares(self.graph, self.assignment.state_on_host)
+        memory.subtract({"optimizer": sum(state.values())} if state else {})
+        fetched = sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes()))
+        memory["fetched"] = round(fetched + sum(share * state[name] for name, share in brought.items()))
         return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed", "waiting", "fetched")}
 
     def moved_bytes(self) -> list[int]:
@@ -183,6 +189,12 @@ class _Step:
             if saving.moved_in != NOWHERE:
                 found[saving.moved_in] += self._kept_bytes(conversion, saving, WHOLE_BATCH)[2]
         return found
+
+    def state_bytes(self, training: Training) -> dict[str, int]:
+        """The optimizer's state of each parameter that has it on the host."""
+        layouts, on_host = self.assignment.layouts, self.assignment.state_on_host
+        items = (item for item in self.graph.inputs if item.value.name in on_host)
+        return {x.value.name: state_bytes(x, layouts[x.value.name], self.mesh.shape, training) for x in items}
 
     def _saved_by(self, op: Op) -> int:
         strategy = self.assignment.strategies[op.name]

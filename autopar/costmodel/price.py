@@ -19,7 +19,7 @@ from autopar.search.table import CostTable
 @dataclass(frozen=True)
 class Priced:
     """`table.nodes[i]` prices the options of `entities[i]` where the regions `recomputed` are run again in backward, and what is kept of
-    those `offloaded` waits on the host.
+    those `offloaded`, and the optimizer's state of `state_on_host`, waits on the host.
 
     The table is exact: a choice costs and takes what `evaluate` says of the assignment it stands for. What is equal in it, such as the
     copies of a block, is one array.
@@ -29,6 +29,7 @@ class Priced:
     entities: tuple[Entity, ...]
     recomputed: Regions = ()
     offloaded: Regions = ()
+    state_on_host: frozenset[str] = frozenset()
 
 
 def price(
@@ -41,14 +42,16 @@ def price(
     training: Training = WHOLE_BATCH,
     recomputed: Regions = (),
     offloaded: Regions = (),
+    state_on_host: frozenset[str] = frozenset(),
     memory_limit_bytes: float = math.inf,
 ) -> Priced:
-    """Price everything `candidates` offers, for one training step of `training`. recomputed, offloaded: as in `Assignment`.
+    """Price everything `candidates` offers, for one training step of `training`. recomputed, offloaded,
+    state_on_host: as in `Assignment`.
 
     MeshError if the mesh does not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
-    flows = find_flows(graph, folded, candidates, cluster, recomputed, offloaded, training.num_waiting)
+    flows = find_flows(graph, folded, candidates, cluster, recomputed, offloaded, training.num_waiting, state_on_host)
     nodes = price_nodes(graph, flows, mesh, cluster, training)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training), memory_limit_bytes)
-    return Priced(table, flows.entities, recomputed, offloaded)
+    return Priced(table, flows.entities, recomputed, offloaded, state_on_host)

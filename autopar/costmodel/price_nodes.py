@@ -12,6 +12,7 @@ from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
+from autopar.costmodel.on_host import moving_s, state_bytes
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
@@ -34,19 +35,15 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
             key = nameless(op), id(entity.options), astuple(count)
             found = known.get(key) or _of_ops(count, _price_op(op, entity.options, _operands(op, number, flows), mesh, cluster), training)
         elif entity.kind == "input":
-            item, count = inputs[entity.name], flows.members[entity.name].times
-            key = item.kind, replace(item.value, name=""), entity.options, count
-            found = known.get(key) or _times(count, _price_input(item, entity.options, mesh, cluster, training))
+            item, count = inputs[entity.name], flows.members[entity.name]
+            key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
+            found = known.get(key) or _price_inputs(item, count, entity.options, mesh, cluster, training)
         else:
             key = (len(entity.options),)
             found = known.get(key) or (np.zeros(key), np.zeros(key))
         known[key] = found
         nodes.append(Node(f"{entity.kind} {entity.name}", *found))
     return nodes
-
-
-def _times(count: int, prices: Prices) -> Prices:
-    return prices[0] * count, prices[1] * count
 
 
 def _of_ops(count: Count, prices: np.ndarray, training: Training) -> Prices:
@@ -107,8 +104,16 @@ def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cl
     return found
 
 
-def _price_input(item: Input, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
+def _price_inputs(
+    item: Input, count: Count, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training
+) -> Prices:
+    """The class of an input; the state of some may wait on the host."""
     layouts = [option.layout for option in options]
     cost_s = [update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
     memory = [sum(input_bytes(item, layout, mesh.shape, training).values()) for layout in layouts]
-    return np.array(cost_s), np.array(memory, dtype=np.float64)
+    prices = count.times * np.array(cost_s), count.times * np.array(memory, dtype=np.float64)
+    if not count.num_on_host:
+        return prices
+    state = [state_bytes(item, layout, mesh.shape, training) for layout in layouts]
+    moved_s = np.array([moving_s(size, cluster) for size in state])
+    return prices[0] + count.num_on_host * moved_s, prices[1] + (count.brought_share - count.num_on_host) * np.array(state, dtype=np.float64)

@@ -11,6 +11,7 @@ from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes, waiting_bytes
+from autopar.costmodel.on_host import brought_shares, moving_s, state_bytes
 from autopar.costmodel.probe import footprints
 from autopar.costmodel.saving import savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -111,12 +112,16 @@ def _of_inputs(
 ) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:  # fmt: skip
     """once_s and state_bytes of what one op reads, and what several do."""
     once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
-    uses = uses_of(graph)
+    uses, brought = uses_of(graph), brought_shares(graph, assignment.state_on_host)
     for item in graph.inputs:
         layout = assignment.layouts[item.value.name]
         gathered_bytes, gathered_s = stored[item.value.name]
         held = sum(input_bytes(item, layout, mesh.shape, training).values()) + gathered_bytes
         time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
+        if item.value.name in brought:
+            state = state_bytes(item, layout, mesh.shape, training)
+            held -= (1 - brought[item.value.name]) * state
+            time_s += moving_s(state, cluster)
         positions = sorted({number[use.user] for use in uses.get(item.value.name, ()) if use.user in number}) or [0]
         if len(positions) > 1:
             shared.append(Shared(tuple(positions), held, time_s))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from autopar.costmodel.on_host import hostable
 from autopar.costmodel.probe import regatherable
 from autopar.errors import PlanError
 from autopar.ir.fold import Folded
@@ -29,6 +30,9 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
         _check_offered(name, layout, candidates.outputs[name])
     _check_kept(assignment.kept, graph, mesh)
     _check_regions(assignment, graph)
+    stray = assignment.state_on_host - {item.value.name for item in hostable(graph)}
+    if stray:
+        raise PlanError(f"the plan keeps optimizer state of {min(stray)!r} on the host, which is no parameter that is trained; {_AGAIN}")
     unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
     if unfit:
         raise PlanError(f"the plan gathers {min(unfit)!r} again in backward, which is no parameter that just one op saves; {_AGAIN}")

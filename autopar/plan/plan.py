@@ -76,6 +76,7 @@ class Plan:
         for what, changed in (
             ("blocks recomputed", replace(self.assignment, recomputed=())),
             ("what blocks keep moved to the host", replace(self.assignment, offloaded=())),
+            ("optimizer state on the host", replace(self.assignment, state_on_host=frozenset())),
             ("parameters gathered again in backward", replace(self.assignment, regathered=frozenset())),
         ):
             if changed != self.assignment:

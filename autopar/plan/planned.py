@@ -37,6 +37,7 @@ def _choices(graph: Graph, assignment: Assignment, apart: Sequence[Set[str]], fi
             tuple(assignment.layouts.get(value.name) for value in op.inputs),
             tuple(assignment.kept.get(value.name) for value in op.outputs),
             tuple(op.name in names for names in apart),
+            tuple(value.name in assignment.state_on_host for value in op.inputs),
         )
         for op in ops
     ]

@@ -36,7 +36,7 @@ NEAR_AXES = 2
 @dataclass(frozen=True)
 class Wishes:
     """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself. crossing: value that
-    comes from another stage or goes there -> layout. recomputed, offloaded: as in `Assignment`."""
+    comes from another stage or goes there -> layout. recomputed, offloaded, state_on_host: as in `Assignment`."""
 
     pins: Mapping[str, str]
     stored: Mapping[str, str]
@@ -45,6 +45,7 @@ class Wishes:
     crossing: Mapping[str, Layout] = field(default_factory=dict)
     recomputed: Regions = ()
     offloaded: Regions = ()
+    state_on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,13 @@ class Setting:
         wishes = self.wishes
         return price(
             self.graph, folded, candidates, self.mesh, self.cluster,
-            training=wishes.training, recomputed=wishes.recomputed, offloaded=wishes.offloaded,
+            training=wishes.training, recomputed=wishes.recomputed, offloaded=wishes.offloaded, state_on_host=wishes.state_on_host,
             memory_limit_bytes=wishes.memory_limit_bytes,
         )  # fmt: skip
+
+    def repriced(self, problem: Problem) -> Problem:
+        """The problem of another setting of the same graph with these wishes."""
+        return replace(problem, priced=self.clock.run("price", lambda: self._price(problem.folded, problem.everything, self.wishes.pins)))
 
     @property
     def remaining_s(self) -> float:

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.hardware import Cluster
+from autopar.errors import InfeasibleError
 from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.hand import hand_plans
+from autopar.plan.host_state import is_worth_moving, search_on_host
 from autopar.plan.mixture import can_mix, mixture, two_groups
 from autopar.plan.setting import ENOUGH_GAP, Problem, Setting, Wishes
 from autopar.plan.store import HandCosts
@@ -42,7 +44,8 @@ def solve_mesh(
     The search ends early when no plan can take less than `to_beat_s`.
 
     First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
-    copies. PinError, InfeasibleError or MeshError if what is wished cannot be.
+    copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
+    PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
     setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, to_beat_s=to_beat_s)
     folded = clock.run("fold", lambda: fold_stored(graph, wishes))
@@ -51,16 +54,32 @@ def solve_mesh(
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]
     is_mixed = can_mix(folded) and wishes.memory_limit_bytes < float("inf")
-    choice = setting.search(problem, [*given, *by_hand.values()], is_brief=is_mixed)
-    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
-    table = problem.priced.table
+    starts, table = [*given, *by_hand.values()], problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     bound_of = ALIKE if folded.repeats else ANY
+    try:
+        choice = setting.search(problem, starts, is_brief=is_mixed)
+    except InfeasibleError:
+        found = search_on_host(setting, problem, starts)
+        if found is None:
+            raise
+        return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
+    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
     best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
-    can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < to_beat_s
+    if is_worth_moving(problem, choice, cluster):
+        best = _or_on_host(setting, problem, starts, best)
+    can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and setting.remaining_s > 0:
         return _in_groups(setting, folded, problem, choice, best)
     return best
+
+
+def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]], best: Solved) -> Solved:
+    """`best`, or a faster plan that has optimizer state on the host."""
+    found = search_on_host(replace(setting, to_beat_s=min(setting.to_beat_s, best.cost_s)), problem, starts)
+    if found is None or found.step_s >= best.cost_s:
+        return best
+    return replace(best, assignment=found.assignment, cost_s=found.step_s, lower_bound_s=found.lower_bound_s, found_by="search")
 
 
 def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:

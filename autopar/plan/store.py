@@ -73,6 +73,7 @@ def dumps(saved: SavedPlan) -> str:
         "regathered": sorted(saved.assignment.regathered),
         "recomputed": saved.assignment.recomputed,
         "offloaded": saved.assignment.offloaded,
+        "state_on_host": sorted(saved.assignment.state_on_host),
     }
     return signed(content)
 
@@ -103,6 +104,7 @@ def loads(text: str) -> SavedPlan:
                 *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
                 frozenset(map(str, content["regathered"])),
                 *(tuple(tuple(map(str, region)) for region in content[key]) for key in ("recomputed", "offloaded")),
+                state_on_host=frozenset(map(str, content["state_on_host"])),
             ),
         )
     except KeyError as error:

@@ -20,6 +20,7 @@ class Assignment:
     leaves in. regathered: parameters that are not kept as their one reader has them, but converted again for its backward
     (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which only what enters them is kept for backward.
     offloaded: regions of which what is kept for backward waits in the host's memory; a recomputed one lies within one or outside all.
+    state_on_host: names of the parameters whose optimizer state does so too, but while they are updated.
     """
 
     strategies: Mapping[str, Strategy]
@@ -29,6 +30,7 @@ class Assignment:
     regathered: frozenset[str] = frozenset()
     recomputed: tuple[tuple[str, ...], ...] = ()
     offloaded: tuple[tuple[str, ...], ...] = ()
+    state_on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

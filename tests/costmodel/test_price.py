@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autopar.costmodel.decode import decode, encode
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster, LinkLevel
+from autopar.costmodel.on_host import hostable
 from autopar.costmodel.presets import PRESETS
 from autopar.costmodel.price import Priced, price
 from autopar.costmodel.saving import Regions
@@ -92,6 +93,11 @@ def draw_offloaded(draw: random.Random, graph: Graph, recomputed: Regions) -> Re
     return tuple(sorted([*whole, *(region for region in recomputed if draw.random() < 0.5)], key=lambda region: position[region[0]]))
 
 
+def draw_state(draw: random.Random, graph: Graph) -> frozenset[str]:
+    """Some of the parameters, whatever copies they are of."""
+    return frozenset(item.value.name for item in hostable(graph) if draw.random() < 0.5)
+
+
 @given(seed=st.integers(0, 2**32), num_calls=st.integers(1, 12), shape=st.sampled_from(MESHES))
 @example(seed=128, num_calls=8, shape=(2, 2, 2))  # a parameter to be regathered that is stored as it is read
 @settings(max_examples=60, deadline=None)
@@ -101,7 +107,8 @@ def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     mesh, folded = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape)))), unfolded(graph)
     training, regions = draw_training(draw), draw_regions(draw, graph)
     candidates, away = annotate(graph, mesh, folded), draw_offloaded(draw, graph, regions)
-    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away)
+    kept = draw_state(draw, graph)
+    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away, state_on_host=kept)
     assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3))
 
 
@@ -128,7 +135,8 @@ def test_the_table_of_a_model_in_microbatches_with_recomputed_blocks_is_exact(na
     training, regions = draw_training(draw), blocks_of(graph, folded) if seed else draw_regions(draw, graph)
     away = regions[draw.randrange(2) :: 2]
     regions = regions[: len(regions) // 2]
-    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away)
+    kept = draw_state(draw, graph)
+    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away, state_on_host=kept)
     assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5))
     by_hand = encode(priced, graph, folded, hand_plans(graph, folded, candidates, mesh)["zero3"])
     assert is_exact(priced, graph, folded, by_hand, mesh, training=training)
