@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -140,9 +140,9 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         return replace(self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last)
 
-    def take_state_on_host(self) -> frozenset[str]:
-        """FQNs of this rank's parameters whose optimizer state the plan has on the host; the caller sees to it."""
-        self.offloaded |= self._state_on_host()
+    def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
+        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller puts it there."""
+        self.offloaded |= self._state_on_host() if names is None else frozenset(names)
         return self.offloaded
 
     def _state_on_host(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from autopar.codegen.storages import plain_tensors
 from autopar.errors import AutoparError
 
+
 def offload_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None = None, *, bucket_bytes: int | None = None
 ) -> torch.optim.Optimizer:
@@ -18,8 +19,9 @@ def offload_optimizer(
 
     Without `names`, those of the plan if the module is compiled and its plan has state on the host, else all. `optimizer.step()` first
     updates the parameters whose state stays, then the others a bucket at a time, whose state is copied to the device and back. A bucket has
-    `bucket_bytes` of parameters, by default no more than the largest of them. The numbers are those of one step over all: this is for optimizers that update each parameter by itself, as all of
-    torch.optim but LBFGS do. Hooks on `step` run once for each bucket. state_dict() is as ever, with tensors on the host.
+    `bucket_bytes` of parameters, by default no more than the largest of them. The numbers are those of one step over all: this is for
+    optimizers that update each parameter by itself, as all of torch.optim but LBFGS do. Hooks on `step` run once for each bucket.
+    state_dict() is as ever, with tensors on the host.
 
     AutoparError for a name that is no parameter, an optimizer that does not hold it, one that needs a closure, or one offloaded before.
     """
@@ -43,9 +45,8 @@ def offload_optimizer(
 
 def _chosen(optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None) -> list[nn.Parameter]:
     known = dict(module.named_parameters(remove_duplicate=False))
-    runtime = getattr(module, "_autopar", None)
-    if names is None and runtime is not None:
-        names = runtime.take_state_on_host() or None
+    if (runtime := getattr(module, "_autopar", None)) is not None:
+        names = runtime.take_state_on_host(names) or None
     if names is None:
         return list(known.values())
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -11,7 +11,7 @@ from autopar.costmodel.hardware import Cluster, check_mesh
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.moving import is_moved, movings
-from autopar.costmodel.on_host import brought_shares, moving_s, state_bytes
+from autopar.costmodel.on_host import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.probe import Footprint, footprints
 from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -38,7 +38,8 @@ class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
     region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host,
-    and as many back; waiting_s: phase, or "update" for optimizer state -> seconds that the step waits for them."""
+    and as many back; state_on_host_bytes: of the optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that
+    the step waits for them."""
 
     compute_forward_s: float
     compute_backward_s: float
@@ -47,6 +48,7 @@ class Costs:
     memory_bytes: Mapping[str, int]
     num_microbatches: int = 1
     moved_bytes: int = 0
+    state_on_host_bytes: int = 0
     waiting_s: Mapping[str, float] = field(default_factory=dict)
 
     def communication_s(self, phase: str) -> float:
@@ -95,7 +97,8 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         collectives=(*step.converting(), *step.again(training), *step.inside_ops()),
         memory_bytes=step.memory_bytes(training),
         num_microbatches=training.num_microbatches,
-        moved_bytes=training.num_microbatches * sum(moved) + sum(state.values()),
+        moved_bytes=training.num_microbatches * sum(moved),
+        state_on_host_bytes=sum(state.values()),
         waiting_s={
             phase: training.num_microbatches * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
             for phase in ("forward", "backward")
@@ -194,7 +197,7 @@ class _Step:
         """The optimizer's state of each parameter that has it on the host."""
         layouts, on_host = self.assignment.layouts, self.assignment.state_on_host
         items = (item for item in self.graph.inputs if item.value.name in on_host)
-        return {x.value.name: state_bytes(x, layouts[x.value.name], self.mesh.shape, training) for x in items}
+        return {x.value.name: optimizer_bytes(x, layouts[x.value.name], self.mesh.shape, training) for x in items}
 
     def _saved_by(self, op: Op) -> int:
         strategy = self.assignment.strategies[op.name]

@@ -13,7 +13,7 @@ from autopar.sbp.placement import Layout
 _COPIES = 2
 
 
-def state_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
+def optimizer_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
     """Bytes of the optimizer's state of an input stored in `layout`; 0 of what is not trained."""
     return input_bytes(item, layout, mesh_shape, training).get("optimizer", 0)
 
@@ -26,8 +26,8 @@ def moving_s(num_bytes: float, cluster: Cluster) -> float:
 def brought_shares(graph: Graph, on_host: Collection[str]) -> Mapping[str, float]:
     """Parameter whose state waits on the host -> what part of it counts as being on the device.
 
-    State is brought a bucket at a time, and a bucket takes no more than the largest parameter does (`codegen.offload_optimizer`). Those that
-    are largest when nothing is split share the count of one: so it is a sum over parameters, exact where they are laid out alike.
+    State is brought a bucket at a time, and a bucket takes no more than the largest parameter does (`codegen.offload_optimizer`). Those
+    that are largest when nothing is split share the count of one: so it is a sum over parameters, exact where they are laid out alike.
     """
     sizes = {item.value.name: math.prod(item.value.shape) for item in graph.inputs if item.value.name in on_host}
     largest = [name for name, size in sizes.items() if size == max(sizes.values())]

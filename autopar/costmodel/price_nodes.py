@@ -12,7 +12,7 @@ from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
-from autopar.costmodel.on_host import moving_s, state_bytes
+from autopar.costmodel.on_host import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
@@ -114,6 +114,5 @@ def _price_inputs(
     prices = count.times * np.array(cost_s), count.times * np.array(memory, dtype=np.float64)
     if not count.num_on_host:
         return prices
-    state = [state_bytes(item, layout, mesh.shape, training) for layout in layouts]
-    moved_s = np.array([moving_s(size, cluster) for size in state])
-    return prices[0] + count.num_on_host * moved_s, prices[1] + (count.brought_share - count.num_on_host) * np.array(state, dtype=np.float64)
+    state = np.array([optimizer_bytes(item, layout, mesh.shape, training) for layout in layouts], dtype=np.float64)
+    return prices[0] + count.num_on_host * moving_s(1.0, cluster) * state, prices[1] + (count.brought_share - count.num_on_host) * state

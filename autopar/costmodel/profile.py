@@ -11,7 +11,7 @@ from autopar.costmodel.conversion import kept_bytes
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.inner import inner_collectives
 from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes, waiting_bytes
-from autopar.costmodel.on_host import brought_shares, moving_s, state_bytes
+from autopar.costmodel.on_host import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.probe import footprints
 from autopar.costmodel.saving import savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -119,7 +119,7 @@ def _of_inputs(
         held = sum(input_bytes(item, layout, mesh.shape, training).values()) + gathered_bytes
         time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
         if item.value.name in brought:
-            state = state_bytes(item, layout, mesh.shape, training)
+            state = optimizer_bytes(item, layout, mesh.shape, training)
             held -= (1 - brought[item.value.name]) * state
             time_s += moving_s(state, cluster)
         positions = sorted({number[use.user] for use in uses.get(item.value.name, ()) if use.user in number}) or [0]

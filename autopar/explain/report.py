@@ -100,7 +100,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `explain` shows; `as_json` gives the same content."""
+    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters."""
 
     mesh: str
     cluster: str
@@ -112,6 +112,8 @@ class Report:
     memory_bytes: Mapping[str, int]
     memory_limit_bytes: float | None
     peak_bytes: int | None
+    state_on_host: tuple[str, ...]
+    state_on_host_bytes: int
     time_s: Mapping[str, float]
     step_s: float
     lower_bound_s: float
@@ -143,13 +145,15 @@ def report(plan: Explained) -> Report:
         memory_bytes=dict(costs.memory_bytes),
         memory_limit_bytes=None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
         peak_bytes=max(plan.peak_bytes, default=None),
+        state_on_host=tuple(item.fqn for item in plan.graph.inputs if item.value.name in plan.assignment.state_on_host),
+        state_on_host_bytes=costs.state_on_host_bytes,
         time_s={
             "compute forward": costs.compute_forward_s,
             "compute backward": costs.compute_backward_s,
             "communication forward": costs.communication_s("forward"),
             "communication backward": costs.communication_s("backward"),
             "optimizer": costs.optimizer_s,
-            **{f"waiting for the host {phase}": seconds for phase, seconds in costs.waiting_s.items() if costs.moved_bytes},
+            **{f"waiting for the host {phase}": seconds for phase, seconds in costs.waiting_s.items() if costs.moved_bytes or seconds},
         },
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
@@ -181,6 +185,7 @@ def _input_rows(plan: Explained) -> Iterator[InputRow]:
         name = item.value.name
         if plan.folded.representative[name] == name:
             layout = format_layout(plan.assignment.layouts[name]) + (" regathered" if name in plan.assignment.regathered else "")
+            layout += ", state on host" if name in plan.assignment.state_on_host else ""
             value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
 

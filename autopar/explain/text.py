@@ -54,7 +54,16 @@ def _head(report: Report) -> str:
             f"Plan for mesh {report.mesh} on cluster {report.cluster} ({report.cluster_source}), optimizer {report.optimizer}.",
             "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
             f"Step {format_seconds(report.step_s)}{found}; {bound}.",
+            *([on_host_line(len(report.state_on_host), report.state_on_host_bytes)] if report.state_on_host else []),
         ]
+    )
+
+
+def on_host_line(num_parameters: int, num_bytes: int) -> str:
+    """What is to be done about optimizer state that the plan has on the host."""
+    return (
+        f"Optimizer state of {num_parameters} parameters, {format_bytes(num_bytes)} a device, waits on the host: call "
+        "autopar.offload_optimizer(optimizer, model) before training."
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.hardware import Cluster
-from autopar.costmodel.on_host import hostable, moving_s, state_bytes
+from autopar.costmodel.on_host import hostable, moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -54,7 +54,7 @@ def fill(
 def _chosen(graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, excess: float) -> frozenset[str] | None:
     """The parameters of least state whose state frees `excess` bytes, and what the largest of them brings back for its update."""
     layouts, items = assignment.layouts, hostable(graph)
-    each = [(x.value.name, math.prod(x.value.shape), state_bytes(x, layouts[x.value.name], mesh.shape, training)) for x in items]
+    each = [(x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, training)) for x in items]
     best: tuple[int, frozenset[str]] | None = None
     for largest in sorted({num_elements for _, num_elements, _ in each}):
         allowed = [(name, size) for name, num_elements, size in each if num_elements <= largest]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autopar.explain.report import report
-from autopar.explain.text import format_bytes, format_seconds
+from autopar.explain.text import format_bytes, format_seconds, on_host_line
 from autopar.plan.bought import Bought, bought
 from autopar.plan.memory_timeline import Moment, memory_over_time
 from autopar.plan.schedule import Schedule
@@ -77,8 +77,15 @@ def _head(plan: "StagedPlan") -> str:
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             f"Step {format_seconds(plan.step_s)}, found by {plan.found_by or 'hand'}; {floor}.",
             f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
+            *_on_host(plan),
         ]
     )
+
+
+def _on_host(plan: "StagedPlan") -> Iterator[str]:
+    num = sum(len(stage.assignment.state_on_host) for stage in plan.stages)
+    if num:
+        yield on_host_line(num, sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks)
 
 
 def _table(lines: list[list[str]], headers: list[str]) -> str:
@@ -91,11 +98,12 @@ def _stages(plan: "StagedPlan") -> str:
         spent = (times.forward_s, times.backward_s + times.weight_s, times.send_s, stage.costs.once_s)
         first, last = stage.graph.ops[0], stage.graph.ops[-1]
         span = f"%{first.name} ({first.module or first.line}) to %{last.name} ({last.module or last.line})"
-        again, moved = str(len(stage.assignment.recomputed)), str(len(stage.assignment.offloaded))
+        own = stage.assignment
+        saved = (str(len(x)) for x in (own.recomputed, own.offloaded, own.state_on_host))
         in_flight = str(stage.training.num_in_flight)
-        lines.append([str(number), str(plan.schedule.rank_of(number)), span, *map(format_seconds, spent), in_flight, again, moved])
-    headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight", "recomputed", "offloaded"]
-    return "Stages (times of one microbatch):\n" + _table(lines, headers)
+        lines.append([str(number), str(plan.schedule.rank_of(number)), span, *map(format_seconds, spent), in_flight, *saved])
+    headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight"]
+    return "Stages (times of one microbatch):\n" + _table(lines, [*headers, "recomputed", "offloaded", "state on host"])
 
 
 def _memory(plan: "StagedPlan") -> str:

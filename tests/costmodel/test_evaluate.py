@@ -120,6 +120,20 @@ def test_what_enters_recomputed_layers_waits_on_the_host():
     assert costs.moved_bytes == 4 * (NUM_LAYERS - 1) * ACTIVATION // 4
 
 
+def test_state_on_the_host_is_moved_there_and_back_once_a_step_one_parameter_at_a_time():
+    plain = costs_of(S(0), Training("adamw", 4, 2), 1e6)
+    away = costs_of(S(0), Training("adamw", 4, 2), 1e6, state_on_host=frozenset(("w0", "w2")))
+    state = 2 * WEIGHT // 4  # of a parameter on a device
+    assert away.state_on_host_bytes == 2 * state and away.waiting_s["update"] == 2 * 2 * state / 1e6
+    assert away.memory_bytes["optimizer"] == state and away.memory_bytes["fetched"] == state
+    assert away.total_memory_bytes == plain.total_memory_bytes - state
+    assert away.once_s == pytest.approx(plain.once_s + 4 * state / 1e6)
+    assert away.step_s == pytest.approx(plain.step_s + 4 * state / 1e6)
+    assert away.microbatch_s("backward") == plain.microbatch_s("backward")
+
+
 def test_no_way_to_the_host_is_refused():
     with pytest.raises(PlanError, match=r"cluster 'cpu'.*host_bandwidth_bytes_per_s"):
         costs_of(I, Training(), 0.0, offloaded=LAYERS)
+    with pytest.raises(PlanError, match=r"cluster 'cpu'.*host_bandwidth_bytes_per_s"):
+        costs_of(I, Training(), 0.0, state_on_host=frozenset(("w0",)))

@@ -208,3 +208,26 @@ def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
         own = fold(stage.graph)
         for repeat in seen.repeats:
             assert any(other.count == repeat.count and len(other.ops) == len(repeat.ops) for other in own.repeats)
+
+
+def test_optimizer_state_waits_on_the_host_where_nothing_else_fits() -> None:
+    """A small batch, so that what is stored takes most."""
+    example = build_model("gpt2-xl", layers=8, batch=8, sequence=64)
+    graph, mesh = trace(skeleton(example.model), example.args, dict(example.kwargs)), parse_mesh("pp=2,dp=4")
+    asked = Asked(num_microbatches=2, schedule="1f1b")
+
+    def plan(host_bandwidth: float, limit: float) -> StagedPlan:
+        cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
+        return plan_in_stages(graph, mesh, cluster, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+
+    with pytest.raises(InfeasibleError) as caught:
+        plan(0.0, GIB / 8)
+    limit = 0.6 * int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    with pytest.raises(InfeasibleError):
+        plan(0.0, limit)
+    found = plan(V100.host_bandwidth_bytes_per_s, limit)
+    assert max(found.memory_bytes) <= limit and not found.hand
+    assert any(stage.assignment.state_on_host for stage in found.stages)
+    assert loads(found.dumps(), graph, mesh).dumps() == found.dumps()
+    text = found.explain()
+    assert "autopar.offload_optimizer(optimizer, model)" in text and "optimizer state on the host" in text
