@@ -17,7 +17,10 @@ LINK_EFFICIENCY = 0.6
 GBIT = 1e9 / 8
 
 # PCI Express with 16 lanes, one direction, as the datasheets of P100 and V100 (gen3, 32 GB/s both ways), A100 (gen4, 64) and H100
-# (gen5, 128) give it. In DGX-1 and DGX A100, two GPUs reach the host through one switch.
+# (gen5, 128) give it. How many GPUs share such a way to a processor: two in DGX-1 (their switch, "PIX" in `nvidia-smi topo -m`; NVIDIA
+# DGX-1 System Architecture, WP-08437-001) and in DGX A100 (four switches, each of two GPUs and two network cards; DGX A100 User Guide,
+# DU-09821-001), one in DGX H100, where each GPU hangs at a ConnectX-7 card of its own, which is the switch (DGX H100 User Guide, table of
+# network modules: CX0 to CX3 of two modules, a GPU each).
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 _EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
 

@@ -7,11 +7,12 @@ brought back for the update is small and left out of t + p b.)
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.on_host import hostable, moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
@@ -21,49 +22,82 @@ from autopar.mesh import Mesh
 from autopar.plan.knapsack import least_cover
 from autopar.plan.setting import Problem, Setting
 from autopar.sbp.assignment import Assignment
-from autopar.search.table import Choice, Edge, Node, cost_of, memory_of
+from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_of
 
 
-@dataclass(frozen=True)
-class OnHost:
-    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: as far as is known, none of this kind, nor any
-    without, is faster."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One of the graphs that share a device's memory: a stage, or all there is."""
 
+    graph: Graph
     assignment: Assignment
-    step_s: float
-    lower_bound_s: float = 0.0
+    training: Training
+
+    def with_state_on_host(self, names: frozenset[str]) -> "Part":
+        return replace(self, assignment=replace(self.assignment, state_on_host=names))
+
+    def costs(self, mesh: Mesh, cluster: Cluster) -> Costs:
+        return evaluate(self.graph, self.assignment, mesh, cluster, training=self.training)
 
 
-def fill(
-    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training, limit_bytes: float
-) -> OnHost | None:
-    """`assignment` with as few bytes of optimizer state on the host as make it fit; None if no number does, or there is no way there."""
-    bare = replace(assignment, state_on_host=frozenset())
-    costs = evaluate(graph, bare, mesh, cluster, training=training)
-    excess = costs.total_memory_bytes - limit_bytes
-    if excess <= 0:
-        return OnHost(bare, costs.step_s)
-    chosen = _chosen(graph, bare, mesh, training, excess) if cluster.host_bandwidth_bytes_per_s else None
-    if not chosen:
-        return None
-    found = replace(bare, state_on_host=chosen)
-    costs = evaluate(graph, found, mesh, cluster, training=training)
-    return OnHost(found, costs.step_s) if costs.total_memory_bytes <= limit_bytes else None
+def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[tuple[Part, ...], float] | None:
+    """The parts with as few bytes of optimizer state on the host as make them fit together, and the seconds of a step of them all.
+
+    None if no number does, or there is no way there.
+    """
+    bare = tuple(part.with_state_on_host(frozenset()) for part in parts)
+    found, costs = bare, [part.costs(mesh, cluster) for part in bare]
+    excess = sum(one.total_memory_bytes for one in costs) - limit_bytes
+    if excess > 0:
+        chosen = _chosen(bare, mesh, excess) if cluster.host_bandwidth_bytes_per_s else None
+        if chosen is None:
+            return None
+        found = tuple(part.with_state_on_host(names) for part, names in zip(bare, chosen))
+        costs = [part.costs(mesh, cluster) for part in found]
+    fits = sum(one.total_memory_bytes for one in costs) <= limit_bytes
+    return (found, sum(one.step_s for one in costs)) if fits else None
 
 
-def _chosen(graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, excess: float) -> frozenset[str] | None:
-    """The parameters of least state whose state frees `excess` bytes, and what the largest of them brings back for its update."""
-    layouts, items = assignment.layouts, hostable(graph)
-    each = [(x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, training)) for x in items]
-    best: tuple[int, frozenset[str]] | None = None
-    for largest in sorted({num_elements for _, num_elements, _ in each}):
-        allowed = [(name, size) for name, num_elements, size in each if num_elements <= largest]
-        brought = max(size for _, num_elements, size in each if num_elements == largest)
-        taken = least_cover([size for _, size in allowed], excess + brought)
-        total = sum(allowed[position][1] for position in taken or ())
+@dataclass(frozen=True, slots=True)
+class _State:
+    """That of a parameter of a part: elements of the whole parameter, bytes of a device."""
+
+    part: int
+    name: str
+    num_elements: int
+    num_bytes: int
+
+
+def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
+    """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring back for the
+    update; with several parts, state of one or of all."""
+    states = [
+        _State(number, x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, part.training))
+        for number, part in enumerate(parts)
+        for layouts in [part.assignment.layouts]
+        for x in hostable(part.graph)
+    ]
+    best: tuple[int, list[_State]] | None = None
+    for allowed in _allowed(states, len(parts)):
+        brought = sum(_brought([one for one in allowed if one.part == number]) for number in range(len(parts)))
+        taken = least_cover([one.num_bytes for one in allowed], excess + brought)
+        total = sum(allowed[position].num_bytes for position in taken or ())
         if taken and (best is None or total < best[0]):
-            best = total, frozenset(allowed[position][0] for position in taken)
-    return None if best is None else best[1]
+            best = total, [allowed[position] for position in taken]
+    return best and [frozenset(one.name for one in best[1] if one.part == number) for number in range(len(parts))]
+
+
+def _allowed(states: Sequence[_State], num_parts: int) -> Iterator[list[_State]]:
+    """Those of one part or of all, up to each size: the largest is brought back whole."""
+    for numbers in dict.fromkeys([*((number,) for number in range(num_parts)), tuple(range(num_parts))]):
+        own = [one for one in states if one.part in numbers]
+        for most in sorted({one.num_elements for one in own}):
+            yield [one for one in own if one.num_elements <= most]
+
+
+def _brought(states: Sequence[_State]) -> int:
+    most = max((one.num_elements for one in states), default=0)
+    return max((one.num_bytes for one in states if one.num_elements == most), default=0)
 
 
 def s_per_byte(cluster: Cluster) -> float:
@@ -71,51 +105,60 @@ def s_per_byte(cluster: Cluster) -> float:
     return moving_s(1.0, cluster)
 
 
-def is_worth_moving(problem: Problem, choice: Choice, cluster: Cluster) -> bool:
-    """Whether memory costs more seconds a byte here, where the search of `problem` met its limit, than state on the host does.
+def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
+    """Whether memory costs more seconds a byte here, where the search of the table met its limit, than state on the host does.
 
     Else the bound that the search has proven at its price of memory holds for plans with state on the host as well.
     """
     if choice.around is None or not cluster.host_bandwidth_bytes_per_s:
         return False
-    table = problem.priced.table
     (above_s, above), (within_s, within) = ((cost_of(table, end), memory_of(table, end)) for end in choice.around)
     return within_s - above_s > s_per_byte(cluster) * (above - within)
 
 
-def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> OnHost | None:
-    """The best plan that has optimizer state on the host or, without, all of the limit in use.
-
-    None if the optimizer has no state, or there is no way to the host. InfeasibleError if nothing fits with all of it there.
-    """
-    wishes, graph, mesh = setting.wishes, setting.graph, setting.mesh
-    trained = frozenset(item.value.name for item in hostable(graph))
-    if not (setting.cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes and trained):
-        return None
-    away = replace(setting, wishes=replace(wishes, state_on_host=trained)).repriced(problem)
-    both, price = _both(problem, away, s_per_byte(setting.cluster)), s_per_byte(setting.cluster) * wishes.memory_limit_bytes
-    try:
-        choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
-    except InfeasibleError as error:
-        raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
-    assignment = both.decode(choice.strategies)
-    found = fill(graph, assignment, mesh, setting.cluster, wishes.training, wishes.memory_limit_bytes)
-    if found is None:  # what each set brings back is too much, but for the set of all
-        found = OnHost(assignment, evaluate(graph, assignment, mesh, setting.cluster, training=wishes.training).step_s)
-    return replace(found, lower_bound_s=max(0.0, choice.lower_bound_s - price))
-
-
-def _both(problem: Problem, away: Problem, s_per_byte: float) -> Problem:
-    """The table whose seconds are those of `problem` with its bytes at that price, and whose bytes are those of `away`."""
-    here, there = problem.priced.table, away.priced.table
+def with_moves(setting: Setting, problem: Problem) -> Problem:
+    """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave out what can go."""
+    trained = frozenset(item.value.name for item in hostable(setting.graph))
+    away = replace(setting, wishes=replace(setting.wishes, state_on_host=trained)).repriced(problem)
+    here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
     known: dict[tuple[int, int], np.ndarray] = {}  # what is one array there is one here
 
     def in_seconds(one: Node | Edge) -> np.ndarray:
         key = id(one.cost_s), id(one.memory_bytes)
         if key not in known:
-            known[key] = one.cost_s + s_per_byte * one.memory_bytes
+            known[key] = one.cost_s + price * one.memory_bytes
         return known[key]
 
     nodes = tuple(Node(one.name, in_seconds(one), other.memory_bytes) for one, other in zip(here.nodes, there.nodes))
     edges = tuple(replace(edge, cost_s=in_seconds(edge)) for edge in here.edges)
     return replace(away, priced=replace(away.priced, table=replace(there, nodes=nodes, edges=edges)))
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: none of this kind, nor any without, is faster."""
+
+    assignment: Assignment
+    step_s: float
+    lower_bound_s: float
+
+
+def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> OnHost | None:
+    """The best plan that has optimizer state on the host or, without, all of the limit in use.
+
+    None if nothing can go there. InfeasibleError if nothing fits with all of it there.
+    """
+    wishes = setting.wishes
+    if not (setting.cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes and hostable(setting.graph)):
+        return None
+    both = with_moves(setting, problem)
+    price = s_per_byte(setting.cluster) * wishes.memory_limit_bytes
+    try:
+        choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
+    part = Part(setting.graph, both.decode(choice.strategies), wishes.training)
+    # If what each set brings back is too much, it is not with the set of all.
+    found = fill([part], setting.mesh, setting.cluster, wishes.memory_limit_bytes)
+    (part,), step_s = found or ((part,), part.costs(setting.mesh, setting.cluster).step_s)
+    return OnHost(part.assignment, step_s, max(0.0, choice.lower_bound_s - price))

@@ -36,9 +36,20 @@ def refusal(
     rank = point.rank_bytes.index(num_bytes)
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those people write the one "
-        f"that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB); "
-        f"{_what_binds(model, point, rank, cluster, wishes)}"
+        f"that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB)"
+        f"{_with_state_on_host(model, meshes, cluster, wishes, counts)}; {_what_binds(model, point, rank, cluster, wishes)}"
     )
+
+
+def _with_state_on_host(
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, counts: Sequence[int]
+) -> str:
+    """What would do if no optimizer state were on the device; nothing where it has to be."""
+    if not (cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes):
+        return ""
+    training = replace(wishes.training, optimizer="none")
+    num_bytes = max(lightest(model, meshes, cluster, training=training, num_microbatches=counts).rank_bytes)
+    return f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
 
 
 def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, wishes: Wishes) -> str:

@@ -66,7 +66,7 @@ def solve_mesh(
         return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
     best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
-    if is_worth_moving(problem, choice, cluster):
+    if is_worth_moving(table, choice, cluster):
         best = _or_on_host(setting, problem, starts, best)
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and setting.remaining_s > 0:

@@ -1,7 +1,7 @@
 """The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its rank's memory limit."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.plan.alike import renamed, shape_of
 from autopar.plan.clock import Clock
 from autopar.plan.cut_as import Cut, restricted
+from autopar.plan.host_state import Part, fill, is_worth_moving, with_moves
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.sweep import Staged, in_flight, waiting
@@ -67,6 +68,7 @@ class _Solver:
         self.crossing, self.limit_bytes, self.time_limit_s = crossing, wishes.memory_limit_bytes, time_limit_s
         self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
         self.known: dict[Any, list[_Found]] = {}  # of ranks alike, within one
+        self.on_host: dict[Any, list[_Found]] = {}  # of ranks alike, within one where optimizer state may leave it
         self.failed: dict[Any, float] = {}  # of ranks alike, the least pressure under which nothing fitted
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
 
@@ -122,19 +124,22 @@ class _Solver:
         for asked in self._ways(stages):
             is_last_resort = all(len(one.wishes.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
-            if not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure:
+            is_hopeless = not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure
+            if is_hopeless and not self.can_move_state:
                 continue
             free = self._unlimited(asked)
             if best is not None and free.cost_s >= best.cost_s:
                 continue
-            try:
-                found = self._saving(asked, free, pressure)
-            except InfeasibleError as error:
-                self.failed[_key(asked)] = pressure
-                failure = error
-                continue
-            best = found if best is None or found.cost_s < best.cost_s else best
-            if found.is_free:
+            found = None
+            if not is_hopeless:
+                try:
+                    found = self._saving(asked, free, pressure)
+                except InfeasibleError as error:
+                    self.failed[_key(asked)] = pressure
+                    failure = error
+            for one in (found, self._with_state_on_host(asked, free, pressure, found)):
+                best = one if one is not None and (best is None or one.cost_s < best.cost_s) else best
+            if found is not None and found.is_free:
                 break  # to save memory only costs time
         if best is None:
             raise failure
@@ -171,6 +176,37 @@ class _Solver:
             known += fitting
         return min(fitting, key=lambda one: one.cost_s)
 
+    @property
+    def can_move_state(self) -> bool:
+        """Whether the optimizer has state, and there is a way to the host."""
+        return bool(self.cluster.host_bandwidth_bytes_per_s and self.wishes.training.state_bytes)
+
+    def _with_state_on_host(self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None") -> "_Found | None":
+        """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are none, or if `other`,
+        without, is known to be as good. Those of a rank alike, or nearly as fast as `free`, without a memory limit, will do."""
+        if not self.can_move_state or (other is not None and not other.is_short):
+            return None
+        known = self.on_host.setdefault(_key(stages), [])
+        best = self._filled([free, *known], stages)
+        near = (pressure / _LITTLE_TIGHTER, _LITTLE_TIGHTER * pressure)
+        if best is None or not (best.cost_s <= _NEARLY * free.cost_s or any(near[0] <= one.pressure <= near[1] for one in known)):
+            try:
+                known.append(self._search(stages, self.limit_bytes, pressure, is_on_host=True))
+            except InfeasibleError:
+                return best
+            best = self._filled([free, *known], stages)
+        return best
+
+    def _filled(self, found: Iterable["_Found"], stages: Stages) -> "_Found | None":
+        """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
+        best: _Found | None = None
+        for one in (other.of_others(stages) for other in found):
+            parts = [Part(graph, own, wanted.wishes.training) for (graph, own), wanted in zip(one.parts, stages)]
+            made = fill(parts, self.mesh, self.cluster, self.limit_bytes)
+            if made is not None and (best is None or made[1] < best.cost_s):
+                best = replace(one, parts=tuple((part.graph, part.assignment) for part in made[0]), cost_s=made[1])
+        return best
+
     def _unlimited(self, stages: Stages) -> "_Found":
         """The best plans without a memory limit, each stage for itself."""
         found = []
@@ -186,10 +222,12 @@ class _Solver:
         costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.wishes.training) for (graph, own), one in priced)
         return sum(one.total_memory_bytes for one in costs) <= self.limit_bytes
 
-    def _search(self, stages: Stages, limit_bytes: float, pressure: float) -> "_Found":
-        """The stages' tables side by side under one limit."""
+    def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
+        """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not those of a step."""
         settings = [Setting(x.graph, self.mesh, self.cluster, x.wishes, self.time_limit_s, self.clock) for x in stages]
         problems = [self._problem(setting) for setting in settings]
+        if is_on_host:
+            problems = [with_moves(*each) for each in zip(settings, problems)]
         starts = [problem.encode(restricted(self.cut.by_hand, problem.graph, self.crossing)) for problem in problems]
         start = () if None in starts else tuple(index for one in starts for index in one)
         table = _side_by_side([problem.priced.table for problem in problems], limit_bytes)
@@ -200,7 +238,7 @@ class _Solver:
             last = first + len(problem.priced.table.nodes)
             parts.append((problem.graph, problem.decode(choice.strategies[first:last])))
             first = last
-        return _Found(tuple(parts), choice.cost_s, pressure)
+        return _Found(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, self.cluster))
 
     def _problem(self, setting: Setting) -> Problem:
         folded = within(self.cut.folded, setting.graph, setting.wishes.crossing)
@@ -229,12 +267,13 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 @dataclass(frozen=True, eq=False)
 class _Found:
     """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
-    slower."""
+    slower; `is_short`: memory costs more in them than to have optimizer state on the host."""
 
     parts: tuple[tuple[Graph, Assignment], ...]
     cost_s: float
     pressure: float = 0.0
     is_free: bool = False
+    is_short: bool = False
 
     def of_others(self, stages: Stages) -> "_Found":
         """The same for stages alike."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 import pytest
 
@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.clock import Clock
-from autopar.plan.host_state import fill, s_per_byte, search_on_host
+from autopar.plan.host_state import Part, fill, s_per_byte, search_on_host
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Problem, Setting, Wishes
 from tests.costmodel.build import layer_stack, unfolded
@@ -36,15 +36,35 @@ def test_no_subset_makes_it_fit_with_less(kind: str) -> None:
     graph, assignment = traced("mlp"), by_hand("mlp", kind)
     every = [evaluate(graph, replace(assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)]
     most, least = (pick(costs.total_memory_bytes for costs in every) for pick in (max, min))
-    assert fill(graph, assignment, MESH, CPU, TRAINING, least - 1) is None
+    part = Part(graph, assignment, TRAINING)
+    assert fill([part], MESH, CPU, least - 1) is None
     unknown = replace(CPU, host_bandwidth_bytes_per_s=0.0)
     for share in (0.0, 0.1, 0.35, 0.6, 0.8, 1.0):
         limit = most - share * (most - least)
-        found = fill(graph, assignment, MESH, CPU, TRAINING, limit)
+        (found,), step_s = fill([part], MESH, CPU, limit)
         costs = evaluate(graph, found.assignment, MESH, CPU)
-        assert costs.total_memory_bytes <= limit and found.step_s == costs.step_s
+        assert costs.total_memory_bytes <= limit and step_s == costs.step_s
         assert costs.state_on_host_bytes == min(one.state_on_host_bytes for one in every if one.total_memory_bytes <= limit)
-        assert (fill(graph, assignment, MESH, unknown, TRAINING, limit) is None) == (share > 0)
+        assert (fill([part], MESH, unknown, limit) is None) == (share > 0)
+
+
+def test_stages_of_a_device_share_its_memory() -> None:
+    """One of them may have all of the state that goes."""
+    graph, kinds = traced("mlp"), ("ddp", "zero3")
+    parts = [Part(graph, by_hand("mlp", kind), TRAINING) for kind in kinds]
+    every = [[part.with_state_on_host(names).costs(MESH, CPU) for names in subsets(graph)] for part in parts]
+    pairs = list(product(*every))
+    sizes = [tuple(sum(getattr(one, what) for one in pair) for what in ("total_memory_bytes", "state_on_host_bytes")) for pair in pairs]
+    most, least = max(sizes)[0], min(sizes)[0]
+    for share in (0.2, 0.5, 0.9):
+        limit = most - share * (most - least)
+        found, step_s = fill(parts, MESH, CPU, limit)
+        costs = [part.costs(MESH, CPU) for part in found]
+        assert sum(one.total_memory_bytes for one in costs) <= limit and step_s == sum(one.step_s for one in costs)
+        moved, best = sum(one.state_on_host_bytes for one in costs), min(moved for size, moved in sizes if size <= limit)
+        brought = sum(one.memory_bytes.get("fetched", 0) for one in costs)
+        assert best <= moved <= best + brought
+    assert fill(parts, MESH, CPU, least - 1) is None
 
 
 @pytest.mark.parametrize("host_bandwidth", [1e6, 1e9, 1e12])

@@ -118,5 +118,6 @@ def test_the_least_memory_named_is_enough_and_less_is_not():
         planned(memory_limit_bytes=1e4, schedule="1f1b")
     least = float(str(found.value).split("needs ")[1].split(" bytes")[0])
     assert max(planned(memory_limit_bytes=1.01 * least, schedule="1f1b").memory_bytes) <= 1.01 * least
+    least = float(str(found.value).split("at least ")[1].split(" bytes")[0])
     with pytest.raises(InfeasibleError):
         planned(memory_limit_bytes=0.9 * least, schedule="1f1b")
