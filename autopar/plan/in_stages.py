@@ -32,6 +32,8 @@ from autopar.sbp.placement import I
 _MOST_POINTS, _NEAR = 3, 1.05
 # The search makes a point by hand faster by this factor at most, as a rule.
 _GAIN = 1.5
+# What takes so much of the memory limit by hand without its optimizer's state, the search may make fit.
+_NEARLY = 1.25
 # Points by hand that a plan shows.
 _MOST_SHOWN = 8
 # Tensor-parallel degrees beyond this many nodes are not tried.
@@ -99,12 +101,15 @@ def plan_in_stages(
     best, closest, limit_bytes = None, None, wishes.memory_limit_bytes
     for number in range(_MOST_SWEEPS):
         within = replace(wishes, memory_limit_bytes=limit_bytes * _LOWERED**number)
-        model, found = sweep_stages(graph, mesh, cluster, within, asked, clock)
-        if not found:
-            break
+        model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, clock)
+        found = by_hand
+        for lighter in _lighter(within, cluster):
+            found = found or sweep_stages(graph, mesh, cluster, lighter, asked, clock)[1]
         candidates = _candidates(model, _worth_searching(found, cutoff_s), graph, cluster, within, time_limit_s, clock)
-        if not candidates:
+        if by_hand and not candidates:
             return None
+        if not candidates:
+            break
         best, closest = best_fitting(candidates, limit_bytes, predict), candidates[0].plan
         if best is not None:
             break
@@ -116,7 +121,16 @@ def plan_in_stages(
     if best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1:
         return _plain(best, graph)
     bound_s = floor_s(model.graph, best.mesh, cluster, training=wishes.training)
-    return replace(best, hand=_shown(found), lower_bound_s=min(bound_s, best.step_s), timings=clock.timings)
+    return replace(best, hand=_shown(by_hand), lower_bound_s=min(bound_s, best.step_s), timings=clock.timings)
+
+
+def _lighter(wishes: Wishes, cluster: Cluster) -> Iterator[Wishes]:
+    """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of each stage finds
+    how much of it has to go to the host; and what nearly fits it may make fit."""
+    if cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes:
+        for factor in (1.0, _NEARLY):
+            training = replace(wishes.training, optimizer="none")
+            yield replace(wishes, training=training, memory_limit_bytes=factor * wishes.memory_limit_bytes)
 
 
 def _candidates(
@@ -140,7 +154,7 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     distinct: dict[tuple, Staged] = {}
     for point in found:
         distinct.setdefault((point.mesh, point.schedule), point)
-    limit_s = min(found[0].step_s * _NEAR, cutoff_s * _GAIN)
+    limit_s = min(min((one.step_s for one in found), default=0.0) * _NEAR, cutoff_s * _GAIN)
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
 
 
