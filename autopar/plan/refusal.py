@@ -11,7 +11,7 @@ from autopar.explain.text import format_bytes
 from autopar.mesh import Mesh
 from autopar.plan.cut_as import crossing_layouts, cut_as, restricted
 from autopar.plan.setting import Wishes
-from autopar.plan.sweep import Model, Staged, in_flight, lightest
+from autopar.plan.sweep import LIGHTEST, Model, Staged, in_flight, lightest, waiting
 
 # Kinds of memory that neither fewer samples nor shorter sequences make less.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
@@ -24,7 +24,8 @@ def refusal(
 ) -> InfeasibleError:
     """The error that says what the lightest point of the sweep would take. num_microbatches, schedule: as asked."""
     counts = () if num_microbatches is None else (num_microbatches,)
-    point = lightest(model, meshes, cluster, training=wishes.training, num_microbatches=counts)
+    schedules = LIGHTEST if schedule is None else (schedule,)
+    point = lightest(model, meshes, cluster, training=wishes.training, num_microbatches=counts, schedules=schedules)
     if point is None:
         size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
         return InfeasibleError(
@@ -71,12 +72,12 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, wishes
 def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, wishes: Wishes) -> Counter[str]:
     """Kind -> bytes on a device of the rank, of the plan as it is written."""
     cut, memory = cut_as(model, point), Counter()
-    crossing = crossing_layouts(cut)
+    crossing, training = crossing_layouts(cut), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
     for number in point.schedule.stages_of(rank):
         graph = cut.stages[number].graph
         own = {op.name for op in graph.ops}
         regions = tuple(region for region in cut.regions if region[0] in own)[: point.partition.num_recomputed[number]]
-        counts = {"num_microbatches": point.schedule.num_microbatches, "num_in_flight": in_flight(point.schedule)[number]}
+        counts = {"num_in_flight": in_flight(point.schedule)[number], "num_waiting": waiting(point.schedule)[number]}
         assignment = replace(restricted(cut.by_hand, graph, crossing), recomputed=regions)
-        memory.update(evaluate(graph, assignment, point.mesh, cluster, training=replace(wishes.training, **counts)).memory_bytes)
+        memory.update(evaluate(graph, assignment, point.mesh, cluster, training=replace(training, **counts)).memory_bytes)
     return memory

@@ -35,6 +35,8 @@ _SHOWN = 1.5
 _PRECISION = 1e-3
 # Tried where none is asked for; gpipe, which takes more memory than 1f1b, only on request.
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+# Of which one takes least memory, whatever the number of microbatches.
+LIGHTEST = ("1f1b", "gpipe")
 # Stages a rank of the interleaved schedule.
 _CHUNKS = (2, 4)
 
@@ -216,14 +218,15 @@ def profiled(
 
 
 def lightest(
-    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = ()
+    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = (),
+    schedules: Sequence[str] = LIGHTEST,
 ) -> Staged | None:
     """The plan of the sweep that fits in the least bytes per device, to a thousandth; None if no schedule can run."""
     best: Staged | None = None
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
         for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
-            for schedule in _schedules(num_ranks, num, ("1f1b", "gpipe"), len(model.starts)):
-                found = _lightest_cut(blocks, schedule, max(best.rank_bytes) if best else math.inf)
+            for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
+                found = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)
                 if found is not None:
                     best = Staged(plan, mesh, schedule, found, 0.0, assignment)
     return best

@@ -91,6 +91,19 @@ def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
     assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
 
 
+def test_zero_bubble_stages_recompute_where_that_frees_memory(gpt: Graph) -> None:
+    mesh, asked, clock = parse_mesh("pp=4,dp=2"), Asked(num_microbatches=8, schedule="zero-bubble"), Clock(lambda _: None)
+    limit = 0.8 * max(plan_in_stages(gpt, mesh, V100, wishes(), asked, time_limit_s=20, clock=clock).memory_bytes)
+    plan = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+    assert max(plan.memory_bytes) <= limit
+    recomputed = [len(stage.assignment.recomputed) for stage in plan.stages]
+    # all of the last stage's microbatches wait for the gradients of weights: there it would free nothing
+    assert sum(recomputed) > 0 == recomputed[-1] and plan.stages[-1].training.num_in_flight == plan.stages[-1].training.num_waiting
+    with pytest.raises(InfeasibleError, match=r"takes least, pp=4,.*zero-bubble") as caught:
+        plan_in_stages(gpt, mesh, V100, wishes(limit / 2), asked, time_limit_s=20, clock=clock)
+    assert int(str(caught.value).split("needs ")[1].split(" bytes")[0]) > limit / 2
+
+
 def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None:
     """The first stage has the embedding and most microbatches in flight: with an even share it would have to save memory."""
     mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=4, schedule="interleaved")
