@@ -15,7 +15,7 @@ from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.crossing import choose_crossing
-from autopar.plan.cut_as import crossing_layouts, cut_as
+from autopar.plan.cut_as import Cut, crossing_layouts, cut_as
 from autopar.plan.fitting import Candidate, Predict, above_estimate, best_fitting
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.refusal import refusal
@@ -26,7 +26,7 @@ from autopar.plan.store import HandCosts
 from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, model_of, sweep
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch import microbatched
-from autopar.sbp.placement import I
+from autopar.sbp.placement import I, Layout
 
 # So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as much on each.
 _MOST_POINTS, _NEAR = 3, 1.05
@@ -143,7 +143,11 @@ def _candidates(
         used_s = perf_counter() - start_s
         if found and used_s > time_limit_s:
             break
-        again = partial(_searched, model, point, graph, cluster, wishes, max(1.0, time_limit_s - used_s), clock)
+        cut, left_s = cut_as(model, point), max(1.0, time_limit_s - used_s)
+        until_s = clock.timings["search"] + left_s
+        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
+        crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
+        again = partial(_searched, cut, point, crossings, graph, cluster, wishes, left_s, clock)
         plan = again(wishes.memory_limit_bytes)
         found += [] if plan is None else [Candidate(plan, again)]
     return found
@@ -159,25 +163,22 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 
 
 def _searched(
-    model: Model, point: Staged, graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock, allowed_bytes: float
-) -> StagedPlan | None:
-    """The point's plan whose estimate is at most `allowed_bytes`."""
-    wishes = replace(wishes, memory_limit_bytes=allowed_bytes)
-    cut = cut_as(model, point)
-    mesh, by_hand = _whole_mesh(point), crossing_layouts(cut)
+    cut: Cut, point: Staged, crossings: Sequence[dict[str, Layout]], graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float,
+    clock: Clock, allowed_bytes: float,
+) -> StagedPlan | None:  # fmt: skip
+    """The point's plan, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes`."""
+    wishes, mesh = replace(wishes, memory_limit_bytes=allowed_bytes), _whole_mesh(point)
     training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
     until_s = clock.timings["search"] + time_limit_s
     clock.where = f"{point.schedule} of {point.mesh}: "
     best: StagedPlan | None = None
     try:
-        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
-        for crossing in (by_hand,) if chosen == by_hand else (by_hand, chosen):
+        for crossing in crossings:
             try:
                 stages = solve_stages(cut, point, point.mesh, cluster, wishes, crossing, time_limit_s=until_s, clock=clock)
             except InfeasibleError:
                 continue
-            limit = wishes.memory_limit_bytes
-            plan = StagedPlan(mesh, cluster, training, limit, graph, point.schedule, cut.starts, stages, found_by="search")
+            plan = StagedPlan(mesh, cluster, training, allowed_bytes, graph, point.schedule, cut.starts, stages, found_by="search")
             best = plan if best is None or plan.step_s < best.step_s else best
     finally:
         clock.where = ""
