@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
 
 from autopar.costmodel.probe import regatherable
@@ -14,6 +15,20 @@ from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
+# Shape, bytes of an element, does it need a gradient, from layout, to layout -> bytes.
+Moved = Callable[[tuple[int, ...], int, bool, Layout, Layout], int]
+
+
+def bytes_moved(mesh: Mesh) -> Moved:
+    """What turning one layout into another moves on the mesh, forward and backward; remembers what it was asked."""
+
+    @cache
+    def moved(shape: tuple[int, ...], itemsize: int, needs_grad: bool, src: Layout, dst: Layout) -> int:
+        steps = (collectives_of(step, shape, itemsize, mesh.shape, needs_grad) for step in redistribute(src, dst))
+        return sum(collective.num_bytes for found in steps for collective in found)
+
+    return moved
+
 
 def complete(
     graph: Graph,
@@ -23,6 +38,7 @@ def complete(
     arguments: Mapping[str, Layout],
     mesh: Mesh,
     *,
+    moved: Moved,
     sharded_axes: tuple[int, ...] = (),
     regathered: bool = False,
     counts: Mapping[str, int] = MappingProxyType({}),
@@ -30,7 +46,7 @@ def complete(
     """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide.
 
     `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
-    `counts`: op of a repeat -> how many copies it stands for.
+    `moved`: `bytes_moved` of the mesh. `counts`: op of a repeat -> how many copies it stands for.
     """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
@@ -38,12 +54,12 @@ def complete(
     for item in (item for item in stored if folded.representative[item.value.name] == item.value.name):
         offered = candidates.layouts[item.value.name]
         if item.kind == "parameter" and sharded_axes:
-            offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes)
-        layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], mesh))
+            offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes, moved)
+        layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved))
     layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
-    outputs = _outputs(graph, candidates, strategies, layouts, mesh)
+    outputs = _outputs(graph, candidates, strategies, layouts, moved)
     bare = Assignment(strategies, layouts, {}, outputs)
-    kept = _kept(graph, folded, bare, mesh, counts)
+    kept = _kept(graph, folded, bare, moved, counts)
     return Assignment(strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset())
 
 
@@ -70,7 +86,7 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
 
 
 def _most_parts(
-    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...]
+    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
 ) -> tuple[Layout, ...]:
     """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that moves the fewest
     bytes, one dim rather than several, the first rather than a later one."""
@@ -80,20 +96,20 @@ def _most_parts(
         dims = {placement.dim for placement in layout if placement.is_split}
         parts = math.prod(mesh.shape[axis] for axis in axes if layout[axis].is_split)
         differs = sum(layout[axis] != want[axis] for want in wanted for axis in others)
-        return differs, -parts, _bytes_to(value, layout, wanted, mesh), len(dims), tuple(sorted(dims))
+        return differs, -parts, _bytes_to(value, layout, wanted, moved), len(dims), tuple(sorted(dims))
 
     return (min(offered, key=key),)
 
 
 def _outputs(
-    graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], mesh: Mesh
+    graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], moved: Moved
 ) -> dict[str, Layout]:
     produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
     values = [value for value in graph.outputs if isinstance(value, Value)]
-    return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), mesh)) for v in values}
+    return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), moved)) for v in values}
 
 
-def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh, counts: Mapping[str, int]) -> dict[str, Layout]:
+def _kept(graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]) -> dict[str, Layout]:
     """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
     uses of all its members."""
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
@@ -107,21 +123,19 @@ def _kept(graph: Graph, folded: Folded, assignment: Assignment, mesh: Mesh, coun
     bases: dict[str, dict[Layout, None]] = {}
     for name, layouts in wanted.items():
         bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *(layout for layout, _ in layouts))))
-    moved: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
+    sums: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
     for name, layouts in wanted.items():
-        moved[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, mesh) for base in bases[classes[name]]})
-    best = {name: min(found, key=found.__getitem__) for name, found in moved.items()}
+        sums[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, moved) for base in bases[classes[name]]})
+    best = {name: min(found, key=found.__getitem__) for name, found in sums.items()}
     return {name: best[classes[name]] for name in wanted}
 
 
-def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], mesh: Mesh) -> int:
+def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], moved: Moved) -> int:
     """To `base` as often as there are values, from there as often as there are uses."""
-    first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), mesh)
-    return first + sum(count * _bytes_to(value, base, (layout,), mesh) for layout, count in wanted)
+    first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), moved)
+    return first + sum(count * _bytes_to(value, base, (layout,), moved) for layout, count in wanted)
 
 
-def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], mesh: Mesh) -> int:
+def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], moved: Moved) -> int:
     """Bytes moved, forward and backward, to turn `src` into each of `wanted`."""
-    steps = (step for dst in wanted for step in redistribute(src, dst))
-    moved = (collectives_of(step, value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad) for step in steps)
-    return sum(collective.num_bytes for found in moved for collective in found)
+    return sum(moved(value.shape, value.dtype.itemsize, value.needs_grad, src, dst) for dst in wanted)

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
-from autopar.plan.complete import complete
+from autopar.plan.complete import Moved, bytes_moved, complete
 from autopar.plan.hf import hf_structure
 from autopar.plan.propagate import Option, follow_batch, follow_tensors
 from autopar.plan.sequence import batch_arguments, sequence_dims
@@ -145,7 +145,8 @@ class Outline:
             for axis in range(mesh.ndim):
                 if kinds[: axis + 1] not in walks:
                     walks[kinds[: axis + 1]] = self._extended(walks[kinds[:axis]], kinds[axis], axis, candidates, mesh)
-        return {plan: self._completed(plan, walks[_kinds(plan, mesh)], candidates, mesh) for plan in plans}
+        moved = bytes_moved(mesh)
+        return {plan: self._completed(plan, walks[_kinds(plan, mesh)], candidates, mesh, moved) for plan in plans}
 
     def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
         """`walk` with one more axis."""
@@ -164,11 +165,11 @@ class Outline:
             {name: [one for one in walk.left[name] if one.signatures[axis] == signatures[name]] for name in classes},
         )
 
-    def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh) -> Assignment:
+    def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh, moved: Moved) -> Assignment:
         strategies = {name: Strategy(signatures) for name, signatures in walk.signatures.items()}
         data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
         return complete(
-            self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh,
+            self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh, moved=moved,
             sharded_axes=data_axes if plan.flavour != "ddp" else (), regathered=plan.flavour == "zero3", counts=self.short.counts,
         )  # fmt: skip
 

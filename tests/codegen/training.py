@@ -20,7 +20,7 @@ from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan.assemble import make_plan, plan_of
-from autopar.plan.complete import complete
+from autopar.plan.complete import bytes_moved, complete
 from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan
 from autopar.sbp.annotate import annotate
@@ -89,7 +89,7 @@ def random_assignment(graph: Graph, folded: Folded, candidates: Candidates, mesh
     chosen = {name: draw.choice(strategies) for name, strategies in sorted(candidates.strategies.items())}
     strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
     arguments = {item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")}
-    found = complete(graph, folded, candidates, strategies, arguments, mesh)
+    found = complete(graph, folded, candidates, strategies, arguments, mesh, moved=bytes_moved(mesh))
     stored = {
         item.value.name: draw.choice(candidates.layouts[item.value.name])
         for item in graph.of_kind("parameter")
