@@ -59,7 +59,7 @@ class ShardedModule(nn.Module):
         """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
 
         Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to those of the
-        parameters, as `backward` does.
+        parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
         """
         return self._autopar.train_step(self, args, kwargs)
 
@@ -180,8 +180,9 @@ class Runtime:
         graph = self.last.graph
         position = graph.outputs.index(loss_only(graph).outputs[0])
         loss = pytree.tree_leaves(run(self.last, args, kwargs))[position]
-        with peers_alive():
-            loss.backward()
+        if torch.is_grad_enabled():
+            with peers_alive():
+                loss.backward()
         return loss.detach()
 
     @torch.compiler.disable
@@ -247,7 +248,7 @@ class Runtime:
         if not trains:
             raise AutoparError(
                 f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}: model(...) cannot run "
-                "alone; call model.train_step(...), or compile for a mesh without a pipeline axis"
+                "alone; call model.train_step(...), under torch.no_grad() for the loss alone, or compile for a mesh without a pipeline axis"
             )
         return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
 

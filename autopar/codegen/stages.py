@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from autopar.codegen.pipeline_stage import LocalStage, RunningStage, Work, now_s
+from autopar.codegen.pipeline_stage import LocalStage, RunningStage, Work, now_s, sendable
 from autopar.plan.schedule import Schedule
 from autopar.plan.timeline import Action, Span, Timeline
 
@@ -37,7 +38,7 @@ class StageRunner:
         device: torch.device,
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.schedule, self.group, self.device, self.loss_dtype = schedule, group, device, loss_dtype
+        self.schedule, self.group, self.device, self.loss_dtype, self.local = schedule, group, device, loss_dtype, tuple(stages)
         self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
         self._torch = self._made() if self.stages else None
 
@@ -72,10 +73,34 @@ class StageRunner:
                 stage.end()
         except RuntimeError as error:
             raise _own_error(error)  # noqa: B904  it has a cause of its own
-        total = torch.stack(losses).detach().sum() if last is not None else torch.zeros((), dtype=self.loss_dtype, device=self.device)
-        dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
         spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
-        return total, spans
+        return self._total(losses), spans
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses that the rank of the last stage has, on every rank."""
+        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
+        return total
+
+    def forward(self, works: Mapping[int, Work]) -> torch.Tensor:
+        """The loss alone. Every rank takes microbatches and, of each, its stages in order, so that no two ranks wait for one another."""
+        if self.group is None:
+            return torch.stack([works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]).sum()
+        losses: list[torch.Tensor] = []
+        sends: list[dist.Work] = []
+        for microbatch, stage in product(range(self.schedule.num_microbatches), sorted(self.local, key=lambda stage: stage.index)):
+            received = tuple(torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in stage.receives)
+            for x in received:
+                dist.recv(x, group=self.group, group_src=self.schedule.rank_of(stage.index - 1))
+            made = works[stage.index].body(microbatch, received)
+            if stage.index == self.schedule.num_stages - 1:
+                losses.append(made[0])
+                continue
+            after = self.schedule.rank_of(stage.index + 1)
+            sends += [dist.isend(sendable(x), group=self.group, group_dst=after) for x in made]
+        for send in sends:
+            send.wait()
+        return self._total(losses)
 
     def _accumulate(self, work: Work, *, is_timed: bool) -> tuple[list[torch.Tensor], list[Span]]:
         losses, spans = [], []

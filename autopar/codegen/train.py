@@ -100,13 +100,20 @@ class Trainer:
         return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
 
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters."""
+        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under torch.no_grad the loss
+        alone."""
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed()
         with failing_together(self.meeting):
             given = self._given(leaves)
             opened = [(part, open_step(part.loaded)) for part in self.parts]
-            found = self.runner.step({part.number: self._work(part, given, seed) for part in self.parts})
+            works = {part.number: self._work(part, given, seed) for part in self.parts}
+            if not torch.is_grad_enabled():
+                loss = self.runner.forward(works)
+                for part in self.parts:
+                    part.loaded.used.clear()
+                return loss
+            found = self.runner.step(works)
             before = self._set_aside()
             for part, results in opened:
                 close_step(part.loaded, results)

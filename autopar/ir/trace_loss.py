@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TraceError
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.normalise import normalise
 from autopar.ir.trace import to_graph, trace
@@ -26,7 +26,13 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
         raise AutoparError("with loss_fn= a call ends in the target, as its last positional argument; found none")
     _check_loss_function(loss_fn)
     whole = _WithLoss(model, loss_fn, len(args))
-    graph = _constant_state(to_graph(whole, args, dict(sorted(kwargs.items()))), whole)
+    try:
+        graph = _constant_state(to_graph(whole, args, dict(sorted(kwargs.items()))), whole)
+    except TraceError as error:
+        if len(args) > 1:
+            raise
+        hint = "with loss_fn= the last positional argument is the target, and the model was called without any; was the target left out?"
+        raise TraceError(f"{error} ({hint})") from error
     _check_loss(graph)
     return normalise(graph)
 

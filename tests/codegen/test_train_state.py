@@ -45,6 +45,9 @@ def handled(options: dict[str, Any], plan: StagedPlan) -> dict[str, Any]:
     found["clipped"] = _gradient_distance(model, truth.model)
     assert float(model.clip_grad_norm_(1e9)) == pytest.approx(limit, rel=1e-3)
     found["not clipped"] = _gradient_distance(model, truth.model)
+    with torch.no_grad():
+        found["loss alone"] = abs(float(model.eval().train_step(*case.args, **case.kwargs)) - float(loss))
+    model.train()
     adamw(model).step()
     found["copy"] = abs(float(average.train_step(*case.args, **case.kwargs)) - float(loss))
     found["refused"] = _refusal(model, case) if plan.schedule.num_ranks > 1 else ""
@@ -94,6 +97,8 @@ def in_stages(options: dict[str, Any]) -> dict[str, float]:
     truth, case = sample(**options), sample(**options)
     compiled = {"cluster": "free-links", "num_microbatches": 4, "schedule": "1f1b", "loss_fn": case.loss_fn}
     model = autopar.compile(case.model, device_mesh((2, 2), ("pp", "dp")), args=case.args, **compiled)
+    with pytest.raises(AutoparError, match="was the target left out"):
+        model.train_step(case.args[0])
     with pytest.raises(MicrobatchError, match=r"batch of 6 cannot be cut in 4 .*: 3, 6"):
         model.train_step(*(x[:6] for x in case.args))
     found = _next_step(model, truth, case)
@@ -129,7 +134,10 @@ def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, floa
     loss = loss_of(truth._replace(args=batch.args))
     loss.backward()
     found = float(model.train_step(*batch.args))
-    return {"loss": abs(found - float(loss)), "gradients": _gradient_distance(model, truth.model)}
+    with torch.no_grad():
+        evaluated = float(model.train_step(*batch.args))
+    gradients = _gradient_distance(model, truth.model)  # none were added
+    return {"loss": abs(found - float(loss)), "loss alone": abs(evaluated - float(loss)), "gradients": gradients}
 
 
 @pytest.mark.multirank
