@@ -4,7 +4,7 @@ The search limits an estimate, a sum over choices. What a program really has in 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from autopar.plan.staged import StagedPlan
 
 AnyPlan = Plan | StagedPlan
 Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
+Again = Callable[[Sequence[float]], AnyPlan | None]
 
 # What is estimated to take no more than this part of the limit fits: estimates lie 31 % below the peak at most (bench/results/memory.md).
 _SURELY = 0.6
@@ -21,14 +22,18 @@ _SURELY = 0.6
 _MOST_TRIES = 3
 # The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
 _MARGIN = 0.005
+# What the estimate lacks where it misses the limit by less is much the same for all plans, such as a gradient of the vocabulary.
+_LITTLE = 1.15
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and how it is made anew under another limit of the estimate; that gives None where nothing fits."""
+    """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or () for the real one;
+    that gives None where nothing fits."""
 
     plan: AnyPlan
-    again: Callable[[float], AnyPlan | None]
+    again: Again
+    allowed_bytes: Sequence[float] = ()
     num_tries: int = 0
 
 
@@ -47,16 +52,20 @@ def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predic
             plan = replace(plan, peak_bytes=predict(plan))
         if max(plan.peak_bytes, default=0) <= limit_bytes:
             return plan
-        allowed_bytes = (1 - _MARGIN) * limit_bytes * _missed(plan, limit_bytes)
-        other = one.again(allowed_bytes) if one.num_tries < _MOST_TRIES else None
+        allowed = _lowered(one.allowed_bytes or (limit_bytes,) * len(plan.peak_bytes), plan, limit_bytes)
+        other = one.again(allowed) if one.num_tries < _MOST_TRIES else None
         if other is not None:
-            waiting.append(Candidate(other, one.again, one.num_tries + 1))
+            waiting.append(Candidate(other, one.again, allowed, one.num_tries + 1))
     return None
 
 
-def _missed(plan: AnyPlan, limit_bytes: float) -> float:
-    """The least part of its peak that the estimate is, of the ranks that do not fit."""
-    return min(estimate / peak for estimate, peak in zip(plan.memory_bytes, plan.peak_bytes) if peak > limit_bytes)
+def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
+    """Of each rank that is above the limit a lower one: by as much where that is little, else in proportion."""
+    found = []
+    for allowed, estimate, peak in zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, strict=True):
+        lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
+        found.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
+    return tuple(found)
 
 
 def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf) -> AnyPlan:
@@ -67,9 +76,9 @@ def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predi
     """
     reasons: list[str] = []
 
-    def again(allowed_bytes: float) -> AnyPlan | None:
+    def again(allowed_bytes: Sequence[float]) -> AnyPlan | None:
         try:
-            return make(allowed_bytes)
+            return make(min(allowed_bytes))
         except InfeasibleError as error:
             reasons.append(str(error))
             return None

@@ -15,18 +15,18 @@ from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.plan.clock import Clock
 from autopar.plan.crossing import choose_crossing
-from autopar.plan.cut_as import Cut, crossing_layouts, cut_as
+from autopar.plan.cut_as import crossing_layouts, cut_as
 from autopar.plan.fitting import Candidate, Predict, above_estimate, best_fitting
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.refusal import refusal
 from autopar.plan.setting import Wishes
-from autopar.plan.solve_stages import solve_stages
+from autopar.plan.solve_stages import Solver, solve_stages
 from autopar.plan.staged import PIPELINE, StagedPlan, sub_mesh
 from autopar.plan.store import HandCosts
 from autopar.plan.sweep import SCHEDULES, Model, Staged, grids, model_of, sweep
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch import microbatched
-from autopar.sbp.placement import I, Layout
+from autopar.sbp.placement import I
 
 # So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as much on each.
 _MOST_POINTS, _NEAR = 3, 1.05
@@ -147,8 +147,9 @@ def _candidates(
         until_s = clock.timings["search"] + left_s
         chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
-        again = partial(_searched, cut, point, crossings, graph, cluster, wishes, left_s, clock)
-        plan = again(wishes.memory_limit_bytes)
+        solvers = [Solver(cut, point, point.mesh, cluster, wishes, crossing, clock) for crossing in crossings]
+        again = partial(_searched, solvers, graph, left_s)
+        plan = again([wishes.memory_limit_bytes] * point.schedule.num_ranks)
         found += [] if plan is None else [Candidate(plan, again)]
     return found
 
@@ -162,23 +163,21 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
 
 
-def _searched(
-    cut: Cut, point: Staged, crossings: Sequence[dict[str, Layout]], graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float,
-    clock: Clock, allowed_bytes: float,
-) -> StagedPlan | None:  # fmt: skip
-    """The point's plan, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes`."""
-    wishes, mesh = replace(wishes, memory_limit_bytes=allowed_bytes), _whole_mesh(point)
-    training = replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
-    until_s = clock.timings["search"] + time_limit_s
+def _searched(solvers: Sequence[Solver], graph: Graph, time_limit_s: float, allowed_bytes: Sequence[float]) -> StagedPlan | None:
+    """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes` of each
+    rank."""
+    point, wishes, cluster, clock = solvers[0].found, solvers[0].wishes, solvers[0].cluster, solvers[0].clock
+    mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+    limit, starts, until_s = wishes.memory_limit_bytes, solvers[0].cut.starts, clock.timings["search"] + time_limit_s
     clock.where = f"{point.schedule} of {point.mesh}: "
     best: StagedPlan | None = None
     try:
-        for crossing in crossings:
+        for solver in solvers:
             try:
-                stages = solve_stages(cut, point, point.mesh, cluster, wishes, crossing, time_limit_s=until_s, clock=clock)
+                stages = solve_stages(solver, allowed_bytes, time_limit_s=until_s)
             except InfeasibleError:
                 continue
-            plan = StagedPlan(mesh, cluster, training, allowed_bytes, graph, point.schedule, cut.starts, stages, found_by="search")
+            plan = StagedPlan(mesh, cluster, training, limit, graph, point.schedule, starts, stages, found_by="search")
             best = plan if best is None or plan.step_s < best.step_s else best
     finally:
         clock.where = ""

@@ -43,43 +43,48 @@ class Wanted:
 Stages = tuple[Wanted, ...]  # of one rank
 
 
-def solve_stages(
-    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], *, time_limit_s: float,
-    clock: Clock,
-) -> tuple[Plan, ...]:  # fmt: skip
-    """The plans of the stages, those of a rank together within its memory. InfeasibleError if one rank's cannot be made to fit, which a
-    plan that the sweep has seen to fit should.
-
-    crossing: what crosses a cut -> its layout there. Ranks alike in all that matters are searched once.
-    """
-    solver = _Solver(cut, found, mesh, cluster, wishes, crossing, clock, time_limit_s)
+def solve_stages(solver: "Solver", limits_bytes: Sequence[float], *, time_limit_s: float) -> tuple[Plan, ...]:
+    """The plans of the stages, those of a rank together within its limit. InfeasibleError if one rank's cannot be made to fit, which a
+    plan that the sweep has seen to fit should."""
+    solver.time_limit_s = time_limit_s
     solved: dict[int, Plan] = {}
-    for rank in solver.tightest_first():
-        solved |= solver.solve(rank)
-    return tuple(solved[number] for number in range(len(cut.stages)))
+    for rank in solver.tightest_first(limits_bytes):
+        solved |= solver.solve(rank, limits_bytes[rank])
+    return tuple(solved[number] for number in range(len(solver.cut.stages)))
 
 
-class _Solver:
+class Solver:
+    """What is known of the stages of one cut from what was searched before; ranks alike in all that matters are searched once.
+
+    crossing: what crosses a cut -> its layout there.
+    """
+
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], clock: Clock,
-        time_limit_s: float,
-    ) -> None:  # fmt: skip
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], clock: Clock
+    ) -> None:
         self.cut, self.found, self.mesh, self.cluster, self.wishes, self.clock = cut, found, mesh, cluster, wishes, clock
-        self.crossing, self.limit_bytes, self.time_limit_s = crossing, wishes.memory_limit_bytes, time_limit_s
+        self.crossing, self.limit_bytes, self.time_limit_s = crossing, wishes.memory_limit_bytes, math.inf
+        self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
         self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
         self.known: dict[Any, list[_Found]] = {}  # of ranks alike, within one
         self.on_host: dict[Any, list[_Found]] = {}  # of ranks alike, within one where optimizer state may leave it
         self.failed: dict[Any, float] = {}  # of ranks alike, the least pressure under which nothing fitted
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
 
-    def tightest_first(self) -> list[int]:
+    def tightest_first(self, limits_bytes: Sequence[float]) -> list[int]:
         """The ranks, those first of which plans are likely to do for others."""
-        ranks = range(self.found.schedule.num_ranks)
-        pressures = [_pressure(map(self._training, self.found.schedule.stages_of(rank)), self.limit_bytes) for rank in ranks]
-        return sorted(ranks, key=lambda rank: -pressures[rank])
+        stages_of = map(self.found.schedule.stages_of, range(self.found.schedule.num_ranks))
+        pressures = [_pressure(map(self._training, stages), limit) for stages, limit in zip(stages_of, limits_bytes, strict=True)]
+        return sorted(range(len(pressures)), key=lambda rank: -pressures[rank])
 
-    def solve(self, rank: int) -> dict[int, Plan]:
+    def solve(self, rank: int, limit_bytes: float) -> dict[int, Plan]:
         """The plans of the stages of a rank."""
+        if (rank, limit_bytes) not in self.solved:
+            self.limit_bytes = limit_bytes
+            self.solved[rank, limit_bytes] = self._solve(rank)
+        return self.solved[rank, limit_bytes]
+
+    def _solve(self, rank: int) -> dict[int, Plan]:
         numbers = self.found.schedule.stages_of(rank)
         self._tie_within(numbers)
         best = self._best(tuple(map(self._wanted, numbers)))

@@ -72,7 +72,7 @@ def test_what_no_lower_limit_makes_fit_is_refused():
     with pytest.raises(InfeasibleError, match=r"^500 bytes are the least"):
         fitting(make, 400.0, missed_by(1.0))
     with pytest.raises(InfeasibleError, match="would have 1001 bytes"):
-        fitting(make, LIMIT, lambda _: (1001,))
+        fitting(make, LIMIT, lambda _: (1001, 500))
 
 
 def test_nothing_is_asked_where_memory_is_plenty():
