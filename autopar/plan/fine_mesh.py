@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import Cluster
+from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
 from autopar.plan.clock import Clock
+from autopar.plan.host_state import search_on_host
 from autopar.plan.lift import lift
-from autopar.plan.setting import Setting, Wishes
+from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.solve_mesh import ANY, Solved, fold_stored, solve_mesh
 from autopar.sbp.assignment import Assignment
 
@@ -39,14 +41,26 @@ def solve_any_mesh(
         setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, near=best)
         problem = setting.problem(classes)
         start = problem.encode(best)
-        choice = setting.search(problem, [] if start is None else [start])
-        is_done = choice.cost_s >= cost_s * (1 - 1e-6) or setting.remaining_s == 0
-        if choice.cost_s < cost_s:
-            best, cost_s = problem.decode(choice.strategies), choice.cost_s
+        found, found_s = _search(setting, problem, [] if start is None else [start])
+        is_done = found_s >= cost_s * (1 - 1e-6) or setting.remaining_s == 0
+        if found_s < cost_s:
+            best, cost_s = found, found_s
         if is_done:
             break
     bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=wishes.training))
     return Solved(mesh, best, cost_s, bound_s, ANY, first.hand, "search")
+
+
+def _search(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> tuple[Assignment, float]:
+    """The best plan and its step; with optimizer state on the host where nothing fits otherwise."""
+    try:
+        choice = setting.search(problem, starts)
+    except InfeasibleError:
+        on_host = search_on_host(setting, problem, starts)
+        if on_host is None:
+            raise
+        return on_host.assignment, on_host.step_s
+    return problem.decode(choice.strategies), choice.cost_s
 
 
 def _merged(mesh: Mesh) -> Mesh:

@@ -122,6 +122,14 @@ def test_a_plan_has_state_on_the_host_where_nothing_else_fits_or_costs_less(host
         make_plan(graph, MESH, cluster, memory_limit_bytes=0.3 * least)
 
 
+def test_on_four_axes_too() -> None:
+    graph, mesh, cluster = traced("mlp"), Mesh((2, 2, 2, 2), ("a", "b", "c", "d")), load_cluster("free-links")
+    with pytest.raises(InfeasibleError):
+        make_plan(graph, mesh, replace(cluster, host_bandwidth_bytes_per_s=0.0), memory_limit_bytes=27_000)
+    plan = make_plan(graph, mesh, cluster, memory_limit_bytes=27_000)
+    assert plan.assignment.state_on_host and plan.costs.total_memory_bytes <= 27_000
+
+
 def _least(graph: Graph, cluster: Cluster) -> float:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(graph, MESH, cluster, memory_limit_bytes=1.0)
