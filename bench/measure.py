@@ -144,11 +144,11 @@ def measure_stages(case: Case, started: float) -> Row:
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
     whole, start = loss_only(graph), process_time()
     limit, model = usable_memory_bytes(cluster), model_of(whole, fold(whole))
-    written = list(
-        every_plan(model, devices.num_devices, cluster, training=WHOLE_BATCH, limit_bytes=limit, most_tensor=2 * cluster.levels[0].size)
-    )
+    most_tensor = 2 * (cluster.levels[0].size or devices.num_devices)
+    written = list(every_plan(model, devices.num_devices, cluster, training=WHOLE_BATCH, limit_bytes=limit, most_tensor=most_tensor))
     best = min(written, key=lambda one: one.step_s, default=None)
-    hand = {"hand": best and best.name, "hand_s": best and best.step_s, "num_hand": len(written), "by_hand_cpu": process_time() - start}
+    by_hand = {"hand": best.name, "hand_s": float(best.step_s)} if best else {"hand": None, "hand_s": None}
+    hand = {**by_hand, "num_hand": len(written), "by_hand_cpu": process_time() - start}
     is_staged = isinstance(plan, StagedPlan)
     most = max(plan.memory_bytes) if is_staged else plan.costs.total_memory_bytes
     found = {"step_s": plan.step_s, "bound_s": plan.lower_bound_s, "memory_share": most / limit, "mesh": str(plan.mesh)}

@@ -56,12 +56,20 @@ SUITE: tuple[Case, ...] = (
 )
 QUICK: tuple[Case, ...] = (Case("vgg13", "p100", "32", 1024), Case("resnet50-100k", "v100-50g", "16", 512), LLAMA_8B)
 
-# Plans in stages: devices too small, links too slow, or neither.
+# Plans in stages: devices too small, links too slow, or neither. The time is enough on a machine that does other things besides.
 STAGED: tuple[Case, ...] = (
-    Case("gpt-2.6b", "v100", "8", 32),
-    Case("gpt2-xl", "v100-25g", "64", 64),
-    Case("gpt-39b", "v100-25g", "64", 64),
-    Case("llama3-8b", "h100", "64", 64, 4096),
+    Case("gpt-2.6b", "v100", "8", 32, time_limit_s=90.0),
+    Case("gpt-2.6b", "v100", "8", 32, 2048, time_limit_s=90.0),
+    Case("gpt2-xl", "v100", "8", 64, time_limit_s=90.0),
+    Case("gpt2-xl", "v100", "4", 32, 2048, time_limit_s=90.0),
+    Case("gpt2-xl", "v100-25g", "64", 64, time_limit_s=90.0),
+    Case("gpt-39b", "v100-25g", "64", 64, time_limit_s=90.0),
+    Case("llama3-8b", "v100-25g", "64", 64, 4096, time_limit_s=90.0),
+    Case("llama3-8b", "a100", "16", 32, 4096, time_limit_s=90.0),
+    Case("llama3-8b", "h100", "64", 64, 4096, time_limit_s=90.0),
+    Case("t5-large", "v100-25g", "32", 128, time_limit_s=90.0),
+    Case("vit-l", "v100-25g", "16", 512, time_limit_s=90.0),
+    Case("bert-large", "p100", "32", 256, time_limit_s=90.0),
 )
 
 # Search alone: models on meshes of two and of three axes, at two depths.

@@ -147,8 +147,11 @@ def _candidates(
         until_s = clock.timings["search"] + left_s
         chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
-        solvers = [Solver(cut, point, point.mesh, cluster, wishes, crossing, clock) for crossing in crossings]
-        again = partial(_searched, solvers, graph, left_s)
+        solvers, keeping = (
+            [Solver(cut, point, point.mesh, cluster, wishes, crossing, clock, may_move_state=moves) for crossing in crossings]
+            for moves in (True, False)
+        )
+        again = partial(_searched, solvers, keeping, graph, left_s)
         plan = again([wishes.memory_limit_bytes] * point.schedule.num_ranks)
         found += [] if plan is None else [Candidate(plan, again)]
     return found
@@ -163,25 +166,37 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
 
 
-def _searched(solvers: Sequence[Solver], graph: Graph, time_limit_s: float, allowed_bytes: Sequence[float]) -> StagedPlan | None:
+def _searched(
+    solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, time_limit_s: float, allowed_bytes: Sequence[float]
+) -> StagedPlan | None:
     """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes` of each
-    rank."""
-    point, wishes, cluster, clock = solvers[0].found, solvers[0].wishes, solvers[0].cluster, solvers[0].clock
-    mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
-    limit, starts, until_s = wishes.memory_limit_bytes, solvers[0].cut.starts, clock.timings["search"] + time_limit_s
+    rank. keeping: solvers that leave optimizer state on the device."""
+    point, clock = solvers[0].found, solvers[0].clock
+    until_s = clock.timings["search"] + time_limit_s
     clock.where = f"{point.schedule} of {point.mesh}: "
-    best: StagedPlan | None = None
     try:
-        for solver in solvers:
-            try:
-                stages = solve_stages(solver, allowed_bytes, time_limit_s=until_s)
-            except InfeasibleError:
-                continue
-            plan = StagedPlan(mesh, cluster, training, limit, graph, point.schedule, starts, stages, found_by="search")
-            best = plan if best is None or plan.step_s < best.step_s else best
+        plans = _solved(solvers, graph, until_s, allowed_bytes)
+        if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages):
+            # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it once a step.
+            plans += _solved(keeping, graph, until_s, allowed_bytes)
     finally:
         clock.where = ""
-    return best
+    return min(plans, key=lambda plan: plan.step_s, default=None)
+
+
+def _solved(solvers: Sequence[Solver], graph: Graph, until_s: float, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
+    """The plans of those that find one."""
+    found = []
+    for solver in solvers:
+        point, wishes = solver.found, solver.wishes
+        mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+        try:
+            stages = solve_stages(solver, allowed_bytes, time_limit_s=until_s)
+        except InfeasibleError:
+            continue
+        limit, starts = wishes.memory_limit_bytes, solver.cut.starts
+        found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by="search"))
+    return found
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:

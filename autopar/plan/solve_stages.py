@@ -56,14 +56,16 @@ def solve_stages(solver: "Solver", limits_bytes: Sequence[float], *, time_limit_
 class Solver:
     """What is known of the stages of one cut from what was searched before; ranks alike in all that matters are searched once.
 
-    crossing: what crosses a cut -> its layout there.
+    crossing: what crosses a cut -> its layout there. may_move_state: whether optimizer state may wait on the host.
     """
 
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], clock: Clock
-    ) -> None:
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], clock: Clock, *,
+        may_move_state: bool = True,
+    ) -> None:  # fmt: skip
         self.cut, self.found, self.mesh, self.cluster, self.wishes, self.clock = cut, found, mesh, cluster, wishes, clock
         self.crossing, self.limit_bytes, self.time_limit_s = crossing, wishes.memory_limit_bytes, math.inf
+        self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
         self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
         self.known: dict[Any, list[_Found]] = {}  # of ranks alike, within one
@@ -183,8 +185,8 @@ class Solver:
 
     @property
     def can_move_state(self) -> bool:
-        """Whether the optimizer has state, and there is a way to the host."""
-        return bool(self.cluster.host_bandwidth_bytes_per_s and self.wishes.training.state_bytes)
+        """Whether the optimizer has state that may be moved, and there is a way to the host."""
+        return bool(self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.wishes.training.state_bytes)
 
     def _with_state_on_host(self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None") -> "_Found | None":
         """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are none, or if `other`,
