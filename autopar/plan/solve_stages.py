@@ -1,6 +1,7 @@
 """The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its rank's memory limit."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -71,6 +72,8 @@ class Solver:
         self.known: dict[Any, list[_Found]] = {}  # of ranks alike, within one
         self.on_host: dict[Any, list[_Found]] = {}  # of ranks alike, within one where optimizer state may leave it
         self.failed: dict[Any, float] = {}  # of ranks alike, the least pressure under which nothing fitted
+        holders = Counter(item.fqn for stage in cut.stages for item in stage.graph.of_kind("parameter"))
+        self.shared = {fqn for fqn, num in holders.items() if num > 1}
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
 
     def tightest_first(self, limits_bytes: Sequence[float]) -> list[int]:
@@ -92,7 +95,7 @@ class Solver:
         best = self._best(tuple(map(self._wanted, numbers)))
         plans = {}
         for number, (graph, assignment) in zip(numbers, best.parts):
-            for item in graph.of_kind("parameter"):
+            for item in (item for item in graph.of_kind("parameter") if item.fqn in self.shared):
                 self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
             plans[number] = plan_of(
                 graph, assignment, self.mesh, self.cluster, training=self._training(number), memory_limit_bytes=self.limit_bytes,
