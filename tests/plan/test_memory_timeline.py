@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.costmodel.cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.plan.bought import bought
 from autopar.plan.memory_timeline import memory_over_time
@@ -33,7 +34,7 @@ class Net(nn.Module):
 
 def planned(mesh="pp=2,dp=2", *, batch=16, **wishes):
     example = (torch.zeros(batch, 64), torch.zeros(batch, 64))
-    return autopar.plan(Net(), mesh, cluster="cpu", args=example, **({"num_microbatches": 4} | wishes))
+    return autopar.plan(Net(), mesh, args=example, **({"num_microbatches": 4, "cluster": "cpu"} | wishes))
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +115,11 @@ def test_recomputed_blocks_save_what_the_plan_without_them_takes_more():
 
 
 def test_the_least_memory_named_is_enough_and_less_is_not():
+    """Where no optimizer state can go to the host: that does not lower the peak of so small a model, which is in the update."""
+    asked = {"schedule": "1f1b", "cluster": replace(load_cluster("cpu"), host_bandwidth_bytes_per_s=0.0)}
     with pytest.raises(InfeasibleError) as found:
-        planned(memory_limit_bytes=1e4, schedule="1f1b")
+        planned(memory_limit_bytes=1e4, **asked)
     least = float(str(found.value).split("needs ")[1].split(" bytes")[0])
-    assert max(planned(memory_limit_bytes=1.01 * least, schedule="1f1b").memory_bytes) <= 1.01 * least
-    least = float(str(found.value).split("at least ")[1].split(" bytes")[0])
+    assert max(planned(memory_limit_bytes=1.01 * least, **asked).memory_bytes) <= 1.01 * least
     with pytest.raises(InfeasibleError):
-        planned(memory_limit_bytes=0.9 * least, schedule="1f1b")
+        planned(memory_limit_bytes=0.9 * least, **asked)
