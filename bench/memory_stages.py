@@ -31,8 +31,7 @@ NUM_STEPS = 3
 TEXT = """The same for plans in stages with 4 microbatches, of each rank of the pipeline with all its stages: interleaved has two a
 rank. Plans are searched in a second, those of "pp=2,dp=2" for CPUs, those of "pp=2,tp=2" for devices with links that cost nothing,
 which splits and gathers whatever can be; "recomputed": every block run again that gains by it. Phases are stage, part (F forward, B
-backward, I of the inputs, W of the weights) and microbatch. The estimate is `StagedPlan.memory_bytes`, which does not know of the
-gradients that I keeps for W: those of all products with weights."""
+backward, I of the inputs, W of the weights) and microbatch. The estimate is `StagedPlan.memory_bytes`."""
 MESHES = ("pp=2,dp=2", "pp=2,tp=2")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 NUM_MICROBATCHES = 4

@@ -16,7 +16,7 @@ AnyPlan = Plan | StagedPlan
 Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
 Again = Callable[[Sequence[float]], AnyPlan | None]
 
-# What is estimated to take no more than this part of the limit fits: estimates lie 31 % below the peak at most (bench/results/memory.md).
+# What is estimated to take no more than this part of the limit fits: estimates lie 19 % below the peak at most (bench/results/memory.md).
 _SURELY = 0.6
 # So many times a plan is made anew under a lower limit.
 _MOST_TRIES = 3
