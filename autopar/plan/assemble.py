@@ -17,6 +17,7 @@ from autopar.plan.factorise import as_used, factorise
 from autopar.plan.fine_mesh import solve_any_mesh
 from autopar.plan.lift import lift, refines
 from autopar.plan.plan import Plan, plan_of
+from autopar.plan.rarely_collected import rarely_collected
 from autopar.plan.setting import Setting, Wishes
 from autopar.plan.solve_mesh import ANY, Solved, solve_mesh
 from autopar.plan.tuned import Tried, tuned
@@ -32,6 +33,7 @@ _NEARLY = 1.25
 _SHARE = 0.6
 
 
+@rarely_collected()
 def make_plan(
     graph: Graph,
     mesh: Mesh | Devices,

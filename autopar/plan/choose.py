@@ -14,6 +14,7 @@ from autopar.plan.clock import Clock, Progress
 from autopar.plan.fitting import Predict, fitting
 from autopar.plan.in_stages import Asked, plan_in_stages
 from autopar.plan.plan import Plan
+from autopar.plan.rarely_collected import rarely_collected
 from autopar.plan.setting import Wishes
 from autopar.plan.staged import PIPELINE, StagedPlan
 
@@ -28,6 +29,7 @@ _WORTH = 0.05
 _SHARE_OF_STAGES = 0.5
 
 
+@rarely_collected()
 def choose_plan(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, *,
     pins: Mapping[str, str] | None = None,
