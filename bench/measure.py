@@ -12,6 +12,8 @@ from functools import partial
 from time import monotonic, process_time
 from typing import Any, TypeVar
 
+from autopar.plan.clock import Clock
+
 import autopar
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.memory import usable_memory_bytes
@@ -22,7 +24,6 @@ from autopar.ir.loss_only import loss_only
 from autopar.mesh import as_mesh, parse_devices, parse_mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.choose import choose_plan
-from autopar.plan.clock import Clock
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_mesh import solve_mesh

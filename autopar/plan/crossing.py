@@ -17,7 +17,7 @@ from autopar.ir.segment import ends_apart, segmented
 from autopar.ir.within import within
 from autopar.mesh import Mesh
 from autopar.plan.alike import shape_of
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.cut_as import Cut, crossing_layouts
 from autopar.plan.setting import Problem, Setting, Wishes
 from autopar.plan.simulate import StageTimes, as_array, ordered, step_s
@@ -33,7 +33,7 @@ Crossing = Mapping[str, Layout]
 
 
 def choose_crossing(
-    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, time_limit_s: float, clock: Clock
+    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget
 ) -> dict[str, Layout]:
     """Each value that crosses a cut -> its layout there, one for all that are alike by hand.
 
@@ -42,17 +42,19 @@ def choose_crossing(
     fewest bytes sent, would not make it shorter.
     """
     best = crossing_layouts(cut)
-    if not best:
+    if not best or budget.is_spent:
         return best
-    pipeline = _Pipeline(cut, found, mesh, cluster, wishes, time_limit_s, clock)
+    pipeline = _Pipeline(cut, found, mesh, cluster, wishes, budget)
     best_s = pipeline.step_s(best)
     if pipeline.least_s() > (1 - _WORTH) * best_s:
         return best
     is_better = True
-    while is_better and clock.timings["search"] < time_limit_s:
+    while is_better and not budget.is_spent:
         is_better = False
         for names in _alike(cut, best):
             for layout in _neighbours(pipeline.values[names[0]], best[names[0]], mesh):
+                if budget.is_spent:
+                    return best
                 other = best | dict.fromkeys(names, layout)
                 other_s = pipeline.step_s(other)
                 if other_s < (1 - _WORTH) * best_s:
@@ -90,13 +92,11 @@ class _Ends:
 class _Pipeline:
     """What a step takes for any choice; each meeting of a kind of stage with layouts at its ends is searched once."""
 
-    def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
-    ) -> None:
+    def __init__(self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget) -> None:
         self.cut, self.schedule, self.mesh, self.cluster = cut, found.schedule, mesh, cluster
         self.training = replace(wishes.training, num_microbatches=found.schedule.num_microbatches)
         self.wishes = replace(wishes, training=self.training, memory_limit_bytes=math.inf, crossing={})
-        self.time_limit_s, self.clock = time_limit_s, clock
+        self.budget = budget
         self.values = _values(cut)
         self.order, self.link = ordered(found.schedule), transfer(cluster, found.schedule.num_ranks, mesh.num_devices)
         self.kinds = [shape_of(stage.graph, self._wishes(number)) for number, stage in enumerate(cut.stages)]
@@ -154,7 +154,7 @@ class _Pipeline:
     def _priced(self, number: int) -> _Ends:
         stage = self.cut.stages[number]
         names = (*stage.receives, *stage.sends)
-        setting = Setting(stage.graph, self.mesh, self.cluster, self._wishes(number), self.time_limit_s, self.clock)
+        setting = Setting(stage.graph, self.mesh, self.cluster, self._wishes(number), self.budget)
         folded = within(self.cut.folded, stage.graph, names)
         problem = setting.problem(segmented(folded, stage.graph, ends_apart(folded)))
         node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}

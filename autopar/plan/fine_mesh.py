@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.host_state import search_on_host
 from autopar.plan.lift import lift
 from autopar.plan.setting import Problem, Setting, Wishes
@@ -23,26 +23,26 @@ _MOST_ROUNDS = 6
 
 
 def solve_any_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), time_limit_s: float, clock: Clock
+    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), budget: Budget
 ) -> Solved:
     """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few axes help.
 
     What is proven there is only that no plan is faster than its share of the work (`floor_s`).
     """
     if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
-        return solve_mesh(graph, mesh, cluster, wishes, starts=starts, time_limit_s=time_limit_s, clock=clock)
+        return solve_mesh(graph, mesh, cluster, wishes, starts=starts, budget=budget)
     coarse = _merged(mesh)
     unpinned = replace(wishes, pins={}, stored={})  # layouts are for this mesh
-    first = solve_any_mesh(graph, coarse, cluster, unpinned, time_limit_s=time_limit_s / 2, clock=clock)
+    first = solve_any_mesh(graph, coarse, cluster, unpinned, budget=budget.part(0.5))
     folded = fold_stored(graph, wishes)
     classes = segmented(folded, graph, ends_apart(folded))
     best, cost_s = lift(first.assignment, coarse, mesh), math.inf
     for _ in range(_MOST_ROUNDS):
-        setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, near=best)
+        setting = Setting(graph, mesh, cluster, wishes, budget, near=best)
         problem = setting.problem(classes)
         start = problem.encode(best)
         found, found_s = _search(setting, problem, [] if start is None else [start])
-        is_done = found_s >= cost_s * (1 - 1e-6) or setting.remaining_s == 0
+        is_done = found_s >= cost_s * (1 - 1e-6) or budget.is_spent
         if found_s < cost_s:
             best, cost_s = found, found_s
         if is_done:

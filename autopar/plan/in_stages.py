@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 
 from autopar.costmodel.floor import floor_s
 from autopar.costmodel.hardware import Cluster
@@ -13,7 +12,7 @@ from autopar.ir.fold import fold
 from autopar.ir.graph import Graph, Value
 from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.crossing import choose_crossing
 from autopar.plan.cut_as import crossing_layouts, cut_as
 from autopar.plan.fitting import Candidate, Predict, above_estimate, best_fitting
@@ -55,7 +54,7 @@ class Asked:
 
 
 def sweep_stages(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, clock: Clock
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, budget: Budget
 ) -> tuple[Model, list[Staged]]:
     """The points by hand that fit, fastest first. MicrobatchError if the batch cannot be cut as asked, MeshError for a pipeline axis that
     is not the first."""
@@ -66,11 +65,11 @@ def sweep_stages(
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if asked.schedule is None else (asked.schedule,)
     counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
-    found = clock.run(
+    found = budget.run(
         "stages by hand",
         lambda: sweep(
             model, meshes, cluster, training=wishes.training, limit_bytes=wishes.memory_limit_bytes, num_microbatches=counts,
-            schedules=schedules,
+            schedules=schedules, deadline=budget.deadline,
         ),
     )  # fmt: skip
     return model, found
@@ -90,8 +89,8 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 
 def plan_in_stages(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, time_limit_s: float, clock: Clock,
-    cutoff_s: float = math.inf, predict: Predict | None = None,
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, budget: Budget, cutoff_s: float = math.inf,
+    predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
 
@@ -100,14 +99,17 @@ def plan_in_stages(
     """
     best, closest, limit_bytes = None, None, wishes.memory_limit_bytes
     for number in range(_MOST_SWEEPS):
+        if number and budget.is_spent:
+            break
         within = replace(wishes, memory_limit_bytes=limit_bytes * _LOWERED**number)
-        model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, clock)
+        model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, budget)
         found = by_hand
         for lighter in _lighter(within, cluster):
-            found = found or sweep_stages(graph, mesh, cluster, lighter, asked, clock)[1]
-        candidates = _candidates(model, _worth_searching(found, cutoff_s), graph, cluster, within, time_limit_s, clock)
-        if by_hand and not candidates:
+            found = found or sweep_stages(graph, mesh, cluster, lighter, asked, budget)[1]
+        points = _worth_searching(found, cutoff_s)
+        if by_hand and not points:
             return None
+        candidates = _candidates(model, points, graph, cluster, within, budget)
         if not candidates:
             break
         best, closest = best_fitting(candidates, limit_bytes, predict), candidates[0].plan
@@ -117,11 +119,11 @@ def plan_in_stages(
         raise above_estimate(closest, limit_bytes, predict, "so would those with less; raise it, or use more devices")
     if best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-        raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule)
-    if best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1:
-        return _plain(best, graph)
-    bound_s = floor_s(model.graph, best.mesh, cluster, training=wishes.training)
-    return replace(best, hand=_shown(by_hand), lower_bound_s=min(bound_s, best.step_s), timings=clock.timings)
+        raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule, budget.deadline)
+    bound_s = min(floor_s(model.graph, best.mesh, cluster, training=wishes.training), best.step_s)
+    best = replace(best, hand=_shown(by_hand), lower_bound_s=bound_s, timings=budget.timings)
+    is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
+    return _plain(best, graph) if is_plain else best
 
 
 def _lighter(wishes: Wishes, cluster: Cluster) -> Iterator[Wishes]:
@@ -134,25 +136,24 @@ def _lighter(wishes: Wishes, cluster: Cluster) -> Iterator[Wishes]:
 
 
 def _candidates(
-    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, wishes: Wishes, time_limit_s: float, clock: Clock
+    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, wishes: Wishes, budget: Budget
 ) -> list[Candidate]:
-    """The plans of the points, as many as there is time for."""
+    """The plans of the points, as many as there is time for. Each gets half of the time that is left: some is kept for plans that turn out
+    not to fit."""
     found: list[Candidate] = []
-    start_s = perf_counter()
     for point in points:
-        used_s = perf_counter() - start_s
-        if found and used_s > time_limit_s:
+        if found and budget.is_spent:
             break
-        cut, left_s = cut_as(model, point), max(1.0, time_limit_s - used_s)
-        until_s = clock.timings["search"] + left_s
-        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, time_limit_s=until_s, clock=clock)
+        part = budget.part(0.5, where=f"{point.schedule} of {point.mesh}: ")
+        cut = cut_as(model, point)
+        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
         solvers, keeping = (
-            [Solver(cut, point, point.mesh, cluster, wishes, crossing, clock, may_move_state=moves) for crossing in crossings]
+            [Solver(cut, point, point.mesh, cluster, wishes, crossing, part, may_move_state=moves) for crossing in crossings]
             for moves in (True, False)
         )
-        again = partial(_searched, solvers, keeping, graph, left_s)
-        plan = again([wishes.memory_limit_bytes] * point.schedule.num_ranks)
+        plan = _searched(solvers, keeping, graph, part, [wishes.memory_limit_bytes] * point.schedule.num_ranks)
+        again = partial(_searched, solvers, keeping, graph, budget)
         found += [] if plan is None else [Candidate(plan, again)]
     return found
 
@@ -167,35 +168,32 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 
 
 def _searched(
-    solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, time_limit_s: float, allowed_bytes: Sequence[float]
+    solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> StagedPlan | None:
     """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes` of each
     rank. keeping: solvers that leave optimizer state on the device."""
-    point, clock = solvers[0].found, solvers[0].clock
-    until_s = clock.timings["search"] + time_limit_s
-    clock.where = f"{point.schedule} of {point.mesh}: "
-    try:
-        plans = _solved(solvers, graph, until_s, allowed_bytes)
-        if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages):
-            # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it once a step.
-            plans += _solved(keeping, graph, until_s, allowed_bytes)
-    finally:
-        clock.where = ""
+    plans = _solved(solvers, graph, budget, allowed_bytes)
+    if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
+        # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it once a step.
+        plans += _solved(keeping, graph, budget, allowed_bytes)
     return min(plans, key=lambda plan: plan.step_s, default=None)
 
 
-def _solved(solvers: Sequence[Solver], graph: Graph, until_s: float, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
-    """The plans of those that find one."""
+def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
+    """The plans of those that find one; of the first that does, once the budget is spent."""
     found = []
     for solver in solvers:
+        if found and budget.is_spent:
+            break
         point, wishes = solver.found, solver.wishes
         mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
         try:
-            stages = solve_stages(solver, allowed_bytes, time_limit_s=until_s)
+            stages = solve_stages(solver, allowed_bytes, budget)
         except InfeasibleError:
             continue
         limit, starts = wishes.memory_limit_bytes, solver.cut.starts
-        found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by="search"))
+        found_by = "search" if solver.is_searched else f"hand plan {point.name}"
+        found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by))
     return found
 
 
@@ -207,8 +205,8 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     whole = {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
     assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
     return plan_of(
-        graph, assignment, plan.mesh, plan.cluster, training=plan.training, memory_limit_bytes=plan.memory_limit_bytes, found_by="search",
-        timings=plan.timings, peak_bytes=plan.peak_bytes,
+        graph, assignment, plan.mesh, plan.cluster, training=plan.training, memory_limit_bytes=plan.memory_limit_bytes,
+        lower_bound_s=plan.lower_bound_s, found_by=plan.found_by, hand=plan.hand, timings=plan.timings, peak_bytes=plan.peak_bytes,
     )  # fmt: skip
 
 

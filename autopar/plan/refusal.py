@@ -12,6 +12,7 @@ from autopar.mesh import Mesh
 from autopar.plan.cut_as import crossing_layouts, cut_as, restricted
 from autopar.plan.setting import Wishes
 from autopar.plan.sweep import LIGHTEST, Model, Staged, in_flight, lightest, waiting
+from autopar.search.deadline import Deadline
 
 # Kinds of memory that neither fewer samples nor shorter sequences make less.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
@@ -20,12 +21,15 @@ _NAMED = 0.05
 
 
 def refusal(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, num_microbatches: int | None, schedule: str | None
-) -> InfeasibleError:
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, num_microbatches: int | None, schedule: str | None,
+    deadline: Deadline,
+) -> InfeasibleError:  # fmt: skip
     """The error that says what the lightest point of the sweep would take. num_microbatches, schedule: as asked."""
     counts = () if num_microbatches is None else (num_microbatches,)
     schedules = LIGHTEST if schedule is None else (schedule,)
-    point = lightest(model, meshes, cluster, training=wishes.training, num_microbatches=counts, schedules=schedules)
+    point = lightest(
+        model, meshes, cluster, training=wishes.training, num_microbatches=counts, schedules=schedules, deadline=deadline
+    )
     if point is None:
         size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
         return InfeasibleError(
@@ -38,18 +42,18 @@ def refusal(
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those people write the one "
         f"that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB)"
-        f"{_with_state_on_host(model, meshes, cluster, wishes, counts)}; {_what_binds(model, point, rank, cluster, wishes)}"
+        f"{_with_state_on_host(model, meshes, cluster, wishes, counts, deadline)}; {_what_binds(model, point, rank, cluster, wishes)}"
     )
 
 
 def _with_state_on_host(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, counts: Sequence[int]
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, counts: Sequence[int], deadline: Deadline
 ) -> str:
     """What would do if no optimizer state were on the device; nothing where it has to be."""
     if not (cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes):
         return ""
     training = replace(wishes.training, optimizer="none")
-    num_bytes = max(lightest(model, meshes, cluster, training=training, num_microbatches=counts).rank_bytes)
+    num_bytes = max(lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline).rank_bytes)
     return f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
 
 

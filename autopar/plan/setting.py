@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.conflict import binding_pins
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
@@ -76,8 +76,7 @@ class Setting:
     mesh: Mesh
     cluster: Cluster
     wishes: Wishes
-    time_limit_s: float  # of all searches that the clock has timed
-    clock: Clock
+    budget: Budget
     near: Assignment | None = None  # search only what differs from it on few axes
     to_beat_s: float = float("inf")  # what costs no less is of no interest
 
@@ -85,8 +84,8 @@ class Setting:
         """The search problem with one choice for each class of `folded`."""
         near = None if self.near is None else self.near.strategies
         offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
-        everything = self.clock.run("annotate", offer)
-        return Problem(self.graph, folded, everything, self.clock.run("price", lambda: self._price(folded, everything, self.wishes.pins)))
+        everything = self.budget.run("annotate", offer)
+        return Problem(self.graph, folded, everything, self.budget.run("price", lambda: self._price(folded, everything, self.wishes.pins)))
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
@@ -100,20 +99,16 @@ class Setting:
 
     def repriced(self, problem: Problem) -> Problem:
         """The problem of another setting of the same graph with these wishes."""
-        return replace(problem, priced=self.clock.run("price", lambda: self._price(problem.folded, problem.everything, self.wishes.pins)))
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self.time_limit_s - self.clock.timings["search"])
+        return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.wishes.pins)))
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
         """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
         work = partial(
-            solve, problem.priced.table, starts=starts, time_limit_s=self.remaining_s, enough_gap=ENOUGH_GAP, is_brief=is_brief,
-            to_beat_s=self.to_beat_s, progress=self.clock.tell_cost,
+            solve, problem.priced.table, starts=starts, deadline=self.budget.deadline, enough_gap=ENOUGH_GAP, is_brief=is_brief,
+            to_beat_s=self.to_beat_s, progress=self.budget.tell_cost,
         )  # fmt: skip
         try:
-            return self.clock.run("search", work)
+            return self.budget.run("search", work)
         except InfeasibleError as error:
             raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
 

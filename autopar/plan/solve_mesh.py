@@ -9,7 +9,7 @@ from autopar.ir.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.segment import ends_apart, segmented
 from autopar.mesh import Mesh
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.hand import hand_plans
 from autopar.plan.host_state import is_worth_moving, search_on_host
 from autopar.plan.mixture import can_mix, mixture, two_groups
@@ -37,9 +37,9 @@ class Solved:
 
 def solve_mesh(
     graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
-    time_limit_s: float, clock: Clock,
+    budget: Budget,
 ) -> Solved:
-    """The best plan found in the time, never worse than a start or a hand plan that meets the wishes.
+    """The best plan within the budget, never worse than a start or a hand plan that meets the wishes.
 
     The search ends early when no plan can take less than `to_beat_s`.
 
@@ -47,10 +47,10 @@ def solve_mesh(
     copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
     PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
-    setting = Setting(graph, mesh, cluster, wishes, time_limit_s, clock, to_beat_s=to_beat_s)
-    folded = clock.run("fold", lambda: fold_stored(graph, wishes))
+    setting = Setting(graph, mesh, cluster, wishes, budget, to_beat_s=to_beat_s)
+    folded = budget.run("fold", lambda: fold_stored(graph, wishes))
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
-    hand = clock.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
+    hand = budget.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]
     is_mixed = can_mix(folded) and wishes.memory_limit_bytes < float("inf")
@@ -66,10 +66,10 @@ def solve_mesh(
         return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
     best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
-    if is_worth_moving(table, choice, cluster):
+    if is_worth_moving(table, choice, cluster) and not budget.is_spent:
         best = _or_on_host(setting, problem, starts, best)
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
-    if is_mixed and choice.around is not None and can_win and setting.remaining_s > 0:
+    if is_mixed and choice.around is not None and can_win and not budget.is_spent:
         return _in_groups(setting, folded, problem, choice, best)
     return best
 

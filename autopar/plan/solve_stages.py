@@ -17,7 +17,7 @@ from autopar.ir.segment import segmented
 from autopar.ir.within import within
 from autopar.mesh import Mesh
 from autopar.plan.alike import renamed, shape_of
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.cut_as import Cut, restricted
 from autopar.plan.host_state import Part, fill, is_worth_moving, with_moves
 from autopar.plan.plan import Plan, plan_of
@@ -44,10 +44,10 @@ class Wanted:
 Stages = tuple[Wanted, ...]  # of one rank
 
 
-def solve_stages(solver: "Solver", limits_bytes: Sequence[float], *, time_limit_s: float) -> tuple[Plan, ...]:
-    """The plans of the stages, those of a rank together within its limit. InfeasibleError if one rank's cannot be made to fit, which a
-    plan that the sweep has seen to fit should."""
-    solver.time_limit_s = time_limit_s
+def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
+    """The plans of the stages, those of a rank together within its limit; once the budget is spent, stages are laid out as by hand where
+    that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should."""
+    solver.budget = budget
     solved: dict[int, Plan] = {}
     for rank in solver.tightest_first(limits_bytes):
         solved |= solver.solve(rank, limits_bytes[rank])
@@ -61,11 +61,11 @@ class Solver:
     """
 
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], clock: Clock, *,
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], budget: Budget, *,
         may_move_state: bool = True,
     ) -> None:  # fmt: skip
-        self.cut, self.found, self.mesh, self.cluster, self.wishes, self.clock = cut, found, mesh, cluster, wishes, clock
-        self.crossing, self.limit_bytes, self.time_limit_s = crossing, wishes.memory_limit_bytes, math.inf
+        self.cut, self.found, self.mesh, self.cluster, self.wishes, self.budget = cut, found, mesh, cluster, wishes, budget
+        self.crossing, self.limit_bytes = crossing, wishes.memory_limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
         self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
@@ -74,6 +74,7 @@ class Solver:
         self.failed: dict[Any, float] = {}  # of ranks alike, the least pressure under which nothing fitted
         holders = Counter(item.fqn for stage in cut.stages for item in stage.graph.of_kind("parameter"))
         self.shared = {fqn for fqn, num in holders.items() if num > 1}
+        self.is_searched = False  # whether any plan is not as it is by hand
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
 
     def tightest_first(self, limits_bytes: Sequence[float]) -> list[int]:
@@ -92,7 +93,9 @@ class Solver:
     def _solve(self, rank: int) -> dict[int, Plan]:
         numbers = self.found.schedule.stages_of(rank)
         self._tie_within(numbers)
-        best = self._best(tuple(map(self._wanted, numbers)))
+        stages = tuple(map(self._wanted, numbers))
+        best = (self._as_written(stages) if self.budget.is_spent else None) or self._best(stages)
+        self.is_searched |= best.is_searched
         plans = {}
         for number, (graph, assignment) in zip(numbers, best.parts):
             for item in (item for item in graph.of_kind("parameter") if item.fqn in self.shared):
@@ -132,6 +135,8 @@ class Solver:
         failure: InfeasibleError | None = None
         pressure = _pressure((one.wishes.training for one in stages), self.limit_bytes)
         for asked in self._ways(stages):
+            if self.budget.is_spent and (best or failure):
+                break
             is_last_resort = all(len(one.wishes.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
             is_hopeless = not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure
@@ -152,8 +157,27 @@ class Solver:
             if found is not None and found.is_free:
                 break  # to save memory only costs time
         if best is None:
-            raise failure
+            best = self._as_written(stages)
+        if best is None:
+            raise failure or InfeasibleError("no layouts of the stages were found in the time there was; allow more time or memory")
         return best
+
+    def _as_written(self, stages: Stages) -> "_Found | None":
+        """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,
+        or are to be stored otherwise."""
+        asked, parts = [], []
+        for one in stages:
+            own = restricted(self.cut.by_hand, one.graph, self.crossing)
+            stored = {item.fqn: format_layout(own.layouts[item.value.name]) for item in one.graph.inputs}
+            if any(stored[fqn] != layout for fqn, layout in (*one.wishes.pins.items(), *one.wishes.stored.items())):
+                return None
+            regions = self._regions(one.graph)[: one.most_saved]
+            asked.append(replace(one, wishes=replace(one.wishes, recomputed=regions)))
+            parts.append((one.graph, replace(own, recomputed=regions)))
+        written = _Found(tuple(parts), math.inf, is_searched=False)
+        if self._fits(written, asked):
+            return written
+        return self._filled([written], asked) if self.can_move_state else None
 
     def _ways(self, stages: Stages) -> Iterator[Stages]:
         """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host meanwhile: none, half
@@ -234,7 +258,7 @@ class Solver:
 
     def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
         """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not those of a step."""
-        settings = [Setting(x.graph, self.mesh, self.cluster, x.wishes, self.time_limit_s, self.clock) for x in stages]
+        settings = [Setting(x.graph, self.mesh, self.cluster, x.wishes, self.budget) for x in stages]
         problems = [self._problem(setting) for setting in settings]
         if is_on_host:
             problems = [with_moves(*each) for each in zip(settings, problems)]
@@ -277,13 +301,14 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 @dataclass(frozen=True, eq=False)
 class _Found:
     """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
-    slower; `is_short`: memory costs more in them than to have optimizer state on the host."""
+    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by hand."""
 
     parts: tuple[tuple[Graph, Assignment], ...]
     cost_s: float
     pressure: float = 0.0
     is_free: bool = False
     is_short: bool = False
+    is_searched: bool = True
 
     def of_others(self, stages: Stages) -> "_Found":
         """The same for stages alike."""

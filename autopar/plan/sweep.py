@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 
@@ -24,7 +24,10 @@ from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.microbatch import microbatch_counts, microbatched
+from autopar.search.deadline import NEVER, Deadline
 
+# Where nothing fits by the deadline, so many more meshes with a number of microbatches are tried.
+_MOST_LATE = 8
 # Numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
 # Microbatches for each rank of a pipeline that leave it little idle.
@@ -77,6 +80,7 @@ class Model:
     starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
+    of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
 
     @property
     def num_samples(self) -> int:
@@ -87,9 +91,12 @@ class Model:
 
     def of_microbatch(self, num: int) -> Outline:
         """The outline of one of `num` microbatches."""
+        if num in self.of_microbatches:
+            return self.of_microbatches[num]
         short = self.outline.short
         graph = microbatched(short.graph, num).graph
-        return replace(self.outline, short=replace(short, graph=graph, folded=with_new(short.folded, graph)))
+        self.of_microbatches[num] = replace(self.outline, short=replace(short, graph=graph, folded=with_new(short.folded, graph)))
+        return self.of_microbatches[num]
 
 
 def with_new(folded: Folded, graph: Graph) -> Folded:
@@ -110,26 +117,38 @@ def model_of(graph: Graph, folded: Folded) -> Model:
 
 def sweep(
     model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
-    num_microbatches: Sequence[int] = (), schedules: Sequence[str] = SCHEDULES,
+    num_microbatches: Sequence[int] = (), schedules: Sequence[str] = SCHEDULES, deadline: Deadline = NEVER,
 ) -> list[Staged]:  # fmt: skip
     """The plans that fit, fastest first, without most of those that are far slower.
 
     meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
-    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
+    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline. What promises most is tried first;
+    after `deadline` a few more where nothing fits yet.
     """
-    meshes, tried = tuple(meshes), {}
+    meshes, late = tuple(meshes), 0
+    found: list[tuple[Staged, int]] = []
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
-    for num_ranks, mesh, num, plans in points(model, meshes, num_microbatches):
-        tried.setdefault(num, []).append((num_ranks, mesh, plans))
-    found: list[Staged] = []
-    for num, here in sorted(tried.items()):
-        outline = model.of_microbatch(num)
-        for num_ranks, mesh, offered in here:
-            plans = tuple(plan for plan in offered if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
-            beat_s = min((one.step_s for one in found), default=math.inf) * _SHOWN
-            found += _on(model, outline, plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
-    return sorted(found, key=lambda one: one.step_s)
+    node_size = cluster.levels[0].size or math.inf
+    usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
+    for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: _idle(node_size, one[1])):
+        plans = tuple(plan for plan in offered if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
+        late += deadline.is_past and bool(plans)
+        if deadline.is_past and (found or late > _MOST_LATE):
+            break
+        beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
+        here = _on(model, model.of_microbatch(num), plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
+        found += ((one, number) for one in here)
+    return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
+
+
+def _idle(node_size: float, point: "Point") -> tuple[float, int]:
+    """What a point loses at least, by rough rule: the bubble of 1F1B, a tenth for each doubling of the tensor-parallel degree, and all
+    that for a degree beyond a node; of equals, fewer microbatches first."""
+    num_ranks, mesh, num, _ = point
+    degree = math.prod(size for size, name in zip(mesh.shape, mesh.axis_names) if name == "tp")
+    lost = (1 + (num_ranks - 1) / num) * (1 + 0.1 * math.log2(degree)) * (1 if degree <= node_size else degree / node_size)
+    return lost, num
 
 
 Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
@@ -219,11 +238,14 @@ def profiled(
 
 def lightest(
     model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = (),
-    schedules: Sequence[str] = LIGHTEST,
+    schedules: Sequence[str] = LIGHTEST, deadline: Deadline = NEVER,
 ) -> Staged | None:
-    """The plan of the sweep that fits in the least bytes per device, to a thousandth; None if no schedule can run."""
+    """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`; None if no schedule can
+    run."""
     best: Staged | None = None
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
+        if deadline.is_past and best is not None:
+            break
         for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
             for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
                 found = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)

@@ -26,4 +26,4 @@ def bound_unfolded(setting: Setting) -> float:
         table = condensed(unfold(setting.graph, folded, priced))
     except ValueError:
         return math.inf
-    return setting.clock.run("bound", lambda: solve(table, time_limit_s=setting.remaining_s)).lower_bound_s
+    return setting.budget.run("bound", lambda: solve(table, deadline=setting.budget.deadline)).lower_bound_s

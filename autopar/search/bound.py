@@ -5,12 +5,12 @@ The bound at a price comes from messages, which take edges one by one, until so 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.search.combine import combine
+from autopar.search.deadline import Deadline
 from autopar.search.descent import descend, landscape, shed
 from autopar.search.eliminate import Elimination, Limits, elimination_order
 from autopar.search.lagrange import Dual, around_limit, by_elimination, by_messages, least_memory, maximise, memory_only
@@ -41,10 +41,10 @@ _LEAST_SHRINK = 0.9
 
 def squeeze(
     table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), to_beat_s: float = float("inf"),
-    enough_gap: float = 0.0, additions: float, deadline: float,
+    enough_gap: float = 0.0, additions: float, deadline: Deadline,
 ) -> Iterator[Squeezed]:
     """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than `to_beat_s`, or the deadline
-    (`time.monotonic`) has passed.
+    has passed.
 
     Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
     `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further.
@@ -61,7 +61,7 @@ def squeeze(
         enough_s = to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
         now, dual = _bounded(now, view, enough_s, deadline)
         yield now
-        if is_solved(now) or now.lower_bound_s >= to_beat_s or monotonic() > deadline:
+        if is_solved(now) or now.lower_bound_s >= to_beat_s or deadline.is_past:
             return
         size = num_entries(now.reduced.table)
         if now.best is not None:
@@ -98,7 +98,7 @@ def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
     return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
 
 
-def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: float) -> tuple[Squeezed, Dual]:
+def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) -> tuple[Squeezed, Dual]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
@@ -138,7 +138,7 @@ def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float
     return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
 
 
-def _lightest(table: CostTable, view: _View, deadline: float) -> list[tuple[int, ...]]:
+def _lightest(table: CostTable, view: _View, deadline: Deadline) -> list[tuple[int, ...]]:
     """The choice of least memory, or one that messages find light, if memory is limited."""
     limit = table.memory_limit_bytes
     if limit == float("inf"):

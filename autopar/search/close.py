@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autopar.search.deadline import Deadline
 from autopar.search.descent import descend, landscape
 from autopar.search.eliminate import Limits, elimination_order
 from autopar.search.labels import eliminate_labels
@@ -18,7 +19,7 @@ _FIRST_WINDOW = 1 / 16
 _LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
 
 
-def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: float) -> Iterator[Squeezed]:
+def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: Deadline) -> Iterator[Squeezed]:
     """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline has passed.
 
     `label_counts`: labels a message at most, in one attempt after the other.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.search.close import close
+from autopar.search.deadline import Deadline
 from autopar.search.eliminate import Limits, argmin, eliminate, elimination_order
 from autopar.search.lagrange import least_memory
 from autopar.search.reduce import restrict, unreduced
@@ -22,7 +23,7 @@ _ENOUGH = 1e-3
 _MOST_LABELS = (2_000,)
 
 
-def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: float) -> tuple[tuple[int, ...], ...]:
+def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
     """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if there is none.
 
     If the choices hold too much to tell, the best of them.

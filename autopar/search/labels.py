@@ -8,10 +8,10 @@ down to steps, and of each step the lightest label stays: the result is a lower 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 
 import numpy as np
 
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.eliminate import Bucket, Elimination
 from autopar.search.factors import Factor, contract
 from autopar.search.lagrange import ROUNDING
@@ -62,7 +62,7 @@ class _Search:
     outside: Mapping[Factor, Factor]
     edges: Mapping[tuple[int, int], int]
     most_labels: int
-    deadline: float
+    deadline: Deadline
 
 
 class _OutOfTime(Exception):
@@ -76,7 +76,7 @@ def eliminate_labels(
     threshold_s: float,
     *,
     most_labels: int = _MOST_LABELS,
-    deadline: float = float("inf"),
+    deadline: Deadline = NEVER,
 ) -> Front | None:
     """The cheapest choice within the memory limit that costs less than `threshold_s`; None when the deadline has passed.
 
@@ -185,7 +185,7 @@ def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray
     cuts = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), _AT_ONCE)[1:])
     parts = []
     for mine in np.split(np.arange(counts.size), cuts):
-        if monotonic() > search.deadline:
+        if search.deadline.is_past:
             raise _OutOfTime
         number = counts[mine]
         theirs = np.arange(number.sum()) + np.repeat(labels.start[spot[joined.at[mine]]] - (np.cumsum(number) - number), number)

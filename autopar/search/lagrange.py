@@ -7,11 +7,11 @@ above it. Following the crossing of the best lines from both sides ends at the m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import TypeVar
 
 import numpy as np
 
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.eliminate import Elimination, argmin, eliminate
 from autopar.search.messages import Passed, pass_messages
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
@@ -73,7 +73,7 @@ def by_elimination(order: Sequence[int]) -> Evaluate:
     return evaluate
 
 
-def by_messages(best: tuple[int, ...] | None, deadline: float = float("inf")) -> Evaluate:
+def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Evaluate:
     """Evaluate a price by passing messages; what costs more than `best`, a choice within the limit, does not matter."""
 
     def evaluate(table: CostTable, price: float, before: Step | None) -> Step:
@@ -98,13 +98,13 @@ def maximise(
     tolerance: float = 0.0,
     enough_s: float = float("inf"),
     most_steps: int = 40,
-    deadline: float = float("inf"),
+    deadline: Deadline = NEVER,
 ) -> Dual:
     """Maximise the bound over the price, the first step at price 0, or where `above` costs as much as `feasible`.
 
     `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends when the bound is
     within `tolerance`, relatively, of the best that any price gives, steps no longer raise it by as much, or it reaches `enough_s`. The
-    bound is valid, if not the best, after any number of steps; no step but the first begins after `deadline` (of `time.monotonic`).
+    bound is valid, if not the best, after any number of steps; no step but the first begins after `deadline`.
     """
     light = from_least_memory(table)
     lines = {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
@@ -112,7 +112,7 @@ def maximise(
     for _ in range(most_steps):
         price = _next_price(top, best, tolerance)
         is_stuck = num_stale == _MOST_STALE if tolerance else latest is not None and price == latest.price
-        if is_best or is_stuck or (best is not None and best.bound_s >= enough_s) or (latest is not None and monotonic() > deadline):
+        if is_best or is_stuck or (best is not None and best.bound_s >= enough_s) or (latest is not None and deadline.is_past):
             break
         latest = _at(light, price, evaluate, latest)
         met = (*met, *latest.step.met)

@@ -7,11 +7,11 @@ through a node; messages move costs between the chains so that the sum of their 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import monotonic
 
 import numpy as np
 
 from autopar.search.compact import Classes, Compact, compacted
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.table import CostTable, cost_of, memory_of
 
 # Of the objective, what rounding may have added to a bound: some hundred terms of 2^-53 relative error each.
@@ -65,13 +65,13 @@ def pass_messages(
     known: Sequence[tuple[int, ...]] = (),
     ceiling: float = float("inf"),
     most_sweeps: int = 60,
-    deadline: float = float("inf"),
+    deadline: Deadline = NEVER,
     before: Passed | None = None,
 ) -> Passed:
     """Bound cost + multiplier * memory (seconds, and seconds a byte) from below; the memory limit itself is not looked at.
 
     `known`: choices to compare with. `ceiling`: how far above it an objective is does not matter. Stops when the bound meets a choice,
-    stands still, or `deadline` (of `time.monotonic`) has passed; after one sweep at the earliest. `before`: what was passed at another
+    stands still, or `deadline` has passed; after one sweep at the earliest. `before`: what was passed at another
     price of the same table. Whatever messages it begins with, the bound holds: they move costs between terms and chains and add none.
     """
 
@@ -86,7 +86,7 @@ def pass_messages(
     bounds: list[float] = []
     met = {choice: objective(choice) for choice in known}
     best = min(met.values(), default=float("inf"))
-    while len(bounds) < most_sweeps and not (bounds and (_stands_still(bounds, best) or monotonic() > deadline)):
+    while len(bounds) < most_sweeps and not (bounds and (_stands_still(bounds, best) or deadline.is_past)):
         choice = _forward(field, messages)
         met.setdefault(choice, objective(choice))
         best = min(best, met[choice])

@@ -20,16 +20,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
 from typing import IO, Any
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.search.deadline import Deadline
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
 # `-P`: this directory stays off the worker's import path, where `table.py` and the like would shadow other modules.
 WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
+
+# A deadline may be moved to now while an answer is awaited: it is looked at this often.
+_PATIENCE_S = 0.1
 
 _COST_BITS, _WIDEST_BITS, _MEMORY_BITS = 40, 55, 50
 
@@ -39,17 +42,16 @@ def refine(
     incumbent: tuple[int, ...] | None,
     lower_bound_s: float,
     *,
-    time_limit_s: float,
+    deadline: Deadline,
     worker: Sequence[str] = WORKER,
 ) -> Iterator[Choice]:
-    """Yield ever better choices or bounds of a checked table until it is solved or the time is up.
+    """Yield ever better choices or bounds of a checked table until it is solved or the deadline has passed.
 
     `incumbent` is a choice within the limit (a hint, and the first to beat); without one, nothing is yielded until one is found.
     Closing the iterator, or an exception in the consumer, kills the process. A process that fails is reported by a warning.
     """
-    deadline = monotonic() + time_limit_s
     cost_unit = _cost_unit(table, incumbent)
-    problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": time_limit_s}
+    problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": deadline.remaining_s}
     best = None if incumbent is None else _choice(table, incumbent, lower_bound_s)
     with _started(worker, problem) as answers:
         while (answer := _next(answers, deadline)) is not None:
@@ -64,13 +66,13 @@ def refine(
                 return
 
 
-def _next(answers: "queue.Queue[str | None]", deadline: float) -> dict[str, Any] | None:
-    """The worker's next answer, None when it has ended or the time is up."""
-    try:
-        line = answers.get(timeout=max(0.0, deadline - monotonic()))
-    except queue.Empty:
-        return None
-    return None if line is None else json.loads(line)
+def _next(answers: "queue.Queue[str | None]", deadline: Deadline) -> dict[str, Any] | None:
+    """The worker's next answer, None when it has ended or the deadline has passed."""
+    while not deadline.is_past:
+        with suppress(queue.Empty):
+            line = answers.get(timeout=min(_PATIENCE_S, deadline.remaining_s))
+            return None if line is None else json.loads(line)
+    return None
 
 
 def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:

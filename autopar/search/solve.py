@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from autopar.errors import InfeasibleError
 from autopar.search.bound import squeeze
@@ -11,6 +10,7 @@ from autopar.search.check import checked
 from autopar.search.close import close
 from autopar.search.combine import combine
 from autopar.search.core import core
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.refine import WORKER, refine
 from autopar.search.squeezed import Squeezed, cheapest, is_solved, num_entries, proven, trivial_bound
@@ -34,7 +34,7 @@ def solve(
     table: CostTable,
     *,
     starts: Sequence[tuple[int, ...]] = (),
-    time_limit_s: float = 30.0,
+    deadline: Deadline = NEVER,
     enough_gap: float = 0.0,
     is_brief: bool = False,
     to_beat_s: float = float("inf"),
@@ -43,34 +43,33 @@ def solve(
 ) -> Choice:
     """The cheapest choice within the memory limit, and a proven lower bound.
 
-    Never worse than any start within the limit. The same table and starts give the same choice, unless the time limit strikes first.
+    Never worse than any start within the limit. The same table and starts give the same choice, unless the deadline comes first; after
+    it the cheapest start within the limit is returned as it is.
     `enough_gap`: a search under a binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once.
     `to_beat_s`: it also ends when no choice can cost less than this. `is_brief`: or when the limit is seen to bind and about the best
     price on memory gives a bound and the choices `around` the limit.
-    Ctrl-C ends the search with the best choice known. `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker`
-    is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
+    `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker` is the command that runs CP-SAT. Raises
+    `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
     """
     table = checked(table)
     _check_starts(table, starts)
+    if deadline.is_past and (start := cheapest(table, starts)) is not None:
+        return _choice(table, start, trivial_bound(table))
     best, is_small = None, num_entries(table) < _FEW_ENTRIES
     find = _choices_of_core if table.memory_limit_bytes == float("inf") else _choices
     enough = _Enough(to_beat_s, 0.0 if is_small else enough_gap)
-    try:
-        with closing(find(table, starts, enough, time_limit_s, worker)) as choices:
-            for stage, choice in choices:
-                if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
-                    best = choice
-                    if progress is not None:
-                        progress(stage, best.cost_s, best.lower_bound_s)
-                is_enough = is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))
-                if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
-                    break
-    except KeyboardInterrupt:
-        if best is None:
-            raise
+    with closing(find(table, starts, enough, deadline, worker)) as choices:
+        for stage, choice in choices:
+            if best is None or (choice.cost_s, -choice.lower_bound_s) < (best.cost_s, -best.lower_bound_s):
+                best = choice
+                if progress is not None:
+                    progress(stage, best.cost_s, best.lower_bound_s)
+            is_enough = is_brief or (best.gap <= enough_gap and not (is_small and stage == "bound"))
+            if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
+                break
     if best is None:
         limit = f"{table.memory_limit_bytes:.0f} bytes per device"
-        raise InfeasibleError(f"no choice within {limit} was found in {time_limit_s} s; allow more time or memory")
+        raise InfeasibleError(f"no choice within {limit} was found in the time there was; allow more time or memory")
     return best
 
 
@@ -83,20 +82,19 @@ class _Enough:
 
 
 def _choices_of_core(
-    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, time_limit_s: float, worker: Sequence[str]
+    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, deadline: Deadline, worker: Sequence[str]
 ) -> Iterator[tuple[str, Choice]]:
     """The same for a table without a limit, by way of its core."""
     small = core(table)
-    with closing(_choices(small.table, [small.lower(start) for start in starts], enough, time_limit_s, worker)) as choices:
+    with closing(_choices(small.table, [small.lower(start) for start in starts], enough, deadline, worker)) as choices:
         for stage, found in choices:
             yield stage, _choice(table, small.lift(found.strategies), found.lower_bound_s)
 
 
 def _choices(
-    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, time_limit_s: float, worker: Sequence[str]
+    table: CostTable, starts: Sequence[tuple[int, ...]], enough: _Enough, deadline: Deadline, worker: Sequence[str]
 ) -> Iterator[tuple[str, Choice]]:
     """Choices and bounds as they are found, with the stage that found them."""
-    deadline = monotonic() + time_limit_s
     land = landscape(table)
     known = (*starts, *(descend(land, start) for start in _promising(table, (*starts, *own_starts(land)))))
     if table.memory_limit_bytes < float("inf"):
@@ -104,7 +102,7 @@ def _choices(
     best = cheapest(table, known)
     if best is not None:
         yield "descent", _choice(table, best, trivial_bound(table))
-    additions = min(_ADDITIONS_PER_S * max(1.0, time_limit_s), _MOST_ADDITIONS)
+    additions = min(_ADDITIONS_PER_S * max(1.0, deadline.remaining_s), _MOST_ADDITIONS)
     for state in squeeze(
         table, best, known=known, to_beat_s=enough.to_beat_s, enough_gap=enough.gap, additions=additions, deadline=deadline
     ):
@@ -114,10 +112,9 @@ def _choices(
         squeezed = state
         for state in close(squeezed, deadline=deadline):
             yield "labels", _of_state(table, state)
-    if is_solved(state) or num_entries(state.reduced.table) > _MOST_VARIABLES or monotonic() > deadline:
+    if is_solved(state) or num_entries(state.reduced.table) > _MOST_VARIABLES or deadline.is_past:
         return
-    remaining_s = deadline - monotonic()
-    for found in refine(state.reduced.table, state.best, state.lower_bound_s, time_limit_s=remaining_s, worker=worker):
+    for found in refine(state.reduced.table, state.best, state.lower_bound_s, deadline=deadline, worker=worker):
         bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
         yield "refine", replace(_choice(table, state.reduced.lift(found.strategies), bound_s), around=state.around)
 

@@ -9,6 +9,7 @@ from autopar.costmodel.memory import usable_memory_bytes
 from autopar.errors import InfeasibleError, PinError
 from autopar.mesh import Devices
 from autopar.plan.assemble import make_plan
+from autopar.plan.budget import Budget
 from autopar.plan.check import check_assignment
 from autopar.plan.factorise import factorise
 from autopar.plan.plan import Plan
@@ -20,7 +21,7 @@ from tests.zoo import ZOO
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_plan_is_valid_and_no_worse_than_any_hand_plan(name):
-    plan = make_plan(traced(name), MESH, CPU, time_limit_s=5.0)
+    plan = make_plan(traced(name), MESH, CPU, budget=Budget.of(5.0))
     check_assignment(plan.assignment, traced(name), folded(name), annotated(name), MESH)
     assert {"ddp", "zero3", "megatron:dp=2,tp=2"} <= set(plan.hand)
     assert plan.costs.step_s <= min(cost.step_s for cost in plan.hand.values()) * (1 + 1e-9)
@@ -61,13 +62,13 @@ def test_plans_fit_the_cluster_by_default():
 
 def test_progress_and_timings_name_the_stages():
     told = []
-    plan = make_plan(traced("mlp"), MESH, CPU, progress=told.append)
+    plan = make_plan(traced("mlp"), MESH, CPU, budget=Budget.of(progress=told.append))
     assert list(plan.timings) == ["fold", "annotate", "price", "hand plans", "search"]
     assert told[:5] == list(plan.timings) and all(seconds > 0 for seconds in plan.timings.values())
 
 
 def test_without_time_the_best_hand_plan_is_taken_and_named():
-    plan = make_plan(traced("gpt2"), MESH, CPU, time_limit_s=0.0)
+    plan = make_plan(traced("gpt2"), MESH, CPU, budget=Budget.of(0.0))
     best = min(plan.hand.values(), key=lambda costs: costs.step_s)
     assert plan.found_by.startswith("hand plan ") or plan.costs.step_s < best.step_s
     assert f"found by {plan.found_by}" in plan.explain()
@@ -90,7 +91,7 @@ def test_an_open_mesh_gets_the_best_of_its_meshes():
 def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_limit_s):
     devices, cluster = Devices(8), load_cluster("v100")
     expert = tuned(traced(name), folded(name), devices, cluster, memory_limit_bytes=usable_memory_bytes(cluster)).best
-    plan = make_plan(traced(name), devices, cluster, time_limit_s=time_limit_s)
+    plan = make_plan(traced(name), devices, cluster, budget=Budget.of(time_limit_s))
     assert plan.costs.step_s <= expert.costs.step_s * (1 + 1e-9)
     assert 0 < plan.lower_bound_s <= plan.costs.step_s
 

@@ -13,7 +13,7 @@ from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models import build_model
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.crossing import _WORTH, _alike, _Pipeline, _values, choose_crossing
 from autopar.plan.cut_as import Cut, crossing_layouts, cut_as
 from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
@@ -46,7 +46,7 @@ def graphs() -> dict[str, Graph]:
 
 
 def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
-    model, found = sweep_stages(graph, parse_mesh(mesh), cluster, WISHES, ASKED, Clock(lambda _: None))
+    model, found = sweep_stages(graph, parse_mesh(mesh), cluster, WISHES, ASKED, Budget.of())
     return cut_as(model, found[0]), found[0]
 
 
@@ -54,9 +54,9 @@ def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pp=2,tp=2"), ("gpt2", "pp=2,dp=2,tp=2"), ("t5-large", "pp=2,tp=2")])
 def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster: Cluster) -> None:
     cut, found = cut_of(graphs[name], mesh, cluster)
-    how = {"time_limit_s": 60.0, "clock": Clock(lambda _: None)}
-    pipeline = _Pipeline(cut, found, found.mesh, cluster, WISHES, *how.values())
-    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, WISHES, **how), crossing_layouts(cut), _values(cut)
+    budget = Budget.of(60.0)
+    pipeline = _Pipeline(cut, found, found.mesh, cluster, WISHES, budget)
+    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, WISHES, budget), crossing_layouts(cut), _values(cut)
     classes = _alike(cut, by_hand)
     offered = [even_layouts(values[names[0]].shape, found.mesh.shape) for names in classes]
     choices = ({name: layout for names, layout in zip(classes, layouts) for name in names} for layouts in product(*offered))
@@ -68,7 +68,7 @@ def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster:
 def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     def plan() -> object:
         return plan_in_stages(
-            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, WISHES, ASKED, time_limit_s=20, clock=Clock(lambda _: None)
+            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, WISHES, ASKED, budget=Budget.of(20)
         )
 
     chosen = plan()

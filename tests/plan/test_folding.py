@@ -15,6 +15,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.plan.assemble import make_plan
 from autopar.sbp.annotate import annotate
+from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
 
 V100 = load_cluster("v100")
@@ -74,7 +75,7 @@ def test_the_folded_optimum_is_that_of_all_layers(name, layers, mesh):
     assert fold(graph).repeats, "nothing repeats: this would test nothing"
     every = unfolded(graph)
     table = price(graph, every, annotate(graph, mesh, every), mesh, V100).table
-    whole = solve(table, time_limit_s=60.0)
+    whole = solve(table, deadline=Deadline.after(60.0))
     plan = make_plan(graph, mesh, V100, memory_limit_bytes=math.inf)
     assert whole.gap < 1e-6 and plan.gap < 1e-6
     assert plan.costs.step_s == pytest.approx(whole.cost_s, rel=1e-8)

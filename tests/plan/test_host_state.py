@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.assemble import make_plan
-from autopar.plan.clock import Clock
+from autopar.plan.budget import Budget
 from autopar.plan.host_state import Part, fill, s_per_byte, search_on_host
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Problem, Setting, Wishes
@@ -75,7 +75,7 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
 
     def setting(limit: float, names: frozenset[str] = frozenset()) -> Setting:
         wishes = Wishes({}, {}, limit, TRAINING, state_on_host=names)
-        return Setting(graph, mesh, cluster, wishes, 60.0, Clock(lambda _: None))
+        return Setting(graph, mesh, cluster, wishes, Budget.of(60.0))
 
     problem = setting(math.inf).problem(unfolded(graph))
     fastest = setting(math.inf).search(problem, [])

@@ -17,8 +17,8 @@ from autopar.ir.trace_loss import trace_loss
 from autopar.ir.within import within
 from autopar.mesh import Devices, Mesh, parse_mesh
 from autopar.models import build_model
+from autopar.plan.budget import Budget
 from autopar.plan.choose import choose_plan
-from autopar.plan.clock import Clock
 from autopar.plan.cut_as import crossing_layouts, cut_as, restricted
 from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
 from autopar.plan.plan import Plan, plan_of
@@ -42,7 +42,7 @@ def wishes(limit: float = float("inf")) -> Wishes:
 
 
 def points(graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: Asked | None = None) -> tuple[Model, list[Staged]]:
-    return sweep_stages(graph, mesh, V100, wishes(limit), asked or Asked(), Clock(lambda _: None))
+    return sweep_stages(graph, mesh, V100, wishes(limit), asked or Asked(), Budget.of())
 
 
 def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
@@ -74,7 +74,7 @@ def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
 def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
     for limit in (float("inf"), 5 * GIB):
         _, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"), limit)
-        plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, wishes(limit), Asked(), time_limit_s=20, clock=Clock(lambda _: None))
+        plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, wishes(limit), Asked(), budget=Budget.of(20))
         assert isinstance(plan, StagedPlan)
         assert plan.step_s <= found[0].step_s * (1 + 1e-6)
         assert max(plan.memory_bytes) <= limit
@@ -82,25 +82,25 @@ def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
 
 
 def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
-    mesh, clock = parse_mesh("pp=2,dp=4"), Clock(lambda _: None)
+    mesh = parse_mesh("pp=2,dp=4")
     asked = Asked(num_microbatches=2, schedule="1f1b")
-    ample = plan_in_stages(gpt, mesh, V100, wishes(), asked, time_limit_s=20, clock=clock)
+    ample = plan_in_stages(gpt, mesh, V100, wishes(), asked, budget=Budget.of(20))
     limit = 0.7 * max(ample.memory_bytes)
-    short = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=clock)
+    short = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
     assert max(short.memory_bytes) <= limit and short.step_s > ample.step_s
     assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
 
 
 def test_zero_bubble_stages_recompute_where_that_frees_memory(gpt: Graph) -> None:
-    mesh, asked, clock = parse_mesh("pp=4,dp=2"), Asked(num_microbatches=8, schedule="zero-bubble"), Clock(lambda _: None)
-    limit = 0.8 * max(plan_in_stages(gpt, mesh, V100, wishes(), asked, time_limit_s=20, clock=clock).memory_bytes)
-    plan = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+    mesh, asked = parse_mesh("pp=4,dp=2"), Asked(num_microbatches=8, schedule="zero-bubble")
+    limit = 0.8 * max(plan_in_stages(gpt, mesh, V100, wishes(), asked, budget=Budget.of(20)).memory_bytes)
+    plan = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
     assert max(plan.memory_bytes) <= limit
     recomputed = [len(stage.assignment.recomputed) for stage in plan.stages]
     # all of the last stage's microbatches wait for the gradients of weights: there it would free nothing
     assert sum(recomputed) > 0 == recomputed[-1] and plan.stages[-1].training.num_in_flight == plan.stages[-1].training.num_waiting
     with pytest.raises(InfeasibleError, match=r"takes least, pp=4,.*zero-bubble") as caught:
-        plan_in_stages(gpt, mesh, V100, wishes(limit / 2), asked, time_limit_s=20, clock=clock)
+        plan_in_stages(gpt, mesh, V100, wishes(limit / 2), asked, budget=Budget.of(20))
     assert int(str(caught.value).split("needs ")[1].split(" bytes")[0]) > limit / 2
 
 
@@ -109,7 +109,7 @@ def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None
     mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=4, schedule="interleaved")
 
     def plan(limit: float) -> StagedPlan:
-        return plan_in_stages(gpt, mesh, V100, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+        return plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
 
     ample = plan(float("inf"))
     limit = 1.01 * max(ample.memory_bytes)
@@ -127,7 +127,7 @@ def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
 
     def plan(host_bandwidth: float, limit: float) -> StagedPlan:
         cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
-        return plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+        return plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, budget=Budget.of(20))
 
     limit = 0.7 * max(plan(0.0, float("inf")).memory_bytes)
     fast, slow = plan(1e13, limit), plan(1e8, limit)
@@ -138,7 +138,7 @@ def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
 
 def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
-        plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), time_limit_s=5, clock=Clock(lambda _: None))
+        plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), budget=Budget.of(5))
     assert "pp=2" in str(caught.value)
     # the optimizer's state, eight bytes an element, takes more than anything else; the last rank has the head besides its blocks
     assert "rank 1 of the pipeline (stage 1) binds, which holds optimizer" in str(caught.value)
@@ -174,7 +174,7 @@ def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(g
 
     def refused(limit: float) -> str:
         with pytest.raises(InfeasibleError) as caught:
-            plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, time_limit_s=5, clock=Clock(lambda _: None))
+            plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, budget=Budget.of(5))
         return str(caught.value)
 
     least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
@@ -232,7 +232,7 @@ def test_optimizer_state_waits_on_the_host_where_nothing_else_fits() -> None:
 
     def plan(host_bandwidth: float, limit: float) -> StagedPlan:
         cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
-        return plan_in_stages(graph, mesh, cluster, wishes(limit), asked, time_limit_s=20, clock=Clock(lambda _: None))
+        return plan_in_stages(graph, mesh, cluster, wishes(limit), asked, budget=Budget.of(20))
 
     with pytest.raises(InfeasibleError) as caught:
         plan(0.0, GIB / 8)

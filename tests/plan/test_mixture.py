@@ -17,8 +17,10 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models import build_model
 from autopar.plan.assemble import make_plan
+from autopar.plan.budget import Budget
 from autopar.plan.mixture import mixture, two_groups
 from autopar.sbp.annotate import annotate
+from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
 from autopar.search.table import CostTable, memory_of
 
@@ -60,8 +62,8 @@ def limited(table: CostTable, share: float) -> CostTable:
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_it_costs_no_more_than_a_plan_whose_layers_are_alike(share, name="gpt2"):
     table = limited(alike(name)[1].table, share)
-    same = solve(table, time_limit_s=5.0, enough_gap=5e-3)
-    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes, time_limit_s=5.0)
+    same = solve(table, deadline=Deadline.after(5.0), enough_gap=5e-3)
+    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes, budget=Budget.of(5.0))
     assert plan.costs.total_memory_bytes <= table.memory_limit_bytes
     assert plan.costs.step_s <= same.cost_s * (1 + 5e-3)
     assert plan.gap <= 0.02
@@ -75,7 +77,7 @@ def test_the_bound_holds_of_every_plan_in_two_groups(name="gpt2"):
     plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes)
     assert "groups" in plan.bound_of
     in_groups = replace(priced(name, segments)[1].table, memory_limit_bytes=table.memory_limit_bytes)
-    assert plan.lower_bound_s <= solve(in_groups, time_limit_s=5.0, enough_gap=5e-3).cost_s * (1 + 1e-9)
+    assert plan.lower_bound_s <= solve(in_groups, deadline=Deadline.after(5.0), enough_gap=5e-3).cost_s * (1 + 1e-9)
 
 
 def test_two_kinds_of_layers_fill_the_memory_of_a_large_model():

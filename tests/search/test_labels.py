@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from autopar.search.check import checked
 from autopar.search.close import close
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.eliminate import eliminate, elimination_order
 from autopar.search.labels import eliminate_labels
 from autopar.search.reduce import unreduced
@@ -51,7 +52,7 @@ def test_closing_alone_is_brute_force(table):
     if not within:
         return
     worst = max(within, key=lambda choice: cost_of(table, choice))
-    *_, last = close(Squeezed(unreduced(table), worst, 0.0), deadline=float("inf"))
+    *_, last = close(Squeezed(unreduced(table), worst, 0.0), deadline=NEVER)
     assert is_solved(last)
     assert cost_of(table, last.best) == pytest.approx(min(cost_of(table, c) for c in within), rel=1e-9)
 
@@ -59,4 +60,4 @@ def test_closing_alone_is_brute_force(table):
 def test_no_time_is_no_answer():
     table = checked(random_table(0, num_nodes=4, num_edges=4))
     elimination = eliminate(table, elimination_order(table))
-    assert eliminate_labels(table, elimination, 0.0, 1.0, deadline=0.0) is None
+    assert eliminate_labels(table, elimination, 0.0, 1.0, deadline=Deadline.after(0.0)) is None

@@ -1,7 +1,6 @@
 import re
-import signal
-import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.search.bound import squeeze
 from autopar.search.check import checked
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.eliminate import Limits, elimination_order
 from autopar.search.lagrange import least_memory
 from autopar.search.solve import solve
@@ -74,7 +74,7 @@ def test_bounds_hold_when_the_graph_is_too_dense_to_eliminate(table):
     truth = brute_force(table)
     if truth is None:
         return
-    for state in squeeze(checked(table), truth[1], additions=100.0, deadline=float("inf")):
+    for state in squeeze(checked(table), truth[1], additions=100.0, deadline=NEVER):
         assert state.lower_bound_s <= truth[0] * (1 + 1e-14)
         assert cost_of(table, state.reduced.lift(state.best)) == pytest.approx(truth[0], rel=1e-9)
 
@@ -85,7 +85,7 @@ def test_never_worse_than_a_start_even_without_time(table):
     truth = brute_force(table)
     if truth is None:
         return
-    found = solve(table, starts=[truth[1]], time_limit_s=0.0)
+    found = solve(table, starts=[truth[1]], deadline=Deadline.after(0.0))
     assert found.cost_s <= truth[0]
 
 
@@ -104,34 +104,19 @@ def test_progress_only_ever_improves():
 
 def test_a_solver_that_hangs_costs_the_time_limit_and_no_more():
     start = time.monotonic()
-    found = solve(hard_table(), time_limit_s=1.0, worker=SLEEPING)
+    found = solve(hard_table(), deadline=Deadline.after(1.0), worker=SLEEPING)
     assert 0.9 < time.monotonic() - start < 20.0
     assert found.gap > 1e-9
     assert found.memory_bytes <= hard_table().memory_limit_bytes
 
 
-# What a person runs at a terminal: it tells its stages, and at the end whether what it has is within the limit.
-INTERRUPTED = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
-from tests.search.test_solve import SLEEPING, hard_table, solve
-found = solve(hard_table(), time_limit_s=60.0, worker=SLEEPING, progress=lambda stage, *_: print(stage, flush=True))
-print(found.memory_bytes <= hard_table().memory_limit_bytes)
-"""
-
-
-def test_ctrl_c_returns_the_best_known():
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True) as process:
-        stages = [next(process.stdout).strip()]
-        while stages[-1] != "bound":
-            stages.append(next(process.stdout).strip())
-        time.sleep(1.0)  # the solver, which sleeps, has been started by now
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read().split()
-        assert time.monotonic() - start < 20.0
-    assert process.returncode == 0
-    assert rest[-1] == "True" and set(rest[:-1]) <= {"bound", "labels"}
+def test_a_deadline_that_is_moved_to_now_ends_the_search_with_the_best_known():
+    deadline, start = Deadline.after(60.0), time.monotonic()
+    timer = threading.Timer(1.0, deadline.stop)
+    timer.start()
+    found = solve(hard_table(), deadline=deadline.part(1.0), worker=SLEEPING)
+    assert timer.finished.is_set() and time.monotonic() - start < 30.0
+    assert found.memory_bytes <= hard_table().memory_limit_bytes
 
 
 def test_infeasible_says_the_least_that_would_do():
@@ -162,7 +147,7 @@ def test_a_start_that_does_not_fit_the_table_is_refused():
 def test_a_transformer_block_is_solved_exactly_and_fast():
     found = solve(block_table(num_nodes=75, num_strategies=49))
     assert found.gap < 1e-12
-    limited = solve(block_table(num_nodes=75, num_strategies=49, memory_limit_bytes=6e8), time_limit_s=10.0)
+    limited = solve(block_table(num_nodes=75, num_strategies=49, memory_limit_bytes=6e8), deadline=Deadline.after(10.0))
     assert limited.memory_bytes <= 6e8
     assert found.cost_s < limited.cost_s
     assert limited.gap < 0.005
@@ -173,11 +158,12 @@ def test_an_impossible_limit_on_a_large_table_is_refused_with_the_least_that_wou
     assert elimination_order(table, Limits(additions=2e7)) is None, "small enough for elimination: this would test nothing"
     exact, _ = least_memory(table, elimination_order(table))
     with pytest.raises(InfeasibleError, match=r"the least that would do is (between )?\d+") as refused:
-        solve(replace(table, memory_limit_bytes=0.9 * exact), time_limit_s=60.0)
+        solve(replace(table, memory_limit_bytes=0.9 * exact), deadline=Deadline.after(60.0))
     least, *found = (float(number) for number in re.findall(r"(\d+) (?:and|bytes)", str(refused.value).split("would do is")[1]))
     assert least - 1 <= exact <= (found or [least])[0] + 1
     assert least > 0.99 * exact
-    assert solve(replace(table, memory_limit_bytes=1.05 * exact), time_limit_s=60.0, enough_gap=0.5).memory_bytes <= 1.05 * exact
+    near = solve(replace(table, memory_limit_bytes=1.05 * exact), deadline=Deadline.after(60.0), enough_gap=0.5)
+    assert near.memory_bytes <= 1.05 * exact
 
 
 @settings(max_examples=60, deadline=None)
@@ -186,7 +172,7 @@ def test_a_brief_search_bounds_and_gives_choices_around_a_limit_that_binds(table
     truth = brute_force(checked(table))
     if truth is None:
         return
-    found = solve(table, is_brief=True, time_limit_s=30.0)
+    found = solve(table, is_brief=True, deadline=Deadline.after(30.0))
     assert found.lower_bound_s <= truth[0] * (1 + 1e-12) and truth[0] <= found.cost_s * (1 + 1e-12)
     assert found.memory_bytes <= table.memory_limit_bytes
     if found.around is None:
@@ -202,6 +188,6 @@ def test_a_search_that_cannot_win_is_given_up_with_a_bound_that_says_so(table, p
     truth = brute_force(checked(table))
     if truth is None:
         return
-    found = solve(table, to_beat_s=part * truth[0], time_limit_s=30.0)
+    found = solve(table, to_beat_s=part * truth[0], deadline=Deadline.after(30.0))
     assert found.lower_bound_s <= truth[0] * (1 + 1e-12) and truth[0] <= found.cost_s * (1 + 1e-12)
     assert found.lower_bound_s >= part * truth[0] or found.cost_s == pytest.approx(truth[0], rel=1e-9)
