@@ -35,6 +35,8 @@ _GAIN = 1.5
 _NEARLY = 1.25
 # Points by hand that a plan shows.
 _MOST_SHOWN = 8
+# Of the time that is left: for the sweep, and for the search of a point.
+_SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.5
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
 # Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor.
@@ -69,7 +71,7 @@ def sweep_stages(
         "stages by hand",
         lambda: sweep(
             model, meshes, cluster, training=wishes.training, limit_bytes=wishes.memory_limit_bytes, num_microbatches=counts,
-            schedules=schedules, deadline=budget.deadline,
+            schedules=schedules, deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         ),
     )  # fmt: skip
     return model, found
@@ -144,7 +146,7 @@ def _candidates(
     for point in points:
         if found and budget.is_spent:
             break
-        part = budget.part(0.5, where=f"{point.schedule} of {point.mesh}: ")
+        part = budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
         cut = cut_as(model, point)
         chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))

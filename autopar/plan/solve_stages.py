@@ -135,7 +135,7 @@ class Solver:
         failure: InfeasibleError | None = None
         pressure = _pressure((one.wishes.training for one in stages), self.limit_bytes)
         for asked in self._ways(stages):
-            if self.budget.is_spent and (best or failure):
+            if self.budget.is_spent and (best or failure or not self.is_pinned):
                 break
             is_last_resort = all(len(one.wishes.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
@@ -161,6 +161,11 @@ class Solver:
         if best is None:
             raise failure or InfeasibleError("no layouts of the stages were found in the time there was; allow more time or memory")
         return best
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether parameters are to be stored in a layout that the plan by hand may not have."""
+        return bool(self.wishes.pins or self.wishes.stored or self.tied)
 
     def _as_written(self, stages: Stages) -> "_Found | None":
         """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from autopar.explain.report import report
 from autopar.explain.text import format_bytes, format_seconds, on_host_line
+from autopar.plan.batch_size import too_small
 from autopar.plan.bought import Bought, bought
 from autopar.plan.memory_timeline import Moment, memory_over_time
 from autopar.plan.schedule import Schedule
@@ -78,6 +79,7 @@ def _head(plan: "StagedPlan") -> str:
             f"Step {format_seconds(plan.step_s)}, found by {plan.found_by or 'hand'}; {floor}.",
             f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
             *_on_host(plan),
+            *([str(small)] if (small := too_small(plan)) else []),
         ]
     )
 

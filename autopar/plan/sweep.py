@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.hand import HandPlan, Outline, format_hand_plan, outlined
 from autopar.plan.partition import Blocks, Partition, blocks_of, partition
+from autopar.plan.promise import rough_step_s
 from autopar.plan.schedule import IN_ROUNDS, Schedule, can_run, num_in_flight, num_waiting
 from autopar.plan.shorten import Short
 from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
@@ -26,7 +27,7 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.microbatch import microbatch_counts, microbatched
 from autopar.search.deadline import NEVER, Deadline
 
-# Where nothing fits by the deadline, so many more meshes with a number of microbatches are tried.
+# So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by hand all the same.
 _MOST_LATE = 8
 # Numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
@@ -122,33 +123,24 @@ def sweep(
     """The plans that fit, fastest first, without most of those that are far slower.
 
     meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
-    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline. What promises most is tried first;
-    after `deadline` a few more where nothing fits yet.
+    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline. What promises most is tried first,
+    and after `deadline` only a few more.
     """
     meshes, late = tuple(meshes), 0
     found: list[tuple[Staged, int]] = []
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
-    node_size = cluster.levels[0].size or math.inf
     usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
-    for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: _idle(node_size, one[1])):
+    rough_s = rough_step_s(model.graph, model.starts, cluster, training)
+    for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
         late += deadline.is_past and bool(plans)
-        if deadline.is_past and (found or late > _MOST_LATE):
+        if late > _MOST_LATE:
             break
         beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
         here = _on(model, model.of_microbatch(num), plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
         found += ((one, number) for one in here)
     return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
-
-
-def _idle(node_size: float, point: "Point") -> tuple[float, int]:
-    """What a point loses at least, by rough rule: the bubble of 1F1B, a tenth for each doubling of the tensor-parallel degree, and all
-    that for a degree beyond a node; of equals, fewer microbatches first."""
-    num_ranks, mesh, num, _ = point
-    degree = math.prod(size for size, name in zip(mesh.shape, mesh.axis_names) if name == "tp")
-    lost = (1 + (num_ranks - 1) / num) * (1 + 0.1 * math.log2(degree)) * (1 if degree <= node_size else degree / node_size)
-    return lost, num
 
 
 Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
