@@ -45,6 +45,11 @@ class Budget:
         """Whether planning is to end with the best plan so far."""
         return self.deadline.is_past
 
+    @property
+    def ended_by(self) -> str:
+        """What ends planning before it is done: "its time limit", "Ctrl-C", or "" while there is time."""
+        return ("Ctrl-C" if self.deadline.is_stopped else "its time limit") if self.is_spent else ""
+
     def run(self, stage: str, work: Callable[[], Result]) -> Result:
         """The result of `work`, timed as `stage`."""
         self.progress(self.where + stage)

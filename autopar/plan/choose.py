@@ -1,7 +1,8 @@
 """With stages and microbatches or without: the better plan of the two."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.costmodel.cluster import Cluster
@@ -18,9 +19,6 @@ from autopar.plan.plan import Plan
 from autopar.plan.rarely_collected import rarely_collected
 from autopar.plan.setting import Wishes
 from autopar.plan.staged import PIPELINE, StagedPlan
-
-Whole = Callable[..., Plan]  # (budget, step time to beat) -> the plan
-InStages = Callable[..., Plan | StagedPlan | None]  # the same
 
 # A plan that leaves more than this part of the memory limit free is not held back by it.
 _FREE = 0.1
@@ -55,75 +53,102 @@ def choose_plan(
     and one microbatch. MicrobatchError or AutoparError if what is asked cannot be.
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
-    wishes, asked = Wishes(pins or {}, stored or {}, limit, training), Asked(num_microbatches, schedule)
-    budget = Budget.of(time_limit_s, progress)
-    has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
-
+    budget, asked = Budget.of(time_limit_s, progress), Asked(num_microbatches, schedule)
     timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
-
-    def in_stages(part: Budget, cutoff_s: float = float("inf")) -> Plan | StagedPlan | None:
-        return plan_in_stages(graph, mesh, cluster, wishes, asked, budget=part, cutoff_s=cutoff_s, predict=timed)
-
-    def whole(part: Budget, to_beat_s: float = float("inf")) -> Plan:
-        tries = iter((part.part(_SHARE_OF_FIRST),))
-
-        def make(allowed_bytes: float) -> Plan:
-            return make_plan(
-                graph, mesh, cluster, pins=pins, stored=stored, memory_limit_bytes=allowed_bytes, training=training, to_beat_s=to_beat_s,
-                budget=next(tries, part),
-            )  # fmt: skip
-
-        return fitting(make, limit, timed, to_beat_s=to_beat_s / (1 - _WORTH))
-
-    if has_stages and not trains:
+    ways = _Ways(graph, mesh, cluster, Wishes(pins or {}, stored or {}, limit, training), asked, timed)
+    if ways.has_stages and not trains:
         raise AutoparError(
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
             f"mesh without {PIPELINE}"
         )
     with budget.ended_by_interrupt():
-        if has_stages or (trains and not asked.is_open and num_microbatches != 1):
-            return in_stages(budget)
-        if not trains or num_microbatches == 1 or (isinstance(mesh, Devices) and pins):
-            return whole(budget)
-        if isinstance(mesh, Mesh):
-            return _if_memory_binds(whole, in_stages, limit, budget)
-        return _better(whole, in_stages, budget, in_one_node=mesh.num_devices <= (cluster.levels[0].size or mesh.num_devices))
+        plan = _chosen(ways, budget, trains=trains)
+        return replace(plan, found_by=f"{plan.found_by}, ended by {budget.ended_by}") if budget.is_spent else plan
 
 
-def _if_memory_binds(whole: Whole, in_stages: InStages, limit_bytes: float, budget: Budget) -> Plan | StagedPlan:
+@dataclass(frozen=True)
+class _Ways:
+    """The two ways to plan: without stages and microbatches, and with them."""
+
+    graph: Graph
+    mesh: Mesh | Devices
+    cluster: Cluster
+    wishes: Wishes
+    asked: Asked
+    predict: Predict | None
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the mesh has an axis for stages."""
+        return isinstance(self.mesh, Mesh) and PIPELINE in self.mesh.axis_names
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all devices are joined by the innermost links."""
+        return self.mesh.num_devices <= (self.cluster.levels[0].size or self.mesh.num_devices)
+
+    def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
+        """`plan_in_stages`."""
+        return plan_in_stages(
+            self.graph, self.mesh, self.cluster, self.wishes, self.asked, budget=budget, cutoff_s=cutoff_s, predict=self.predict
+        )
+
+    def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
+        """The best plan of `make_plan` that fits; the first search leaves time for others, should its plan not fit."""
+        tries, wishes = iter((budget.part(_SHARE_OF_FIRST),)), self.wishes
+
+        def make(allowed_bytes: float) -> Plan:
+            return make_plan(
+                self.graph, self.mesh, self.cluster, pins=wishes.pins, stored=wishes.stored, memory_limit_bytes=allowed_bytes,
+                training=wishes.training, to_beat_s=to_beat_s, budget=next(tries, budget),
+            )  # fmt: skip
+
+        return fitting(make, wishes.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
+
+
+def _chosen(ways: _Ways, budget: Budget, *, trains: bool) -> Plan | StagedPlan:
+    asked = ways.asked
+    if ways.has_stages or (trains and not asked.is_open and asked.num_microbatches != 1):
+        return ways.in_stages(budget)
+    if not trains or asked.num_microbatches == 1 or (isinstance(ways.mesh, Devices) and ways.wishes.pins):
+        return ways.whole(budget)
+    return _if_memory_binds(ways, budget) if isinstance(ways.mesh, Mesh) else _better(ways, budget)
+
+
+def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
     """Without stages, microbatches and recomputed blocks only save memory."""
     try:
-        plan = whole(budget.part(_SHARE_OF_WHOLE))
+        plan = ways.whole(budget.part(_SHARE_OF_WHOLE))
     except InfeasibleError as error:
         try:
-            return in_stages(budget)
+            return ways.in_stages(budget)
         except InfeasibleError:
             raise  # says what the lightest of all plans takes, those in microbatches among them
         except AutoparError:  # the batch cannot be cut, or there is no loss
             raise error from None
-    if plan.costs.total_memory_bytes <= (1 - _FREE) * limit_bytes or budget.is_spent:
+    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.wishes.memory_limit_bytes or budget.is_spent:
         return plan
     try:
-        staged = in_stages(budget, plan.step_s)
+        staged = ways.in_stages(budget, plan.step_s)
     except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
         return plan
     return _worth(staged, plan)
 
 
-def _better(whole: Whole, in_stages: InStages, budget: Budget, *, in_one_node: bool) -> Plan | StagedPlan:
+def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
     """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little there, and what people
     write says little of a batch too small to split."""
     failure: AutoparError | None = None
     staged: Plan | StagedPlan | None = None
     try:
-        staged = in_stages(budget.part(_SHARE_OF_STAGES))
+        staged = ways.in_stages(budget.part(_SHARE_OF_STAGES))
     except AutoparError as error:
         failure = error
     if staged is not None and budget.is_spent:
         return staged
     try:
-        to_beat_s = math.inf if staged is None or in_one_node else staged.step_s
-        plan = whole(budget, to_beat_s)
+        to_beat_s = math.inf if staged is None or ways.is_one_node else staged.step_s
+        plan = ways.whole(budget, to_beat_s)
     except InfeasibleError as error:
         if staged is None:
             raise failure if isinstance(failure, InfeasibleError) else error from None

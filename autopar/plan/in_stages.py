@@ -118,7 +118,8 @@ def plan_in_stages(
         if best is not None:
             break
     if best is None and closest is not None:
-        raise above_estimate(closest, limit_bytes, predict, "so would those with less; raise it, or use more devices")
+        ended = f" (planning was ended by {budget.ended_by})" if budget.is_spent else ""
+        raise above_estimate(closest, limit_bytes, predict, f"so would those with less{ended}; raise it, or use more devices")
     if best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule, budget.deadline)

@@ -30,6 +30,11 @@ class Deadline:
         self.at_s = -math.inf
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it was moved to now."""
+        return self.at_s == -math.inf or (self.within is not None and self.within.is_stopped)
+
+    @property
     def remaining_s(self) -> float:
         """Seconds left, never below 0."""
         own_s = max(0.0, self.at_s - monotonic())
