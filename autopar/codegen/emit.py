@@ -1,20 +1,13 @@
 """Print a program as Python: what runs is what a person can read."""
 
-import keyword
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from autopar.codegen.names import axis_names, called, code, comment, keywords, local_name, variable
 from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Offload, Program, Region, Release, UseTogether, Variable, reads
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
-
-_RESERVED = {
-    "aten", "autopar", "convert", "declare", "inf", "local", "move", "nan", "recomputed", "regathered", "seed", "seeded", "self", "torch",
-    "use_together", "I", "Offload", "P", "R", "S",
-}  # fmt: skip
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
@@ -29,6 +22,7 @@ class _Emitter:
     def __init__(self, program: Program, is_typed: bool) -> None:
         self.program = program
         self.is_typed = is_typed
+        self.axis_names = axis_names(program.mesh, program.joint_axes)
         self.offload = "None"  # the last one opened
         self.is_offloading = False
 
@@ -55,8 +49,7 @@ class _Emitter:
         return _function(f"forward({', '.join(['self', *arguments])})", body)
 
     def _axes(self) -> list[str]:
-        axes = ", ".join(map(self._axis, [*((axis,) for axis in range(self.program.mesh.ndim)), *self.program.joint_axes]))
-        return [f"({axes},) = self.axes"]
+        return [f"({', '.join(self.axis_names.values())},) = self.axes"]
 
     def _all_inputs(self) -> list[str]:
         outputs = {item.name for item, _ in self.program.outputs if isinstance(item, Variable)}
@@ -65,7 +58,7 @@ class _Emitter:
             return self._inputs(names, ("parameter", "buffer", "constant", "argument"))
         lines = self._inputs(names, ("buffer", "constant", "argument"))
         for one in (one for group in self.program.gather.results for one in group if one.name in names):
-            lines.append(f"{variable(one.name)} = self.used[{one.name!r}]  # {describe(one.value, one.layout)}")
+            lines.append(f"{variable(one.name)} = self.used[{one.name!r}]  {comment(describe(one.value, one.layout))}")
             lines += self._declare(one.name, one.layout)
         return lines
 
@@ -78,7 +71,7 @@ class _Emitter:
         return lines
 
     def _input(self, item: Input, layout: Layout) -> str:
-        note = f"# {describe(item.value, layout)}"
+        note = comment(describe(item.value, layout))
         if item.kind == "argument":
             return note
         if item.kind == "constant":
@@ -124,12 +117,13 @@ class _Emitter:
         note = _note(done)
         placements = f"{code(step.src)}, {code(step.dst)}"
         call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
-        return f"{variable(step.output)} = {call}  # {format_layout(step.after)}: {note}"
+        return f"{variable(step.output)} = {call}  {comment(f'{format_layout(step.after)}: {note}')}"
 
     def _use_together(self, step: UseTogether) -> list[str]:
         done = collectives_together(_planned(step, I, R), step.values, self.program.mesh.shape)
         left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
-        line = f"({left}) = use_together({self._axis(step.axes)}, {right})  # {format_layout(step.after)}: {_note(done)}"
+        note = comment(f"{format_layout(step.after)}: {_note(done)}")
+        line = f"({left}) = use_together({self._axis(step.axes)}, {right})  {note}"
         return [line, *(text for name in step.outputs for text in self._declare(name, step.after))]
 
     def _call(self, step: Call) -> list[str]:
@@ -139,10 +133,10 @@ class _Emitter:
         line = f"{left} = {self._called(step)}({', '.join(self._arguments(step))})"
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
-        notes = [f"# {variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}" for one in step.again]
+        notes = [comment(f"{variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}") for one in step.again]
         declared = [text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)]
         needed = [text for name, layout in step.reads for text in self._declare(name, layout)]
-        return [f"# {described}  {step.origin}".rstrip(), *notes, *needed, line, *declared]
+        return [comment(f"{described}  {step.origin}".rstrip()), *notes, *needed, line, *declared]
 
     def _regathered(self, again: Again) -> str:
         steps = [f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
@@ -167,20 +161,20 @@ class _Emitter:
     def _called(self, step: Call) -> str:
         if step.roles:
             return f"local.{local_name(step.target)}"
-        return step.target if step.target.startswith(("aten.", "autopar.")) else f"torch.ops.{step.target}"
+        return called(step.target)
 
     def _arguments(self, step: Call) -> list[str]:
-        args = [code(arg) for arg in step.args] + [f"{key}={code(arg)}" for key, arg in step.kwargs]
-        return args + [f"{role}=({', '.join(self._axis((axis,)) for axis in axes)},)" for role, axes in step.roles]
+        roles = [(role, f"({', '.join(self._axis((axis,)) for axis in axes)},)") for role, axes in step.roles]
+        return [*map(code, step.args), *keywords([*((key, code(arg)) for key, arg in step.kwargs), *roles])]
 
     def _declare(self, name: str, layout: Layout) -> list[str]:
         return [f"{variable(name)} = declare({variable(name)}, {', '.join(map(code, layout))})"] if self.is_typed else []
 
     def _output(self, item: Any) -> str:
-        return variable(item.name) if isinstance(item, Variable) else repr(item)
+        return code(item)
 
     def _axis(self, axes: tuple[int, ...]) -> str:
-        return "axis_" + "_and_".join(self.program.mesh.axis_names[axis] for axis in axes)
+        return self.axis_names[axes]
 
 
 def _function(head: str, body: list[str]) -> list[str]:
@@ -201,38 +195,6 @@ def _note(collectives: tuple[Collective, ...]) -> str:
     return ", ".join(f"{c.kind} {c.num_bytes} B {c.phase}" for c in collectives) or "local"
 
 
-def variable(name: str) -> str:
-    """`name` as a Python identifier that hides nothing the generated code uses."""
-    name = "".join(char if char.isalnum() else "_" for char in name)
-    return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED or name.startswith(("axis_", "offload_", "region_")) else name
-
-
-def local_name(target: str) -> str:
-    """Name of an op's local implementation in the generated code.
-
-    >>> local_name("aten.embedding.default"), local_name("aten.mean.dim")
-    ('embedding', 'mean_dim')
-    """
-    _, name, overload = target.split(".")
-    return name if overload == "default" else f"{name}_{overload}"
-
-
 def describe(value: Value, layout: Layout) -> str:
     """`f32[4,8] S(0)B`: global shape and layout."""
     return f"{value.name}: {short_dtype(value.dtype)}[{','.join(map(str, value.shape))}] {format_layout(layout)}"
-
-
-def code(item: Any) -> str:
-    """An argument as Python source."""
-    match item:
-        case Variable(name=name):
-            return variable(name)
-        case tuple() | list():
-            return f"[{', '.join(map(code, item))}]"
-        case Placement(kind="S", dim=dim):
-            return f"S({dim})"
-        case Placement(kind=kind):
-            return kind
-        case torch.device():
-            return f"torch.device({str(item)!r})"
-    return repr(item)

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.codegen.emit import emit, local_name
+from autopar.codegen.emit import emit
 from autopar.codegen.groups import joint_group
+from autopar.codegen.names import local_name
 from autopar.codegen.offload import Offload
 from autopar.codegen.program import Program
 from autopar.codegen.random import draw_seed, seeded

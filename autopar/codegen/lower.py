@@ -68,6 +68,7 @@ class _Lowering:
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
+        self._taken = {item.value.name for item in self.graph.inputs} | {value.name for op in self.graph.ops for value in op.outputs}
         self._of_inputs = {item.value.name for item in self.graph.inputs}  # and what they are converted to
         self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
 
@@ -154,8 +155,13 @@ class _Lowering:
         return copies
 
     def _copy_of(self, name: str) -> str:
-        self._num_copies[name] = self._num_copies.get(name, 0) + 1
-        return f"{name}__{self._num_copies[name]}"
+        """A variable that holds a converted copy of value `name`, and is called like no other."""
+        number = self._num_copies.get(name, 0) + 1
+        while (copy := f"{name}__{number}") in self._taken:
+            number += 1
+        self._num_copies[name] = number
+        self._taken.add(copy)
+        return copy
 
     def _again(self, op: Op, names: list[str]) -> Iterator[Again]:
         """The operands that are not kept for backward; what a region makes is not anyhow."""

@@ -44,6 +44,17 @@ def _format_leaf(leaf: Any) -> str:
     return short_dtype(leaf) if isinstance(leaf, torch.dtype) else repr(leaf)
 
 
+def printable(text: str, most: int = 0) -> str:
+    """`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest is left out.
+
+    >>> printable("a\\x1b[2J\\nb")
+    'a\\\\x1b[2J\\\\nb'
+    """
+    if most and len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+
+
 def fingerprint(graph: Graph) -> str:
     """sha256 of what a plan depends on: targets, arguments, shapes, dtypes, wiring, FQNs and outputs; not model lines or value names."""
     index: dict[str, int] = {}

@@ -1,0 +1,118 @@
+"""What names and constants become in generated source: identifiers that are chosen here, literals, and comments that nothing ends.
+
+Names of mesh axes, parameters and modules come from users and plan files. Only ASCII identifiers that are free are taken as they are.
+"""
+
+import keyword
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.codegen.program import Variable
+from autopar.errors import AutoparError
+from autopar.ir.text import printable
+from autopar.mesh import Mesh
+from autopar.sbp.placement import Placement
+
+Axes = tuple[int, ...]
+
+# What generated functions read that is no variable of theirs.
+GLOBALS = frozenset(
+    ("aten", "autopar", "complex", "convert", "declare", "getattr", "inf", "local", "move", "nan", "recomputed", "regathered", "seed")
+    + ("seeded", "self", "torch", "use_together", "I", "Offload", "P", "R", "S")
+)
+_PREFIXES = ("__", "axis_", "named_", "offload_", "region_")  # of Python's own, of names chosen here, of what `emit` counts
+_LITERALS = (bool, int, float, str, bytes, type(None))
+_TORCH_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def variable(name: str) -> str:
+    """`name` as a Python identifier that hides nothing the generated code uses; different names give different identifiers.
+
+    >>> variable("blocks_0_weight"), variable("class"), variable("class_"), variable("w.1")
+    ('blocks_0_weight', 'class_', 'class__', 'named_w_2e_1')
+    """
+    if not is_identifier(name) or name.startswith(_PREFIXES):
+        # "_" is doubled and what is no letter or digit is its number between two, so that nothing reads in two ways.
+        return "named_" + "".join(_escaped(char) for char in name)
+    bare = name.rstrip("_")
+    return f"{name}_" if keyword.iskeyword(bare) or bare in GLOBALS else name
+
+
+def _escaped(char: str) -> str:
+    if char == "_":
+        return "__"
+    return char if char.isascii() and char.isalnum() else f"_{ord(char):x}_"
+
+
+def is_identifier(name: str) -> bool:
+    """Whether `name` is an ASCII identifier: others Python would take for equal to another spelling (PEP 3131), or not at all."""
+    return name.isascii() and name.isidentifier()
+
+
+def axis_names(mesh: Mesh, joint: Sequence[Axes]) -> dict[Axes, str]:
+    """A different identifier for each axis of the mesh and each of the `joint` sets of several.
+
+    >>> axis_names(Mesh((2, 4), ("dp-shard", "tp")), [(0, 1)])
+    {(0,): 'axis_dp_shard', (1,): 'axis_tp', (0, 1): 'axis_dp_shard_and_tp'}
+    """
+    sets = [*((axis,) for axis in range(mesh.ndim)), *joint]
+    plain = [re.sub("[^A-Za-z0-9_]", "_", name) for name in mesh.axis_names]
+    found = {axes: "axis_" + "_and_".join(plain[axis] for axis in axes) for axes in sets}
+    if len(set(found.values())) < len(found):
+        found = {axes: "axis_" + "_and_".join(map(str, axes)) for axes in sets}
+    return found
+
+
+def comment(text: str) -> str:
+    """A comment on a line of its own or behind a statement; whatever `text` holds, it is that."""
+    return f"# {printable(text)}"
+
+
+def called(target: str) -> str:
+    """The op `target`, a path below torch.ops, as an expression."""
+    first, *rest = target.split(".") if target.startswith(("aten.", "autopar.")) else ["torch", "ops", *target.split(".")]
+    for part in rest:
+        # An overload may be called like a keyword: aten.random.from
+        first = f"{first}.{part}" if is_identifier(part) and not keyword.iskeyword(part) else f"getattr({first}, {part!r})"
+    return first
+
+
+def keywords(kwargs: Sequence[tuple[str, str]]) -> list[str]:
+    """Keyword arguments of a call, each name with its value's source."""
+    return [f"{key}={value}" if is_identifier(key) and not keyword.iskeyword(key) else f"**{{{key!r}: {value}}}" for key, value in kwargs]
+
+
+def local_name(target: str) -> str:
+    """Name of an op's local implementation in the generated code.
+
+    >>> local_name("aten.embedding.default"), local_name("aten.mean.dim")
+    ('embedding', 'mean_dim')
+    """
+    _, name, overload = target.split(".")
+    return name if overload == "default" else f"{name}_{overload}"
+
+
+def code(item: Any) -> str:
+    """An argument as Python source. AutoparError if it is no literal: its own text may be anything."""
+    match item:
+        case Variable(name=name):
+            return variable(name)
+        case tuple() | list():
+            return f"[{', '.join(map(code, item))}]"
+        case Placement(kind="S", dim=dim):
+            return f"S({int(dim)})"
+        case Placement(kind="P" | "I" | "R" as kind):
+            return kind
+        case torch.device():
+            return f"torch.device({str(item)!r})"
+        case complex() if type(item) is complex:
+            return f"complex({item.real!r}, {item.imag!r})"
+    if type(item) in _LITERALS or isinstance(item, _TORCH_LITERALS):
+        return repr(item)
+    raise AutoparError(
+        f"a constant of the program is a {type(item).__module__}.{type(item).__qualname__}, which is no literal of Python; expected "
+        "numbers, strings, None, dtypes, devices and tuples of these; let the model take or return one of them"
+    )
