@@ -1,6 +1,7 @@
 """The device mesh as plain data, so that planning needs no process group."""
 
 import math
+import reprlib
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,18 +9,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import MeshError
 
 
+# What separates names, sizes and layouts wherever a mesh or a pin is written: "dp=2,tp=4", "dp+tp", "tp:S(0)".
+SEPARATORS = "=,:+"
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major."""
+    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major. A name is any text that prints on one line and
+    holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other names, or sizes below 1."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.shape or any(size < 1 for size in self.shape):
-            raise MeshError(f"mesh shape must be positive sizes, found {self.shape}; write e.g. '2x4' or 'dp=2,tp=4'")
+        if not self.shape or any(type(size) is not int or size < 1 for size in self.shape):
+            raise MeshError(f"mesh shape must be positive sizes, found {reprlib.repr(self.shape)}; write e.g. '2x4' or 'dp=2,tp=4'")
+        for name in self.axis_names:
+            _check_name(name)
         if len(set(self.axis_names)) != len(self.axis_names) or len(self.axis_names) != len(self.shape):
-            raise MeshError(f"mesh {self.shape} needs {len(self.shape)} distinct axis names, found {self.axis_names}")
+            expected, found = len(self.shape), reprlib.repr(self.axis_names)
+            raise MeshError(f"mesh {reprlib.repr(self.shape)} needs {expected} distinct axis names, found {found}")
 
     @property
     def num_devices(self) -> int:
@@ -41,6 +50,17 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape))
+
+
+def _check_name(name: object) -> None:
+    """MeshError unless an axis may be called so; numbers, newlines and terminal control characters are shown escaped."""
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise MeshError(f"a mesh axis is called by text without control characters or spaces around it, found {reprlib.repr(name)}")
+    if found := set(SEPARATORS).intersection(name):
+        raise MeshError(
+            f"mesh axis {reprlib.repr(name)} holds {''.join(sorted(found))!r}, which stands between axes where meshes and pins are written "
+            "('dp=2,tp=4', 'tp:S(0)', 'dp+tp'); call it e.g. 'dp-shard' or 'dp.shard'"
+        )
 
 
 @dataclass(frozen=True, slots=True)
