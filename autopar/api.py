@@ -100,7 +100,8 @@ def compile(
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
-    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given), loss_fn)
+    is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
+    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given, is_own), loss_fn)
     if args is not None or kwargs is not None:
         module._autopar.prepare(module, *example, trains=True)
     module._autopar.is_in_use = True
@@ -115,14 +116,15 @@ class _Planner:
     cluster: Cluster | None
     wishes: dict[str, Any]  # keyword arguments of make_plan
     given: str | None  # JSON text of a plan made before
+    is_own: bool  # it was made by this run, as what is planned here is
 
     def __call__(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
-        text = self.given
+        text, is_own = self.given, self.is_own
         asked = (text, self.wishes, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
-            text = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps())
-        return on_every_rank(self.mesh, "reading the plan", lambda: staged.loads(text, graph, mesh_of(self.mesh)))
+            text, is_own = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps()), True
+        return on_every_rank(self.mesh, "reading the plan", lambda: staged.loads(text, graph, mesh_of(self.mesh), is_own=is_own))
 
     def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else dict(self.wishes)
@@ -144,7 +146,7 @@ def _settled(
     found = _cluster(cluster, flat.device_type)
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, wishes).dumps())
-    plan = on_every_rank(flat, "reading the plan", lambda: staged.loads(text, graph, devices))
+    plan = on_every_rank(flat, "reading the plan", lambda: staged.loads(text, graph, devices, is_own=True))
     return plan.mesh, plan
 
 

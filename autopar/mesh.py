@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 
-
 # What separates names, sizes and layouts wherever a mesh or a pin is written: "dp=2,tp=4", "dp+tp", "tp:S(0)".
 SEPARATORS = "=,:+"
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -65,18 +66,37 @@ class Cluster:
         return json.dumps(asdict(self), indent=2)
 
 
+# Rates beyond these are no device's, and times computed from them no finite numbers.
+_LEAST, _MOST, _MOST_CHILDREN = 1e-9, 1e30, 2**31
+
+
 def _check(cluster: Cluster) -> None:
+    for field_name in ("name", "source", "device_type"):
+        if type(getattr(cluster, field_name)) is not str:
+            raise ValueError(f"cluster: expected text as {field_name}, found {reprlib.repr(getattr(cluster, field_name))}")
     sizes = [level.size for level in cluster.levels]
-    if not sizes or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0:
+    is_whole = all(type(size) is int and size <= _MOST_CHILDREN for size in sizes)
+    if not sizes or not is_whole or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0:
         raise ValueError(f"cluster {cluster.name!r}: link levels need positive sizes (the outermost may be 0, unbounded), found {sizes}")
-    if any(level.bandwidth_bytes_per_s <= 0 or level.latency_s < 0 for level in cluster.levels):
-        raise ValueError(f"cluster {cluster.name!r}: links need a positive bandwidth and no negative latency, found {cluster.levels}")
-    if "float32" not in cluster.flops_per_s or min(cluster.flops_per_s.values()) <= 0:
-        raise ValueError(f"cluster {cluster.name!r}: flops_per_s needs positive rates and 'float32', found {dict(cluster.flops_per_s)}")
-    if cluster.memory_bandwidth_bytes_per_s <= 0 or cluster.memory_bytes <= 0:
-        raise ValueError(f"cluster {cluster.name!r}: memory size and bandwidth must be positive")
-    if cluster.host_bandwidth_bytes_per_s < 0:
-        raise ValueError(f"cluster {cluster.name!r}: host_bandwidth_bytes_per_s must not be negative (0: unknown)")
+    for place, number, least, most in _numbers(cluster):
+        if type(number) not in (int, float) or not least <= number <= most:
+            expected = f"expected a number from {least:g} to {most:g}"
+            raise ValueError(f"cluster {cluster.name!r}: {expected} as {place}, found {reprlib.repr(number)}")
+    if "float32" not in cluster.flops_per_s:
+        raise ValueError(f"cluster {cluster.name!r}: flops_per_s needs 'float32', found {reprlib.repr(dict(cluster.flops_per_s))}")
+
+
+def _numbers(cluster: Cluster) -> Iterator[tuple[str, object, float, float]]:
+    """(field, what it holds, the least and the most it may be) of every number; links may be infinitely fast."""
+    for number, level in enumerate(cluster.levels):
+        yield f"latency_s of level {number}", level.latency_s, 0.0, _MOST
+        yield f"bandwidth_bytes_per_s of level {number}", level.bandwidth_bytes_per_s, _LEAST, math.inf
+    yield from ((f"flops_per_s of {key!r}", rate, _LEAST, _MOST) for key, rate in cluster.flops_per_s.items())
+    yield from ((f"kind_factors of {key!r}", factor, 0.0, _MOST) for key, factor in cluster.kind_factors.items())
+    yield "memory_bandwidth_bytes_per_s", cluster.memory_bandwidth_bytes_per_s, _LEAST, _MOST
+    yield "memory_bytes", cluster.memory_bytes, 1, _MOST
+    way = cluster.host_bandwidth_bytes_per_s
+    yield "host_bandwidth_bytes_per_s (0: unknown)", way, _LEAST if way else 0.0, _MOST
 
 
 def cluster_from_json(text: str) -> Cluster:
@@ -85,7 +105,7 @@ def cluster_from_json(text: str) -> Cluster:
         fields = json.loads(text)
         levels = tuple(LinkLevel(**level) for level in fields.pop("levels"))
         return Cluster(levels=levels, **fields)
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (json.JSONDecodeError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json writes, found {error}") from error
 
 

@@ -34,10 +34,10 @@ class Training:
         if self.optimizer not in OPTIMIZER_STATE_BYTES:
             known = ", ".join(OPTIMIZER_STATE_BYTES)
             raise ValueError(f"optimizer: expected one of {known}, found {self.optimizer!r}; take the one with as much state")
-        if not 1 <= self.num_in_flight <= self.num_microbatches:
+        if not 1 <= self.num_in_flight <= self.num_microbatches or not 0 <= self.num_waiting <= self.num_microbatches:
             raise ValueError(
-                f"training: expected 1 <= num_in_flight <= num_microbatches, found {self.num_in_flight} in flight of "
-                f"{self.num_microbatches} microbatches"
+                f"training: expected 1 <= num_in_flight <= num_microbatches and as many waiting at most, found {self.num_in_flight} in "
+                f"flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
             )
 
     @property

@@ -50,6 +50,7 @@ class Explained(Protocol):
     meshes: Mapping[str, float]
     timings: Mapping[str, float]
     peak_bytes: tuple[int, ...]
+    is_from_file: bool
 
     @property
     def gap(self) -> float: ...
@@ -100,7 +101,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters."""
+    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters. is_from_file: as in `Plan`."""
 
     mesh: str
     cluster: str
@@ -125,6 +126,7 @@ class Report:
     without_rule: Mapping[str, float]
     not_divided: tuple[Mapping[str, Any], ...]
     timings_s: Mapping[str, float]
+    is_from_file: bool
 
     def as_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -165,6 +167,7 @@ def report(plan: Explained) -> Report:
         without_rule=dict(plan.without_rule),
         not_divided=tuple(_not_divided(plan)),
         timings_s=dict(plan.timings),
+        is_from_file=plan.is_from_file,
     )
 
 

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from tabulate import tabulate
 
 from autopar.explain.report import CollectiveRow, InputRow, OpRow, Report
+from autopar.ir.text import printable
 
 MOST_UNDIVIDED = 20  # lines; the JSON has them all
+FROM_FILE = "Taken from the plan's file"
 
 
 def format_report(report: Report) -> str:
@@ -46,17 +48,26 @@ def _digits(number: float) -> str:
 
 
 def _head(report: Report) -> str:
-    found = f", found by {report.found_by}" if report.found_by else ""
+    found = f"found by {report.found_by}" if report.found_by else ""
     least = f"no {report.bound_of} takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})"
-    bound = least if report.lower_bound_s else "no bound"
+    told = step_line(report.step_s, found, least if report.lower_bound_s else "no bound", is_from_file=report.is_from_file)
+    cluster = f"{printable(report.cluster)} ({printable(report.cluster_source)})"
     return "\n".join(
         [
-            f"Plan for mesh {report.mesh} on cluster {report.cluster} ({report.cluster_source}), optimizer {report.optimizer}.",
+            f"Plan for mesh {report.mesh} on cluster {cluster}, optimizer {report.optimizer}.",
             "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
-            f"Step {format_seconds(report.step_s)}{found}; {bound}.",
+            told,
             *([on_host_line(len(report.state_on_host), report.state_on_host_bytes)] if report.state_on_host else []),
         ]
     )
+
+
+def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> str:
+    """The step, what found the plan and what is proven of it; of a plan that was read from a file, that the file says so."""
+    step = f"Step {format_seconds(step_s)}"
+    if is_from_file:
+        return f"{step}. {FROM_FILE}, not proven here: {printable('; '.join(filter(None, (found, bound))))}."
+    return f"{', '.join(filter(None, (step, printable(found))))}; {printable(bound)}."
 
 
 def on_host_line(num_parameters: int, num_bytes: int) -> str:
@@ -79,7 +90,7 @@ def _table(lines: list[list[str]], headers: list[str]) -> str:
 
 
 def _op_line(row: OpRow) -> list[str]:
-    where = " ".join(part for part in (row.module, row.line) if part)
+    where = printable(" ".join(part for part in (row.module, row.line) if part))
     return [_name(row), str(row.count), *row.signatures, _cell(row.collectives), where]
 
 
@@ -102,7 +113,7 @@ def _inputs(report: Report) -> str:
 
 
 def _input_line(row: InputRow) -> list[str]:
-    return [row.fqn, str(row.count), row.kind, row.value, row.layout, _cell(row.collectives)]
+    return [printable(row.fqn), str(row.count), row.kind, row.value, row.layout, _cell(row.collectives)]
 
 
 def _collectives(report: Report) -> str:
@@ -114,9 +125,11 @@ def _collectives(report: Report) -> str:
 
 def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
-    most = total if report.peak_bytes is None else report.peak_bytes
+    peak = total if report.peak_bytes is None else report.peak_bytes
+    most = total if report.is_from_file else peak
     lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
-    lines += [] if most == total else [["at one time, as the program runs", format_bytes(most)]]
+    origin = f" ({FROM_FILE.lower()})" if report.is_from_file else ""
+    lines += [] if peak == total else [[f"at one time, as the program runs{origin}", format_bytes(peak)]]
     limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, most)})"
     return f"Memory a device{limit}:\n" + _table(lines, ["kind", "bytes"])
 
@@ -131,7 +144,12 @@ def _hand(report: Report) -> str:
         return ""
     here = {"this plan": {"step_s": report.step_s, "memory_bytes": sum(report.memory_bytes.values())}}
     lines = [_hand_line(name, cost, report) for name, cost in (here | report.hand).items()]
-    return "Beside plans written by hand, priced alike:\n" + _table(lines, ["plan", "step", "ratio", "memory"])
+    return hand_title(is_from_file=report.is_from_file) + _table(lines, ["plan", "step", "ratio", "memory"])
+
+
+def hand_title(*, is_from_file: bool) -> str:
+    """Above the table of plans by hand."""
+    return f"{FROM_FILE}, plans written by hand beside it:\n" if is_from_file else "Beside plans written by hand, priced alike:\n"
 
 
 def _meshes(report: Report) -> str:
@@ -144,7 +162,7 @@ def _meshes(report: Report) -> str:
 def _hand_line(name: str, cost: Mapping[str, float], report: Report) -> list[str]:
     ratio = f"{cost['step_s'] / report.step_s:.2f}" if report.step_s else "-"
     memory = format_bytes(cost["memory_bytes"]) + _unfit(report, cost["memory_bytes"])
-    return [name, format_seconds(cost["step_s"]), ratio, memory]
+    return [printable(name), format_seconds(cost["step_s"]), ratio, memory]
 
 
 def _unfit(report: Report, num_bytes: float) -> str:
@@ -163,7 +181,7 @@ def _without_rule(report: Report) -> str:
 def _not_divided(report: Report) -> str:
     if not report.not_divided:
         return "Every mesh axis divides every dim it could split."
-    lines = [[row["axis"], row["name"], str(row["dim"]), str(row["size"])] for row in report.not_divided]
+    lines = [[row["axis"], printable(row["name"]), str(row["dim"]), str(row["size"])] for row in report.not_divided]
     rest = f"\n... and {len(lines) - MOST_UNDIVIDED} more, all in the JSON" if len(lines) > MOST_UNDIVIDED else ""
     table = _table(lines[:MOST_UNDIVIDED], ["axis", "of", "dim", "size"])
     return "Never split, because the axis does not divide the dim:\n" + table + rest

@@ -35,6 +35,7 @@ class Plan:
     found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
     meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
     peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked, as where memory is plenty.
+    is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on reading.
     """
 
     mesh: Mesh
@@ -55,6 +56,7 @@ class Plan:
     meshes: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: tuple[int, ...] = ()
+    is_from_file: bool = False
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
@@ -88,41 +90,32 @@ class Plan:
 
     def dumps(self) -> str:
         """JSON text; the graph is not in it, only its fingerprint."""
-        return store.dumps(
-            SavedPlan(
-                fingerprint=self.fingerprint,
-                mesh=self.mesh,
-                cluster=self.cluster,
-                training=self.training,
-                memory_limit_bytes=self.memory_limit_bytes,
-                lower_bound_s=self.lower_bound_s,
-                bound_of=self.bound_of,
-                found_by=self.found_by,
-                hand=self.hand,
-                peak_bytes=self.peak_bytes,
-                assignment=self.assignment,
-            )
-        )
+        return store.signed(store.content_of_plan(self))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON, whole or not at all."""
         store.write(path, self.dumps())
 
     @classmethod
-    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices) -> "Plan":
-        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it."""
-        saved = store.loads(text)
-        store.check_belongs(saved.fingerprint, saved.mesh, graph, mesh)
-        mesh = saved.mesh if isinstance(mesh, Devices) else mesh
+    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "Plan":
+        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it:
+        what cannot be computed again is shown as the file's, unless this run wrote the text itself (`is_own`)."""
+        return cls.of_saved(store.reading(lambda: store.read_plan(store.fields_of(text))), graph, mesh, is_own=is_own)
+
+    @classmethod
+    def of_saved(cls, saved: SavedPlan, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
+        """`loads` of what was read already."""
+        mesh = store.check_belongs(saved, graph, mesh)
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
-        return plan_of(
+        plan = plan_of(
             graph, saved.assignment, mesh, saved.cluster,
             training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
             bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
         )  # fmt: skip
+        return replace(plan, is_from_file=not is_own)
 
     @classmethod
     def load(cls, path: str | os.PathLike, graph: Graph, mesh: Mesh | Devices) -> "Plan":

@@ -1,24 +1,25 @@
 """A plan in stages, in microbatches, or both: what each stage is, in which order they run, and what that costs."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.costmodel.cluster import Cluster, cluster_from_json
+from autopar.costmodel.cluster import Cluster
 from autopar.costmodel.compute import op_time, weight_share
 from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.training import Training
 from autopar.costmodel.transfer import transfer
-from autopar.errors import MeshError, MicrobatchError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.cut import StageGraph, cut
 from autopar.ir.graph import Graph
 from autopar.ir.loss_only import loss_only
 from autopar.ir.text import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plan import store
+from autopar.plan.check import check_crossing, check_stages
+from autopar.plan.fields import Fields
 from autopar.plan.plan import Plan
 from autopar.plan.schedule import Schedule
 from autopar.plan.simulate import StageTimes, simulate
@@ -36,7 +37,7 @@ KIND = "staged"
 class StagedPlan:
     """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first ops of the stages
     but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by, timings, lower_bound_s: as in `Plan`;
-    peak_bytes too, of a device of each rank of the pipeline.
+    peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in `Plan`.
 
     A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients, update.
     """
@@ -54,6 +55,7 @@ class StagedPlan:
     hand: Mapping[str, HandCosts] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: tuple[int, ...] = ()
+    is_from_file: bool = False
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
@@ -98,11 +100,15 @@ class StagedPlan:
         ranks = range(self.schedule.num_ranks)
         return tuple(sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank)) for rank in ranks)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the graph of the whole batch."""
+        return fingerprint(self.graph)
+
     def of_other(self, graph: Graph) -> "StagedPlan":
         """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not fit."""
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
-        texts = (replace(stage, fingerprint=fingerprint(one.graph)).dumps() for stage, one in zip(self.stages, cut_graphs))
-        stages = tuple(Plan.loads(text, one.graph, self.stages[0].mesh) for text, one in zip(texts, cut_graphs))
+        stages = tuple(_stage_for(stage, one.graph) for stage, one in zip(self.stages, cut_graphs))
         return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
 
     def explain(self) -> str:
@@ -111,21 +117,11 @@ class StagedPlan:
 
     def dumps(self) -> str:
         """JSON text; the graph is not in it, only its fingerprint."""
-        content = {
-            "format": store.FORMAT,
+        content = store.common_content(self) | {
             "kind": KIND,
-            "fingerprint": fingerprint(self.graph),
-            "mesh": {"shape": self.mesh.shape, "axis_names": self.mesh.axis_names},
-            "cluster": json.loads(self.cluster.to_json()),
-            "training": asdict(self.training),
-            "memory_limit_bytes": None if self.memory_limit_bytes == float("inf") else self.memory_limit_bytes,
             "schedule": asdict(self.schedule),
             "starts": list(self.starts),
-            "lower_bound_s": self.lower_bound_s,
-            "found_by": self.found_by,
-            "hand": {name: asdict(costs) for name, costs in self.hand.items()},
-            "peak_bytes": self.peak_bytes,
-            "stages": [json.loads(plan.dumps()) for plan in self.stages],
+            "stages": [store.content_of_plan(plan) for plan in self.stages],
         }
         return store.signed(content)
 
@@ -133,58 +129,70 @@ class StagedPlan:
         """Write the plan as JSON, whole or not at all."""
         store.write(path, self.dumps())
 
-
     @classmethod
-    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices) -> "StagedPlan":
-        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it."""
-        content = store.content_of(text)
-        try:
-            saved = Mesh(tuple(content["mesh"]["shape"]), tuple(content["mesh"]["axis_names"]))
-            store.check_belongs(content["fingerprint"], saved, graph, mesh)
-            training, schedule = Training(**content["training"]), Schedule(**content["schedule"])
-            starts = tuple(map(str, content["starts"]))
-            cut_graphs = stage_graphs(graph, starts, schedule.num_microbatches)[1]
-            texts = [json.dumps(stage) for stage in content["stages"]]
-            limit = content["memory_limit_bytes"]
-            return cls(
-                mesh=saved,
-                cluster=cluster_from_json(json.dumps(content["cluster"])),
-                training=training,
-                memory_limit_bytes=float("inf") if limit is None else float(limit),
-                graph=graph,
-                schedule=schedule,
-                starts=starts,
-                stages=tuple(Plan.loads(stage, one.graph, sub_mesh(saved)) for stage, one in zip(texts, cut_graphs, strict=True)),
-                lower_bound_s=float(content["lower_bound_s"]),
-                found_by=str(content["found_by"]),
-                hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
-                peak_bytes=tuple(map(int, content["peak_bytes"])),
-            )
-        except KeyError as error:
-            raise PlanError(f"the plan lacks {error}; {store.AGAIN}") from error
-        except (ValueError, TypeError, AttributeError, MeshError, MicrobatchError) as error:
-            raise PlanError(f"the plan cannot be read: {error}; {store.AGAIN}") from error
+    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "StagedPlan":
+        """As `Plan.loads`."""
+        fields = store.fields_of(text)
+        return store.reading(lambda: _staged_plan(fields, graph, mesh, is_own))
 
 
-def loads(text: str, graph: Graph, mesh: Mesh | Devices) -> Plan | StagedPlan:
-    """The plan that `text` holds, of either kind."""
-    kind = StagedPlan if store.content_of(text).get("kind") == KIND else Plan
-    return kind.loads(text, graph, mesh)
+def _stage_for(plan: Plan, graph: Graph) -> Plan:
+    """The same choices for a stage of other shapes."""
+    return Plan.loads(replace(plan, fingerprint=fingerprint(graph)).dumps(), graph, plan.mesh, is_own=not plan.is_from_file)
+
+
+def _staged_plan(fields: Fields, graph: Graph, mesh: Mesh | Devices, is_own: bool) -> StagedPlan:
+    saved = store.read_common(fields)
+    mesh = store.check_belongs(saved, graph, mesh)
+    schedule, starts = _read_schedule(fields.under("schedule")), fields.texts("starts")
+    parts = [store.read_plan(Fields.of(stage, f"stages.{number}")) for number, stage in enumerate(fields.list("stages"))]
+    _check_ranks(schedule, mesh)
+    check_stages(saved, schedule, starts, parts)
+    cut_graphs = stage_graphs(graph, starts, schedule.num_microbatches)[1]
+    plans = tuple(Plan.of_saved(part, one.graph, sub_mesh(mesh), is_own=is_own) for part, one in zip(parts, cut_graphs))
+    check_crossing(cut_graphs, [part.assignment for part in parts])
+    found = StagedPlan(
+        mesh=mesh, cluster=saved.cluster, training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, graph=graph,
+        schedule=schedule, starts=starts, stages=plans, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
+        is_from_file=not is_own,
+    )  # fmt: skip
+    return replace(found, lower_bound_s=min(saved.lower_bound_s, found.step_s))
+
+
+def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
+    num_ranks = mesh.shape[0] if mesh.axis_names[0] == PIPELINE else 1
+    if PIPELINE in mesh.axis_names[1:] or schedule.num_ranks != num_ranks:
+        raise PlanError(
+            f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is {mesh}; call its "
+            "axes so, or plan for this mesh"
+        )
+
+
+def _read_schedule(fields: Fields) -> Schedule:
+    counts = {key: fields.whole(key, least=1) for key in ("num_stages", "num_ranks", "num_microbatches")}
+    return Schedule(fields.only("name", *counts).text("name"), **counts)
+
+
+def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> Plan | StagedPlan:
+    """The plan that `text` holds, of either kind; errors and `is_own` as in `Plan.loads`."""
+    if store.fields_of(text).content.get("kind") == KIND:
+        return StagedPlan.loads(text, graph, mesh, is_own=is_own)
+    plan = Plan.loads(text, graph, mesh, is_own=is_own)
+    if plan.training.num_microbatches > 1:
+        raise PlanError(f"the plan has {plan.training.num_microbatches} microbatches and no schedule that runs them; {store.AGAIN}")
+    return plan
 
 
 def mesh_in(text: str) -> Mesh:
-    """The mesh of the plan that `text` holds."""
-    saved = store.content_of(text)["mesh"]
-    return Mesh(tuple(saved["shape"]), tuple(saved["axis_names"]))
+    """The mesh of the plan that `text` holds; PlanError if there is none."""
+    return store.reading(lambda: store.read_common(store.fields_of(text))).mesh
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster, and the other wishes, for which the plan that `text` holds was made."""
-    content = store.content_of(text)
-    limit = content["memory_limit_bytes"]
-    training = replace(Training(**content["training"]), num_microbatches=1, num_in_flight=1, num_waiting=0)
-    asked = {"training": training, "memory_limit_bytes": float("inf") if limit is None else float(limit)}
-    return cluster_from_json(json.dumps(content["cluster"])), asked
+    """The cluster, and the other wishes, for which the plan that `text` holds was made; PlanError if it holds none."""
+    saved = store.reading(lambda: store.read_common(store.fields_of(text)))
+    training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
+    return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
 
 
 def _weight_s(plan: Plan) -> float:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autopar.explain.report import report
-from autopar.explain.text import format_bytes, format_seconds, on_host_line
+from autopar.explain.text import FROM_FILE, format_bytes, format_seconds, hand_title, on_host_line, step_line
+from autopar.ir.text import printable
 from autopar.plan.batch_size import too_small
 from autopar.plan.bought import Bought, bought
 from autopar.plan.memory_timeline import Moment, memory_over_time
@@ -47,6 +48,7 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "stages": [report(stage).as_json() for stage in plan.stages],
         "hand": {name: {"step_s": costs.step_s, "memory_bytes": costs.memory_bytes} for name, costs in plan.hand.items()},
         "timings_s": dict(plan.timings),
+        "is_from_file": plan.is_from_file,
     }
 
 
@@ -72,11 +74,12 @@ def plan_trace(plan: "Plan | StagedPlan") -> str:
 
 def _head(plan: "StagedPlan") -> str:
     floor = f"no plan takes less than {format_seconds(plan.lower_bound_s)}, the work shared evenly" if plan.lower_bound_s else "no bound"
+    cluster = f"{printable(plan.cluster.name)} ({printable(plan.cluster.source)})"
     return "\n".join(
         [
-            f"Plan for mesh {plan.mesh} on cluster {plan.cluster.name} ({plan.cluster.source}), optimizer {plan.training.optimizer}.",
+            f"Plan for mesh {plan.mesh} on cluster {cluster}, optimizer {plan.training.optimizer}.",
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
-            f"Step {format_seconds(plan.step_s)}, found by {plan.found_by or 'hand'}; {floor}.",
+            step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", floor, is_from_file=plan.is_from_file),
             f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
             *_on_host(plan),
             *([str(small)] if (small := too_small(plan)) else []),
@@ -103,7 +106,7 @@ def _stages(plan: "StagedPlan") -> str:
         own = stage.assignment
         saved = (str(len(x)) for x in (own.recomputed, own.offloaded, own.state_on_host))
         in_flight = str(stage.training.num_in_flight)
-        lines.append([str(number), str(plan.schedule.rank_of(number)), span, *map(format_seconds, spent), in_flight, *saved])
+        lines.append([str(number), str(plan.schedule.rank_of(number)), printable(span), *map(format_seconds, spent), in_flight, *saved])
     headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight"]
     return "Stages (times of one microbatch):\n" + _table(lines, [*headers, "recomputed", "offloaded", "state on host"])
 
@@ -122,7 +125,8 @@ def _memory(plan: "StagedPlan") -> str:
 
 def _peaks(plan: "StagedPlan") -> str:
     peaks = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(plan.peak_bytes))
-    return f"\nThese are estimates; the most at one time, as the programs run: {peaks}." if peaks else ""
+    origin = f" ({FROM_FILE.lower()})" if plan.is_from_file else ""
+    return f"\nThese are estimates; the most at one time, as the programs run{origin}: {peaks}." if peaks else ""
 
 
 def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) -> Iterator[list[str]]:
@@ -159,8 +163,8 @@ def _hand(plan: "StagedPlan") -> str:
         return ""
     rows = [("this plan", plan.step_s, max(plan.memory_bytes))]
     rows += [(name, costs.step_s, costs.memory_bytes) for name, costs in plan.hand.items()]
-    lines = [[name, format_seconds(step_s), f"{step_s / plan.step_s:.2f}", format_bytes(size)] for name, step_s, size in rows]
-    return "Beside plans written by hand, priced alike:\n" + _table(lines, ["plan", "step", "ratio", "memory"])
+    lines = [[printable(name), format_seconds(step_s), f"{step_s / plan.step_s:.2f}", format_bytes(size)] for name, step_s, size in rows]
+    return hand_title(is_from_file=plan.is_from_file) + _table(lines, ["plan", "step", "ratio", "memory"])
 
 
 def _timings(plan: "StagedPlan") -> str:

@@ -5,22 +5,27 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.costmodel.cluster import Cluster, cluster_from_json
 from autopar.costmodel.training import Training
-from autopar.errors import MeshError, PlanError
+from autopar.errors import MeshError, MicrobatchError, PlanError, UnsupportedOp
 from autopar.ir.graph import Graph
-from autopar.ir.text import fingerprint
+from autopar.ir.text import fingerprint, printable
 from autopar.mesh import Devices, Mesh
+from autopar.plan.fields import Fields, parse, shown
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout, parse_layout
 from autopar.sbp.signature import Signature, Strategy
 
-FORMAT = 1
+Result = TypeVar("Result")
+
+FORMAT = 2
 AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 
 
@@ -32,11 +37,12 @@ class HandCosts:
     memory_bytes: int
 
 
-@dataclass(frozen=True)
-class SavedPlan:
-    """What a plan's file says; the graph and everything computed from it are not in the file.
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the file of any plan says; the graph and everything computed from it are not in the file.
 
-    `fingerprint`: of the graph the plan was made for.
+    `fingerprint`: of the graph the plan was made for. lower_bound_s, found_by, hand and peak_bytes took a search or a run to find and are
+    not checked on reading: another version's, which priced otherwise, are left out, and a plan that is read from a file says so.
     """
 
     fingerprint: str
@@ -44,87 +50,138 @@ class SavedPlan:
     cluster: Cluster
     training: Training
     memory_limit_bytes: float
-    lower_bound_s: float
+    lower_bound_s: float = 0.0
+    found_by: str = ""
+    hand: Mapping[str, HandCosts] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPlan(Saved):
+    """The file of a plan without stages, or the part of one that is about a stage."""
+
     bound_of: str
-    found_by: str
-    hand: Mapping[str, HandCosts]
-    peak_bytes: tuple[int, ...]
     assignment: Assignment
 
 
-def dumps(saved: SavedPlan) -> str:
-    """JSON text with a checksum; equal plans give equal text."""
-    content = {
-        "format": FORMAT,
-        "fingerprint": saved.fingerprint,
-        "mesh": {"shape": saved.mesh.shape, "axis_names": saved.mesh.axis_names},
-        "cluster": json.loads(saved.cluster.to_json()),
-        "training": asdict(saved.training),
-        "memory_limit_bytes": None if saved.memory_limit_bytes == float("inf") else saved.memory_limit_bytes,
-        "lower_bound_s": saved.lower_bound_s,
-        "bound_of": saved.bound_of,
-        "found_by": saved.found_by,
-        "hand": {name: asdict(costs) for name, costs in saved.hand.items()},
-        "peak_bytes": saved.peak_bytes,
-        "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in saved.assignment.strategies.items()},
-        "layouts": _layouts_text(saved.assignment.layouts),
-        "kept": _layouts_text(saved.assignment.kept),
-        "outputs": _layouts_text(saved.assignment.outputs),
-        "regathered": sorted(saved.assignment.regathered),
-        "recomputed": saved.assignment.recomputed,
-        "offloaded": saved.assignment.offloaded,
-        "state_on_host": sorted(saved.assignment.state_on_host),
+@cache
+def autopar_version() -> str:
+    """Of this autopar, which is in every plan's file."""
+    return version("autopar")
+
+
+def content_of_plan(plan: Any) -> dict[str, Any]:
+    """What is written of a `SavedPlan`, or of a `Plan`, which has the same fields."""
+    return common_content(plan) | {
+        "bound_of": plan.bound_of,
+        "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in plan.assignment.strategies.items()},
+        "layouts": _layouts_text(plan.assignment.layouts),
+        "kept": _layouts_text(plan.assignment.kept),
+        "outputs": _layouts_text(plan.assignment.outputs),
+        "regathered": sorted(plan.assignment.regathered),
+        "recomputed": plan.assignment.recomputed,
+        "offloaded": plan.assignment.offloaded,
+        "state_on_host": sorted(plan.assignment.state_on_host),
     }
-    return signed(content)
+
+
+def common_content(plan: Any) -> dict[str, Any]:
+    """The part of it that plans with and without stages share: the fields of `Saved`."""
+    return {
+        "format": FORMAT,
+        "autopar": autopar_version(),
+        "fingerprint": plan.fingerprint,
+        "mesh": {"shape": plan.mesh.shape, "axis_names": plan.mesh.axis_names},
+        "cluster": json.loads(plan.cluster.to_json()),
+        "training": asdict(plan.training),
+        "memory_limit_bytes": None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
+        "lower_bound_s": plan.lower_bound_s,
+        "found_by": plan.found_by,
+        "hand": {name: asdict(costs) for name, costs in plan.hand.items()},
+        "peak_bytes": plan.peak_bytes,
+    }
 
 
 def signed(content: Mapping[str, Any]) -> str:
-    """JSON text of `content` with a checksum."""
+    """JSON text of `content` with a checksum; equal content gives equal text."""
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1)
 
 
-def loads(text: str) -> SavedPlan:
-    """Inverse of `dumps`; PlanError if the text is damaged, edited, or of another format."""
-    content = content_of(text)
+def reading(read: Callable[[], Result]) -> Result:
+    """What `read` gives; a PlanError where that is no plan."""
     try:
-        limit = content["memory_limit_bytes"]
-        return SavedPlan(
-            fingerprint=content["fingerprint"],
-            mesh=Mesh(tuple(content["mesh"]["shape"]), tuple(content["mesh"]["axis_names"])),
-            cluster=cluster_from_json(json.dumps(content["cluster"])),
-            training=Training(**content["training"]),
-            memory_limit_bytes=float("inf") if limit is None else float(limit),
-            lower_bound_s=float(content["lower_bound_s"]),
-            bound_of=str(content["bound_of"]),
-            found_by=str(content["found_by"]),
-            hand={name: HandCosts(**costs) for name, costs in content["hand"].items()},
-            peak_bytes=tuple(map(int, content["peak_bytes"])),
-            assignment=Assignment(
-                {name: Strategy(tuple(map(parse_signature, rows))) for name, rows in content["strategies"].items()},
-                *({name: parse_layout(layout) for name, layout in content[key].items()} for key in ("layouts", "kept", "outputs")),
-                frozenset(map(str, content["regathered"])),
-                *(tuple(tuple(map(str, region)) for region in content[key]) for key in ("recomputed", "offloaded")),
-                state_on_host=frozenset(map(str, content["state_on_host"])),
-            ),
-        )
-    except KeyError as error:
-        raise PlanError(f"the plan lacks {error}; {AGAIN}") from error
-    except (ValueError, TypeError, AttributeError, MeshError) as error:
-        raise PlanError(f"the plan cannot be read: {error}; {AGAIN}") from error
+        return read()
+    except (ValueError, MeshError, MicrobatchError, UnsupportedOp) as error:
+        raise PlanError(f"the plan cannot be read: {printable(str(error))}; {AGAIN}") from error
 
 
-def content_of(text: str) -> dict[str, Any]:
-    """The JSON object without its checksum, once format and checksum are right."""
+def read_plan(fields: Fields) -> SavedPlan:
+    """The plan without stages that the fields describe; ValueError or MeshError if they describe none."""
+    strategies = fields.under("strategies")
+    return SavedPlan(
+        **vars(read_common(fields)),
+        bound_of=fields.text("bound_of"),
+        assignment=Assignment(
+            {name: Strategy(tuple(map(parse_signature, strategies.texts(name)))) for name in strategies},
+            *(_read_layouts(fields.under(key)) for key in ("layouts", "kept", "outputs")),
+            frozenset(fields.texts("regathered")),
+            *(fields.text_lists(key) for key in ("recomputed", "offloaded")),
+            state_on_host=frozenset(fields.texts("state_on_host")),
+        ),
+    )
+
+
+def read_common(fields: Fields) -> Saved:
+    """What plans with and without stages share; errors as in `read_plan`."""
+    saved = Saved(
+        fingerprint=fields.text("fingerprint"),
+        mesh=_read_mesh(fields.under("mesh")),
+        cluster=cluster_from_json(json.dumps(fields.under("cluster").content)),
+        training=_read_training(fields.under("training")),
+        memory_limit_bytes=float("inf") if fields["memory_limit_bytes"] is None else fields.number("memory_limit_bytes", least=1.0),
+    )
+    told = {
+        "lower_bound_s": fields.number("lower_bound_s"),
+        "found_by": fields.text("found_by"),
+        "hand": _read_hand(fields.under("hand")),
+        "peak_bytes": fields.numbers("peak_bytes"),
+    }
+    return replace(saved, **told) if fields.text("autopar") == autopar_version() else saved
+
+
+def _read_mesh(fields: Fields) -> Mesh:
+    return Mesh(fields.numbers("shape"), tuple(fields.list("axis_names")))
+
+
+def _read_training(fields: Fields) -> Training:
+    counts = {key: fields.whole(key) for key in ("num_microbatches", "num_in_flight", "num_waiting")}
+    return Training(fields.only("optimizer", *counts).text("optimizer"), **counts)
+
+
+def _read_hand(fields: Fields) -> dict[str, HandCosts]:
+    each = {name: fields.under(name).only("step_s", "memory_bytes") for name in fields}
+    return {name: HandCosts(costs.number("step_s"), costs.whole("memory_bytes")) for name, costs in each.items()}
+
+
+def _read_layouts(fields: Fields) -> dict[str, Layout]:
+    return {name: parse_layout(fields.text(name)) for name in fields}
+
+
+def fields_of(text: str) -> Fields:
+    """The fields of a plan's text, once its format and checksum are right; PlanError if it is damaged, edited or of another format."""
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
+        content = parse(text)
+    except ValueError as error:
         raise PlanError(f"the plan is no JSON, or cut off: {error}; {AGAIN}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+    return Fields(_unsigned(content))
+
+
+def _unsigned(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {AGAIN}")
     if content["format"] != FORMAT:
-        raise PlanError(
-            f"the plan has format {content['format']}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {AGAIN}"
-        )
+        found = shown(content["format"])
+        raise PlanError(f"the plan has format {found}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {AGAIN}")
     checksum = content.pop("checksum", None)
     if checksum is None:
         raise PlanError(f"the plan lacks 'checksum'; {AGAIN}")
@@ -137,15 +194,18 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_belongs(saved_fingerprint: str, saved: Mesh, graph: Graph, mesh: Mesh | Devices) -> None:
-    """PlanError unless a plan for a graph of this fingerprint on mesh `saved` is one for `graph` on `mesh`."""
-    if (isinstance(mesh, Devices) and mesh.num_devices != saved.num_devices) or (isinstance(mesh, Mesh) and saved.shape != mesh.shape):
-        raise PlanError(f"the plan is for a mesh of shape {saved.shape}, this mesh is {mesh}; use that mesh or plan for this one")
-    if saved_fingerprint != fingerprint(graph):
+def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
+    """The mesh on which `saved` is a plan for `graph`: `mesh`, or that of the plan where it is left open. PlanError if it is none."""
+    is_open = isinstance(mesh, Devices)
+    if saved.mesh.num_devices != mesh.num_devices or not (is_open or saved.mesh.shape == mesh.shape):
+        raise PlanError(f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for this one")
+    if saved.fingerprint != fingerprint(graph):
+        graphs = f"graph {printable(saved.fingerprint, 12)}, here {fingerprint(graph)[:12]}"
         raise PlanError(
-            f"the plan is for another model or other input shapes (graph {saved_fingerprint[:12]}, here {fingerprint(graph)[:12]}); "
-            "build the model and its example inputs as they were planned, or plan anew"
+            f"the plan is for another model or other input shapes ({graphs}); build the model and its example inputs as they were planned, "
+            "or plan anew"
         )
+    return saved.mesh if is_open else mesh
 
 
 def _layouts_text(layouts: Mapping[str, Layout]) -> dict[str, str]:
@@ -160,7 +220,7 @@ def parse_signature(text: str) -> Signature:
     """
     match = re.fullmatch(r"([^>]*) -> ([^\[]*?)(?: \[([^\]]+)\])?", text)
     if match is None:
-        raise ValueError(f"not a signature: {text!r}")
+        raise ValueError(f"not a signature: {shown(text)}")
     inputs, outputs = (tuple(placement for part in side.split() for placement in parse_layout(part)) for side in match.group(1, 2))
     return Signature(inputs, outputs, match[3] or "")
 
@@ -183,6 +243,6 @@ def write(path: str | os.PathLike, text: str) -> None:
 def read(path: str | os.PathLike) -> str:
     """Text of a plan's file; PlanError if it cannot be read."""
     try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(path).read_text("utf-8")
+    except (OSError, ValueError) as error:
         raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error}; {AGAIN}") from error

@@ -83,6 +83,8 @@ def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_chang
     per_axis = [_on_axis(op, size) for size in mesh_shape]
     if len(near.signatures) != len(per_axis) or not all(sig in found for sig, found in zip(near.signatures, per_axis)):
         return ()
+    # `near` may have been read from text, which does not say the `num_units` that must divide.
+    near = Strategy(tuple(found[found.index(sig)] for sig, found in zip(near.signatures, per_axis)))
     changes = itertools.combinations(range(len(mesh_shape)), num_changed)
     offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
     combinations = dict.fromkeys(found for choices in offered for found in itertools.product(*choices))

@@ -70,7 +70,7 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(r"S\(\d+\)|B\*|B|P", text)
+    parts = re.findall(r"S\([0-9]+\)|B\*|B|P", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
     plain = {"B": I, "B*": R, "P": P}
