@@ -67,7 +67,7 @@ class Cluster:
 
 
 # Rates beyond these are no device's, and times computed from them no finite numbers.
-_LEAST, _MOST, _MOST_CHILDREN = 1e-9, 1e30, 2**31
+_LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
 
 
 def _check(cluster: Cluster) -> None:
@@ -75,9 +75,10 @@ def _check(cluster: Cluster) -> None:
         if type(getattr(cluster, field_name)) is not str:
             raise ValueError(f"cluster: expected text as {field_name}, found {reprlib.repr(getattr(cluster, field_name))}")
     sizes = [level.size for level in cluster.levels]
-    is_whole = all(type(size) is int and size <= _MOST_CHILDREN for size in sizes)
-    if not sizes or not is_whole or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0:
-        raise ValueError(f"cluster {cluster.name!r}: link levels need positive sizes (the outermost may be 0, unbounded), found {sizes}")
+    is_whole = all(type(size) is int for size in sizes)
+    if not sizes or not is_whole or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0 or math.prod(sizes) > _MOST_DEVICES:
+        expected = f"link levels need positive sizes (the outermost may be 0, unbounded), up to {_MOST_DEVICES} devices"
+        raise ValueError(f"cluster {cluster.name!r}: {expected}, found {reprlib.repr(sizes)}")
     for place, number, least, most in _numbers(cluster):
         if type(number) not in (int, float) or not least <= number <= most:
             expected = f"expected a number from {least:g} to {most:g}"

@@ -65,7 +65,7 @@ def check_stages(saved: Saved, schedule: Schedule, starts: Sequence[str], parts:
         if found != expected:
             raise PlanError(f"the plan has {schedule}: expected {expected} of stage {what}, found {found}; {_AGAIN}")
     if any(part.cluster != saved.cluster for part in parts):
-        raise PlanError(f"the plan has stages on other clusters than {saved.cluster.name!r}, which the whole is for; {_AGAIN}")
+        raise PlanError(f"the plan has stages on other clusters than {shown(saved.cluster.name)}, which the whole is for; {_AGAIN}")
 
 
 def check_crossing(stages: Sequence[StageGraph], parts: Sequence[Assignment]) -> None:

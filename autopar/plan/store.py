@@ -26,6 +26,7 @@ from autopar.sbp.signature import Signature, Strategy
 Result = TypeVar("Result")
 
 FORMAT = 2
+_MOST_TOLD = 500  # characters of what is wrong with a text, which may quote it
 AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 
 
@@ -112,7 +113,7 @@ def reading(read: Callable[[], Result]) -> Result:
     try:
         return read()
     except (ValueError, MeshError, MicrobatchError, UnsupportedOp) as error:
-        raise PlanError(f"the plan cannot be read: {printable(str(error))}; {AGAIN}") from error
+        raise PlanError(f"the plan cannot be read: {printable(str(error), _MOST_TOLD)}; {AGAIN}") from error
 
 
 def read_plan(fields: Fields) -> SavedPlan:

@@ -1,0 +1,276 @@
+"""Plans' files as chance or malice leave them, and what a plan that is read from one must be able to do."""
+
+import ast
+import builtins
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.codegen.emit import emit
+from autopar.codegen.load import compile_source, namespace
+from autopar.codegen.lower import lower
+from autopar.codegen.peak import rank_peaks
+from autopar.costmodel.evaluate import evaluate
+from autopar.errors import MeshError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.skeleton import skeleton
+from autopar.ir.trace import trace
+from autopar.mesh import Devices, Mesh, parse_mesh
+from autopar.plan import staged, store
+from autopar.plan.plan import Plan, plan_of
+from autopar.plan.staged import StagedPlan
+from autopar.plan.staged_text import plan_json, plan_trace
+from tests.plan.cases import CPU, MESH, by_hand, hand_made, traced
+
+EVIL = "harm()"  # what text from a file must never come to: a call of this builtin
+CODE = [EVIL, f"b,) = self.axes; {EVIL} #", f"x\n    {EVIL}\n    #", f"'); {EVIL}; ('", f"{{{EVIL}}}", "__import__('os').system('true')"]
+TEXTS = (
+    ["", " ", "\x00", "\x1b[2J\x07", "\n", "\ud800", "\u202e", "é", "class", "S(0)", "S(9)B", "BB", "B*P", "S(99999999999999999999)"]
+    + ["a" * 5000, "../x", "/dev/null", "B -> B", "S(0) B* -> S(0) [role]", "-> P", "pp", "dp", "self", "1f1b", "zero-bubble", "adam", "h100"]
+)
+NUMBERS = [0, 1, -1, 2, 3, 4, 7, 1.5, -0.0, 1e-320, 1e308, 10**30, 10**400, 2**31, 2**63, math.inf, -math.inf, math.nan]
+OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"": 0}, {"a": {"b": []}}]
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a grouped convolution, a norm and a mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan's text, what it is read with, and an open mesh of as many devices."""
+
+    text: str
+    graph: Graph
+    mesh: Mesh
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {key: x for key, x in json.loads(self.text).items() if key != "checksum"}
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Plans with and without stages, with every choice that a file can hold."""
+    tokens = torch.zeros(8, 4, dtype=torch.int64)
+    graph = trace(skeleton(Tied()), (tokens,), {})
+    options = {"cluster": "cpu", "args": (tokens,), "time_limit_s": 0.0}
+    found = [autopar.plan(Tied(), "dp=2,tp=2", **options)]
+    for schedule, mesh in (("1f1b", "pp=2,dp=2"), ("zero-bubble", "pp=2,a=2,b=1"), ("interleaved", "pp=2,dp=2"), (None, "dp=2,tp=2")):
+        found.append(autopar.plan(Tied(), mesh, num_microbatches=4, schedule=schedule, **options))
+    texts = [Case(plan.dumps(), graph, parse_mesh(str(plan.mesh))) for plan in found]
+    return (*texts, *(Case(plan.dumps(), traced("mlp"), MESH) for plan in (hand_made("mlp"), _with_all_choices())))
+
+
+def _with_all_choices() -> Plan:
+    """Parameters gathered again, ops recomputed and offloaded, state on the host, and claims."""
+    graph, assignment = traced("mlp"), by_hand("mlp", "zero3")
+    names = [op.name for op in graph.ops]
+    host = frozenset(item.value.name for item in graph.of_kind("parameter")[:2])
+    assignment = replace(assignment, recomputed=(tuple(names[:3]),), offloaded=(tuple(names[:4]),), state_on_host=host)
+    hand = {"ddp": store.HandCosts(1.0, 2**20)}
+    return plan_of(graph, assignment, MESH, CPU, lower_bound_s=1e-6, found_by="search", hand=hand, peak_bytes=(2**20,))
+
+
+def places(item: Any) -> Iterator[tuple[Any, Any]]:
+    """(object or list, key or index) of everything inside."""
+    for key, value in list(item.items() if isinstance(item, dict) else enumerate(item)):
+        yield item, key
+        if isinstance(value, dict | list):
+            yield from places(value)
+
+
+def any_value(draw: Random, like: Any) -> Any:
+    if isinstance(like, str) and draw.random() < 0.5:
+        return draw.choice([like + draw.choice(TEXTS), like[: len(like) // 2], like.replace("B", "S(0)"), like.replace("S(0)", "S(1)"),
+                            like.replace("P", "B"), like.replace("B", "B*", 1), like * 2])  # fmt: skip
+    if isinstance(like, int | float) and not isinstance(like, bool) and draw.random() < 0.4:
+        return draw.choice([like + 1, like - 1, like * 2, -like, str(like), float(like), like * 10**6])
+    if draw.random() < 0.05:
+        return nested(draw.choice([10, 100_000]))
+    return draw.choice(draw.choice([CODE, TEXTS, NUMBERS, OTHERS]))
+
+
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(min(depth, 500)):
+        found = [found]
+    return found
+
+
+def change_value(draw: Random, content: Any) -> None:
+    where, key = draw.choice(list(places(content)))
+    where[key] = any_value(draw, where[key])
+
+
+def change_head(draw: Random, content: Any) -> None:
+    """As `change_value`, but not one of the many strategies and layouts."""
+    few = {key: value for key, value in content.items() if key not in ("strategies", "layouts", "kept", "outputs", "stages")}
+    where, key = draw.choice(list(places(few)))
+    (content if where is few else where)[key] = any_value(draw, where[key])
+
+
+def remove(draw: Random, content: Any) -> None:
+    where, key = draw.choice(list(places(content)))
+    del where[key]
+
+
+def rename(draw: Random, content: Any) -> None:
+    where, key = draw.choice([place for place in places(content) if isinstance(place[0], dict)])
+    where[draw.choice([*CODE, *TEXTS, f"{key}_", *map(str, where)])] = where.pop(key)
+
+
+def add(draw: Random, content: Any) -> None:
+    where, key = draw.choice(list(places(content)))
+    if isinstance(where, list):
+        where.insert(key, draw.choice([where[key], any_value(draw, where[key])]))
+    else:
+        where[draw.choice([*CODE, *TEXTS])] = draw.choice([where[key], any_value(draw, where[key])])
+
+
+def swap(draw: Random, content: Any) -> None:
+    """Two fields, often of one object."""
+    one, key = draw.choice(list(places(content)))
+    other, place = draw.choice([(one, other) for other, _ in _items(one)] if draw.random() < 0.7 else list(places(content)))
+    one[key], other[place] = other[place], one[key]
+
+
+def _items(item: Any) -> list[tuple[Any, Any]]:
+    return list(item.items() if isinstance(item, dict) else enumerate(item))
+
+
+def take_from_another(draw: Random, content: Any) -> None:
+    """A field of the same name from another plan."""
+    other = json.loads(draw.choice(cases()).text)
+    key = draw.choice(sorted(set(other) & set(content)))
+    content[key] = other[key]
+
+
+def change_layout(draw: Random, content: Any) -> None:
+    """Another layout or strategy that stands elsewhere in the plan: often a valid one."""
+    part = draw.choice(content["stages"]) if content.get("stages") else content
+    key = draw.choice(["strategies", "layouts", "kept", "outputs"])
+    if isinstance(part, dict) and isinstance(part.get(key), dict) and part[key]:
+        names = list(part[key])
+        one = draw.choice(names)
+        part[key][one] = json.loads(json.dumps(part[key][draw.choice(names)]))
+        if key == "strategies" and draw.random() < 0.5 and part[key][one]:
+            part[key][one][0] = part[key][one][-1]
+
+
+def change_regions(draw: Random, content: Any) -> None:
+    part = draw.choice(content["stages"]) if content.get("stages") else content
+    names = list(part["strategies"])
+    first = draw.randrange(len(names))
+    region = names[first : first + draw.randrange(1, 5)]
+    part[draw.choice(["recomputed", "offloaded"])] = draw.choice([[region], [region, names[first + 4 :]], [list(reversed(region))]])
+    part[draw.choice(["regathered", "state_on_host"])] = draw.sample(list(part["layouts"]), 2)
+
+
+STRUCTURAL: tuple[Callable[[Random, Any], None], ...] = (
+    change_value, change_head, change_head, remove, rename, add, swap, take_from_another, change_layout, change_layout, change_regions,
+)  # fmt: skip
+
+
+def mutated(draw: Random, case: Case) -> str | bytes:
+    """The text with bytes or fields changed; fields with a checksum that is right again."""
+    if draw.random() < 0.15:
+        return _other_bytes(draw, case.text)
+    content = case.content
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        try:
+            draw.choice(STRUCTURAL)(draw, content)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
+            continue  # the change before left nothing for this one
+    text = store.signed(content) if isinstance(content, dict) else json.dumps(content)
+    if draw.random() < 0.02:
+        text = text.replace(": ", ": " + "[" * 100_000, 1)
+    if draw.random() < 0.02:
+        text = text.replace('"format"', '"format": 2, "format"', 1)
+    return text
+
+
+def _other_bytes(draw: Random, text: str) -> bytes:
+    found = bytearray(text.encode())
+    for _ in range(draw.choice((1, 1, 4))):
+        at, end = sorted(draw.choices(range(len(found) + 1), k=2))
+        end = min(end, at + draw.choice((1, 10, 1000)))
+        piece = draw.choice([b"", b"\xff", b"\x00", b"9" * 5000, b"[" * 20_000, bytes([draw.randrange(256)]), bytes(found[at:end]) * 2])
+        found[at:end] = piece
+    return bytes(found)
+
+
+class Watch:
+    """While it is entered: whether text was run that should not be, a file was opened for writing, or a process started."""
+
+    def __init__(self) -> None:
+        self.is_on, self.seen = False, []
+        builtins.harm = lambda: self.seen.append("harm")
+        sys.addaudithook(self._audit)
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+    def _audit(self, event: str, args: tuple) -> None:
+        if not self.is_on:
+            return
+        is_written = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+        if is_written or event.startswith(("os.system", "subprocess.", "socket.connect", "os.remove", "os.rename", "os.exec", "shutil.")):
+            self.seen.append(f"{event} {args[:2]}")
+
+
+def read(text: str | bytes, case: Case, mesh: Mesh | Devices) -> Plan | StagedPlan | None:
+    """The plan; None if it is refused as plans are. A file that is no text is refused by `store.read` in the same way."""
+    try:
+        return staged.loads(text if isinstance(text, str) else text.decode(), case.graph, mesh)
+    except UnicodeDecodeError:
+        return None
+    except (PlanError, MeshError) as error:
+        assert str(error).isprintable() and len(str(error)) < 2000, f"an error shows what a file holds: {error!r}"
+        return None
+
+
+def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
+    """Everything that a plan just made passes. is_run: the generated program too, on tensors without data."""
+    again = staged.loads(plan.dumps(), case.graph, plan.mesh)
+    assert again.dumps() == plan.dumps() and again == plan
+    assert plan.is_from_file and math.isfinite(plan.step_s) and 0 <= plan.lower_bound_s <= plan.step_s
+    text = plan.explain()
+    assert all(char.isprintable() or char == "\n" for char in text)
+    assert not plan.lower_bound_s or "Taken from the plan's file" in text
+    json.dumps(plan_json(plan), allow_nan=False)
+    plan_trace(plan)
+    for stage in plan.stages if isinstance(plan, StagedPlan) else (plan,):
+        assert stage.costs == evaluate(stage.graph, stage.assignment, stage.mesh, stage.cluster, training=stage.training)
+        assert all(math.isfinite(x) and x >= 0 for x in (stage.step_s, *stage.costs.memory_bytes.values()))
+        source = emit(lower(stage.graph, stage.mesh, stage.assignment, is_split=isinstance(plan, StagedPlan)))
+        assert all(isinstance(node, ast.FunctionDef) for node in ast.parse(source).body)
+        assert not any("harm" in getattr(node, "id", "") for node in ast.walk(ast.parse(source)))
+        compile_source(source, namespace())
+    if is_run:
+        assert all(peak > 0 for peak in rank_peaks(plan))
