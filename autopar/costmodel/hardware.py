@@ -80,7 +80,7 @@ def _check(cluster: Cluster) -> None:
         expected = f"link levels need positive sizes (the outermost may be 0, unbounded), up to {_MOST_DEVICES} devices"
         raise ValueError(f"cluster {cluster.name!r}: {expected}, found {reprlib.repr(sizes)}")
     for place, number, least, most in _numbers(cluster):
-        if type(number) not in (int, float) or not least <= number <= most:
+        if type(number) not in (int, float) or not (least <= number <= _MOST or number == most):
             expected = f"expected a number from {least:g} to {most:g}"
             raise ValueError(f"cluster {cluster.name!r}: {expected} as {place}, found {reprlib.repr(number)}")
     if "float32" not in cluster.flops_per_s:

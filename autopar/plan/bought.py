@@ -58,7 +58,7 @@ def _costs_in_one(stage: "Plan", graph: Graph, training: Training) -> Costs:
     outputs = {names[name]: layout for name, layout in stage.assignment.outputs.items()}
     known = {op.name for op in graph.ops}  # without what a microbatch alone computes: its share of a mean
     recomputed, offloaded = (
-        tuple(tuple(name for name in region if name in known) for region in regions)
+        tuple(filter(None, (tuple(name for name in region if name in known) for region in regions)))
         for regions in (stage.assignment.recomputed, stage.assignment.offloaded)
     )
     assignment = replace(stage.assignment, outputs=outputs, recomputed=recomputed, offloaded=offloaded)

@@ -7,6 +7,7 @@ import torch
 
 from autopar.costmodel.on_host import hostable
 from autopar.costmodel.probe import regatherable
+from autopar.costmodel.recomputable import saves
 from autopar.errors import PlanError
 from autopar.ir.cut import StageGraph
 from autopar.ir.fold import Folded
@@ -94,6 +95,8 @@ def _check_regions(assignment: Assignment, graph: Graph) -> None:
             if not region or not is_stretch or seen & set(region):
                 found = shown(", ".join(region)) if region else "nothing"
                 raise PlanError(f"the plan {verb} {found}, which are no consecutive ops of their own; {_AGAIN}")
+            if not any(saves(op) for op in graph.ops[first : first + len(region)]):
+                raise PlanError(f"the plan {verb} {region[0]} to {region[-1]}, of which backward keeps nothing; {_AGAIN}")
             seen |= set(region)
     offloaded = {name: number for number, region in enumerate(assignment.offloaded) for name in region}
     for region in assignment.recomputed:

@@ -35,7 +35,8 @@ EVIL = "harm()"  # what text from a file must never come to: a call of this buil
 CODE = [EVIL, f"b,) = self.axes; {EVIL} #", f"x\n    {EVIL}\n    #", f"'); {EVIL}; ('", f"{{{EVIL}}}", "__import__('os').system('true')"]
 TEXTS = (
     ["", " ", "\x00", "\x1b[2J\x07", "\n", "\ud800", "\u202e", "é", "class", "S(0)", "S(9)B", "BB", "B*P", "S(99999999999999999999)"]
-    + ["a" * 5000, "../x", "/dev/null", "B -> B", "S(0) B* -> S(0) [role]", "-> P", "pp", "dp", "self", "1f1b", "zero-bubble", "adam", "h100"]
+    + ["a" * 5000, "../x", "/dev/null", "B -> B", "S(0) B* -> S(0) [role]", "-> P", "pp", "dp", "self", "1f1b"]
+    + ["zero-bubble", "adam", "h100"]
 )
 NUMBERS = [0, 1, -1, 2, 3, 4, 7, 1.5, -0.0, 1e-320, 1e308, 10**30, 10**400, 2**31, 2**63, math.inf, -math.inf, math.nan]
 OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"": 0}, {"a": {"b": []}}]
@@ -270,7 +271,7 @@ def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
         assert all(math.isfinite(x) and x >= 0 for x in (stage.step_s, *stage.costs.memory_bytes.values()))
         source = emit(lower(stage.graph, stage.mesh, stage.assignment, is_split=isinstance(plan, StagedPlan)))
         assert all(isinstance(node, ast.FunctionDef) for node in ast.parse(source).body)
-        assert not any("harm" in getattr(node, "id", "") for node in ast.walk(ast.parse(source)))
+        assert not {"harm", "__import__"} & {getattr(node, "id", "") for node in ast.walk(ast.parse(source))}
         compile_source(source, namespace())
     if is_run:
         assert all(peak > 0 for peak in rank_peaks(plan))
