@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages clean
+.PHONY: help setup demo test test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -24,8 +24,8 @@ demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose,
 test: $(READY) ## all tests that need no root, no GPU and no patience, multi-process ones included
 	$(PYTHON) -m pytest
 
-test-slow: $(READY) ## the tests that take minutes each on few cores, such as those on eight processes
-	$(PYTHON) -m pytest -m slow
+test-full: $(READY) ## what `make test` leaves out for its length: eight processes, all plans' files that are changed at random
+	$(PYTHON) -m pytest -m "slow and not emulated and not gpu"
 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow"

@@ -52,6 +52,8 @@ def printable(text: str, most: int = 0) -> str:
     """
     if most and len(text) > most:
         text = f"{text[:most]}..."
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
 
 

@@ -8,7 +8,7 @@ from tests.zoo import ZOO
 
 # HF losses, and the float32 casts inside HF norms and rotary embeddings, compute in float32 whatever the model's dtype.
 TOLERANCE = {"mlp": 1e-9, "vgg13": 1e-9, "resnet": 1e-9, "vit": 1e-9, "gpt2": 1e-5, "llama": 1e-5, "bert": 1e-5}
-# Each kind of plan on the mesh that is the harder one for it; `make test-slow` has the others.
+# Each kind of plan on the mesh that is the harder one for it; `make test-full` has the others.
 ON_FOUR = {(4,): ("ddp", "zero3", "random:0"), (2, 2): ("searched", "megatron", "random:1")}
 
 

@@ -267,6 +267,14 @@ def test_stages_are_for_the_microbatches_of_the_schedule() -> None:
         staged.loads(forged(case.text, stages=case.content["stages"][:1]), case.graph, case.mesh)
 
 
+def test_a_plan_that_recomputes_its_loss_is_explained() -> None:
+    """One microbatch's share of a mean is an op that the whole batch has not, beside which the plan is shown."""
+    case = staged_case("1f1b")
+    ops = list(case.content["stages"][1]["strategies"])
+    plan = staged.loads(with_stage(case, 1, recomputed=[ops[-3:]]), case.graph, case.mesh)
+    assert "blocks recomputed" in plan.explain() and ops[-1] not in {op.name for op in case.graph.ops}
+
+
 def test_groups_of_channels_are_not_split_further_than_they_are() -> None:
     """Each axis alone may split the two groups; text does not say that both together may not."""
     graph = trace(skeleton(nn.Conv1d(8, 8, 3, groups=2)), (torch.zeros(8, 8, 8),), {})
