@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.codegen.load import namespace
 
 _HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_FLASH_HEAD = 256
 
 
 def without_data(device_type: str) -> AbstractContextManager:
@@ -68,16 +69,20 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """aten.scaled_dot_product_attention as FlashAttention where that can be, else as the memory-efficient kernel, which takes masks."""
+    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU of compute capability 8.0
+    or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the memory-efficient one, else separate products,
+    which keep the scores. cuDNN's, which is preferred on some GPUs, keeps what FlashAttention does.
+    """
     aten = torch.ops.aten
-    if query.ndim != 4:
+    if _takes_flash(query, key, value, attn_mask, is_causal):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        padded = (_padded(x) for x in (query, key, value))
+        found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, scale=scale)[0]
+        return found[..., : value.shape[-1]]
+    if not _takes_efficient(query, key, value):
         return aten.scaled_dot_product_attention.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if attn_mask is None and query.dtype in _HALVES:
-        return aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if attn_mask is not None:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
@@ -85,6 +90,26 @@ def attention(
     return aten._scaled_dot_product_efficient_attention.default(
         query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _takes_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool
+) -> bool:
+    is_square = query.shape[-2] == key.shape[-2] or not is_causal
+    is_alike = query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_HEAD
+    return query.ndim == 4 and attn_mask is None and query.dtype in _HALVES and is_square and is_alike
+
+
+def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """As many heads of keys as of queries; the head size of the values may be another."""
+    aligned = 16 // query.dtype.itemsize
+    is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned
+    return query.ndim == 4 and query.dtype in (*_HALVES, torch.float32) and query.shape[1] == key.shape[1] and is_aligned
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """With a head size that FlashAttention's kernels have: a multiple of 8."""
+    return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
 def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:

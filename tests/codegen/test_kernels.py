@@ -62,6 +62,52 @@ def test_grouped_queries_get_gradients_of_their_shape():
             assert k.grad.shape == k.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_values_split_inside_a_head_give_a_result_of_their_head_size(dtype: torch.dtype, is_causal: bool):
+    """FlashAttention wants one head size, so the memory-efficient kernel runs: no scores are kept."""
+    attention = namespace_on("cuda")["aten"].scaled_dot_product_attention.default
+    with without_data("cuda"):
+        q, k = (torch.empty(B, H, L, E, dtype=dtype, requires_grad=True) for _ in range(2))
+        v = torch.empty(B, H, L, E // 2, dtype=dtype, requires_grad=True)
+        with count_storages([q, k, v]) as storages:
+            start = storages.num_bytes
+            out = attention(q, k, v, is_causal=is_causal)
+            assert out.shape == v.shape
+            assert storages.num_bytes - start <= out.numel() * dtype.itemsize + 4 * B * H * L + 64
+        out.sum().backward()
+        assert q.grad.shape == q.shape and v.grad.shape == v.shape
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "num_queries", "size", "value_size", "is_causal", "keeps_scores"),
+    [
+        (torch.bfloat16, H, L, 128, 128, True, False),
+        (torch.bfloat16, H // 2, L, 128, 128, True, False),  # FlashAttention shares keys among heads,
+        (torch.float32, H // 2, L, 128, 128, True, True),  # the memory-efficient kernel does not,
+        (torch.bfloat16, H // 2, L, 128, 64, True, True),
+        (torch.bfloat16, H, L, 20, 20, True, False),  # q, k and v padded to 24
+        (torch.bfloat16, H, L, 40, 20, True, True),  # not aligned to 16 bytes
+        (torch.bfloat16, H, L // 2, 64, 64, True, False),  # causal and not square: memory-efficient
+        (torch.bfloat16, H, L, 512, 512, False, False),  # too large for FlashAttention
+        (torch.float64, H, L, 16, 16, False, True),  # no fused kernel has doubles
+    ],
+)
+def test_the_kernel_is_that_which_pytorch_picks(dtype, heads, num_queries, size, value_size, is_causal, keeps_scores):
+    """The conditions of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, compute capability 8.0."""
+    attention = namespace_on("cuda")["aten"].scaled_dot_product_attention.default
+    with without_data("cuda"):
+        q = torch.empty(B, H, num_queries, size, dtype=dtype, requires_grad=True)
+        k = torch.empty(B, heads, L, size, dtype=dtype, requires_grad=True)
+        v = torch.empty(B, heads, L, value_size, dtype=dtype, requires_grad=True)
+        with count_storages([q, k, v]) as storages:
+            start, out = storages.num_bytes, attention(q, k, v, is_causal=is_causal, enable_gqa=heads != H)
+            padded = (4 if size % 8 else 1) * B * H * L * (-(-size // 8) * 8) * dtype.itemsize
+            extra = storages.num_bytes - start - padded
+        assert out.shape == (B, H, num_queries, value_size)
+        assert (extra > B * H * num_queries * L * dtype.itemsize / 2) == keeps_scores
+
+
 def test_dropout_keeps_a_byte_an_element():
     for device_type, each in (("cuda", 1), ("cpu", 2)):
         dropout = namespace_on(device_type)["aten"].dropout.default
