@@ -69,9 +69,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU of compute capability 8.0
-    or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the memory-efficient one, else separate products,
-    which keep the scores. cuDNN's, which is preferred on some GPUs, keeps what FlashAttention does.
+    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU of compute
+    capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the memory-efficient one, else
+    separate products, which keep the scores. cuDNN's, which is preferred on some GPUs, keeps what FlashAttention does.
     """
     aten = torch.ops.aten
     if _takes_flash(query, key, value, attn_mask, is_causal):

@@ -8,8 +8,9 @@ from autopar.costmodel.saving import Regions
 from autopar.ir.cut import StageGraph
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
+from autopar.plan.shorten import fold_microbatch
 from autopar.plan.staged import stage_graphs
-from autopar.plan.sweep import Model, Staged, with_new
+from autopar.plan.sweep import Model, Staged
 from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 from autopar.sbp.placement import I, Layout
 
@@ -30,7 +31,7 @@ def cut_as(model: Model, found: Staged) -> Cut:
     """The stages that a plan of the sweep has."""
     starts = tuple(model.graph.ops[model.starts[block]].name for block in found.partition.starts[1:])
     micro, stages = stage_graphs(model.graph, starts, found.schedule.num_microbatches)
-    folded = with_new(model.folded, micro.graph)
+    folded = fold_microbatch(model.folded, micro)
     by_hand = _expanded(found.assignment, model, micro.graph, folded)
     return Cut(micro.graph, folded, stages, starts, by_hand, recomputable(folded, micro.graph))
 

@@ -1,11 +1,13 @@
 """A graph with few copies of each repeat: as many as it takes to see every way in which a value is used."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.fold import Folded, Repeat, value_classes
 from autopar.ir.graph import Graph, Op, Value
 from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.microbatch import Microbatched
 
 # The first copy reads what comes before, the last is read by what comes after; the second stands for all between.
 _NUM_KEPT = 3
@@ -53,6 +55,41 @@ def shorten(graph: Graph, folded: Folded) -> Short:
             counts |= _counts(graph, repeat, position)
     several = tuple((name, classes[name]) for name, found in uses.items() if len(found) > 1)
     return Short(graph, _without(graph, dropped), folded, counts, several)
+
+
+def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
+    """`folded`, of the whole batch's graph or of some of its copies, for the graph of a microbatch.
+
+    What is added for ops of one class is of one class; what has other shapes now is of another. A repeat whose copies differ is dropped.
+    """
+    graph, first = micro.graph, {}
+
+    def class_of(name: str, *facts: Hashable) -> str:
+        origin = name if name in folded.representative else micro.added.get(name, name)
+        return first.setdefault((folded.representative.get(origin, origin), facts), name)
+
+    nth: Counter[str] = Counter()  # of what is added for an op
+    same = {}
+    for op in graph.ops:
+        number = -1
+        if op.name not in folded.representative:
+            origin = micro.added.get(op.name, op.name)
+            number, nth[origin] = nth[origin], nth[origin] + 1
+        same[op.name] = class_of(op.name, op.target, number, tuple(value.shape for value in (*op.inputs, *op.outputs)))
+    same |= {item.value.name: class_of(item.value.name, item.kind, item.value.shape) for item in graph.inputs}
+    return Folded(same, tuple(_repeats(folded, micro, same)))
+
+
+def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> Iterator[Repeat]:
+    """Those whose copies are alike, with what is added."""
+    classes = [same[op.name] for op in micro.graph.ops]
+    position = {op.name: number for number, op in enumerate(micro.graph.ops)}
+    for repeat in folded.repeats:
+        own = set(repeat.ops)
+        block = tuple(op.name for op in micro.graph.ops if micro.added.get(op.name, op.name) in own)
+        first, length = position[block[0]], len(block) * repeat.count
+        if classes[first : first + length] == [same[name] for name in block] * repeat.count:
+            yield Repeat(block, repeat.count)
 
 
 def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, Op]:

@@ -20,7 +20,7 @@ from autopar.plan.hand import HandPlan, Outline, format_hand_plan, outlined
 from autopar.plan.partition import Blocks, Partition, blocks_of, partition
 from autopar.plan.promise import rough_step_s
 from autopar.plan.schedule import IN_ROUNDS, Schedule, can_run, num_in_flight, num_waiting
-from autopar.plan.shorten import Short
+from autopar.plan.shorten import Short, fold_microbatch
 from autopar.plan.simulate import Order, StageTimes, as_array, ordered, step_s
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
@@ -95,15 +95,11 @@ class Model:
         if num in self.of_microbatches:
             return self.of_microbatches[num]
         short = self.outline.short
-        graph = microbatched(short.graph, num).graph
-        self.of_microbatches[num] = replace(self.outline, short=replace(short, graph=graph, folded=with_new(short.folded, graph)))
+        micro = microbatched(short.graph, num)
+        self.of_microbatches[num] = replace(
+            self.outline, short=replace(short, graph=micro.graph, folded=fold_microbatch(short.folded, micro))
+        )
         return self.of_microbatches[num]
-
-
-def with_new(folded: Folded, graph: Graph) -> Folded:
-    """`folded` for a graph that has more ops and inputs, each like no other."""
-    names = (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs))
-    return replace(folded, representative=dict(zip(names, names)) | dict(folded.representative))
 
 
 def model_of(graph: Graph, folded: Folded) -> Model:

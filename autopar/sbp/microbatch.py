@@ -8,7 +8,7 @@ the whole batch, which is an argument of the graph: a loss is the sum of its tok
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import MicrobatchError
@@ -31,6 +31,7 @@ class Microbatched:
     placements: of each input and output on the time axis: S(d) cut in consecutive slices (constants too, which the graph's `constant_ops`
     make whole), P summed, I the same in all. counts: further "argument" inputs of `graph`, that no call has in its `arguments`.
     alike: random ops that must draw the same numbers in all microbatches, as their results are the same for the whole batch.
+    added: op or input that the whole graph has not -> the op of it for which it is there; next to that op, and named after it.
     """
 
     graph: Graph
@@ -38,6 +39,7 @@ class Microbatched:
     placements: Mapping[str, Placement]
     counts: tuple[LossCount, ...] = ()
     alike: tuple[str, ...] = ()
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
@@ -88,6 +90,7 @@ class _Writing:
         self.ops: list[Op] = []
         self.counts: list[LossCount] = []
         self.alike: list[str] = []
+        self.added: dict[str, str] = {}
 
     def _local(self, value: Value) -> Value:
         return replace(value, shape=local_shape(value.shape, (self.split.placements[value.name],), (self.count,)))
@@ -119,19 +122,21 @@ class _Writing:
 
     def _share(self, value: Value, user: Op | None) -> Value:
         """A term of what is the same in all microbatches: they sum to it."""
-        share = replace(value, name=self._unique(f"{value.name}_share"))
+        share = replace(value, name=self._unique(f"{user.name if user else value.name}_share"))
         self.values[share.name] = share
         self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (value,), share, user)
         return share
 
     def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
         """As many of the numbers as fill `shape`."""
-        found = replace(value, name=self._unique(f"{value.name}_first"), shape=shape)
+        found = replace(value, name=self._unique(f"{user.name}_first"), shape=shape)
         self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
         return found
 
     def _call(self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None) -> None:
         at = (origin.is_no_grad, origin.module, origin.line) if origin else (False, "", "")
+        if origin:
+            self.added[name] = origin.name
         self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
 
     def _add_averaged(self, op: Op) -> None:
@@ -146,6 +151,7 @@ class _Writing:
         (output,) = op.outputs
         count = loss_count(self.graph, op, self._unique(f"{op.name}_per_token"))
         self.counts.append(count)
+        self.added[count.input.value.name] = op.name
         total = replace(output, name=self._unique(f"{output.name}_sum"))
         bound = arguments_of(op) | {"reduction": SUM}
         self.ops.append(replace(op, args=tuple(bound[name] for name in argument_names(op)), kwargs=(), outputs=(total,)))
@@ -163,7 +169,7 @@ class _Writing:
         placements |= {count.input.value.name: I for count in self.counts}
         inputs += tuple(count.input for count in self.counts)
         graph = replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs)
-        return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike))
+        return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
 
     def _output(self, value: Value) -> Value:
         """An output that is the same in all microbatches and has a gradient leaves as a term: each one's backward starts from it."""
