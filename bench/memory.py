@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from autopar.codegen.module import run
 from autopar.codegen.peak import Peak, predict_peak
 from autopar.codegen.step import close_step, open_step
-from autopar.codegen.storages import count_storages
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.recomputable import recomputable
+from autopar.costmodel.storages import count_storages
 from autopar.costmodel.training import Training
 from autopar.ir.fold import fold
 from autopar.ir.skeleton import skeleton

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.peak import Peak, predict_peaks
 from autopar.codegen.pipeline_stage import RunningStage
-from autopar.codegen.storages import Storages, count_storages
 from autopar.codegen.train import Trainer
 from autopar.costmodel.cluster import load_cluster
 from autopar.costmodel.recomputable import recomputable
+from autopar.costmodel.storages import Storages, count_storages
 from autopar.costmodel.training import Training
 from autopar.ir.fold import fold
 from autopar.ir.skeleton import skeleton

@@ -15,7 +15,7 @@ from autopar.codegen.offload import Offload
 from autopar.codegen.pipeline_stage import MOST_ON_THE_WAY_BACK, depends, sendable
 from autopar.codegen.program import Program
 from autopar.codegen.step import Results, close_step, open_step
-from autopar.codegen.storages import Storages
+from autopar.costmodel.storages import Storages
 from autopar.ir.graph import Input
 from autopar.mesh import Mesh
 from autopar.plan.timeline import Action

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.codegen.storages import plain_tensors
+from autopar.costmodel.storages import plain_tensors
 from autopar.errors import AutoparError
 
 

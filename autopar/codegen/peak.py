@@ -11,8 +11,8 @@ from autopar.codegen.lower import lower
 from autopar.codegen.offload_optimizer import buckets
 from autopar.codegen.program import Program
 from autopar.codegen.replay import Recording, Replayed, likeness, record
-from autopar.codegen.storages import count_storages
 from autopar.costmodel.memory import input_bytes
+from autopar.costmodel.storages import count_storages
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh

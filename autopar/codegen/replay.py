@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.codegen.dry_run import Stage, Tensors
-from autopar.codegen.storages import Storages, count_storages
+from autopar.costmodel.storages import Storages, count_storages
 from autopar.ir.graph import Graph, Value, nameless
 from autopar.plan.plan import Plan
 from autopar.plan.timeline import Action

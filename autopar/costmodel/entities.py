@@ -10,6 +10,8 @@ from autopar.costmodel.offered import Offered, Options, Stored, offered
 from autopar.costmodel.on_host import brought_shares
 from autopar.costmodel.probe import footprints, regatherable
 from autopar.costmodel.saving import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.transient import largest_transient
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
@@ -53,7 +55,7 @@ class Flow:
 class Count:
     """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
     times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
-    times its optimizer state waits there, with `brought_share` of it to count."""
+    times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts."""
 
     times: int = 0
     num_inside: int = 0
@@ -63,6 +65,7 @@ class Count:
     moved_s: float = 0.0
     num_on_host: int = 0
     brought_share: float = 0.0
+    transient_share: float = 0.0
 
     def add(self, other: "Count") -> None:
         for name in self.__slots__:
@@ -93,13 +96,14 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 @dataclass(frozen=True)
 class _Places:
     """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
-    of each parameter whose optimizer state is on the host the share of it that counts."""
+    of each parameter whose optimizer state is on the host, and of the op with the largest transient, the share of it that counts."""
 
     recomputed: Mapping[str, int]
     offloaded: Mapping[str, int]
     shares: Sequence[float]
     movings: Sequence[Moving]
     brought: Mapping[str, float]
+    transient: Mapping[str, float]
 
     def count(self, region: int, moved_in: int) -> Count:
         """One occurrence."""
@@ -114,15 +118,16 @@ class _Places:
         if name in self.brought:
             return Count(1, num_on_host=1, brought_share=self.brought[name])
         region = self.recomputed.get(name, NOWHERE)
-        return self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
+        found = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
+        found.transient_share = self.transient.get(name, 0.0)
+        return found
 
 
 def find_flows(
     graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = (),
-    num_waiting: int = 0, state_on_host: Collection[str] = (),
+    training: Training = WHOLE_BATCH, state_on_host: Collection[str] = (),
 ) -> Flows:  # fmt: skip
-    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class. num_waiting: as in
-    `Training`."""
+    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
@@ -130,8 +135,9 @@ def find_flows(
     known = footprints(graph, folded.representative)
     found = savings(graph, known, recomputed, offloaded)
     places = _Places(
-        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, num_waiting),
+        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, training.num_waiting),
         movings(graph, known, recomputed, offloaded, found, cluster), brought_shares(graph, state_on_host),
+        largest_transient(graph, known, recomputed, offloaded, training.num_microbatches),
     )  # fmt: skip
     counts: defaultdict[Flow, Count] = defaultdict(Count)
     for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():

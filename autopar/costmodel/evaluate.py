@@ -15,6 +15,7 @@ from autopar.costmodel.on_host import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.probe import Footprint, footprints
 from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.transient import largest_transient, transient_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
@@ -37,9 +38,9 @@ class PlannedCollective:
 class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
-    region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back) -> bytes. moved_bytes: to the host,
-    and as many back; state_on_host_bytes: of the optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that
-    the step waits for them."""
+    region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back, "transient": the largest of an
+    op, beyond what is counted but not there then) -> bytes. moved_bytes: to the host, and as many back; state_on_host_bytes: of the
+    optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that the step waits for them."""
 
     compute_forward_s: float
     compute_backward_s: float
@@ -180,7 +181,15 @@ class _Step:
         memory.subtract({"optimizer": sum(state.values())} if state else {})
         fetched = sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes()))
         memory["fetched"] = round(fetched + sum(share * state[name] for name, share in brought.items()))
-        return {kind: size for kind, size in memory.items() if size or kind not in ("gathered", "recomputed", "waiting", "fetched")}
+        memory["transient"] = round(self._transient(training))
+        optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
+        return {kind: size for kind, size in memory.items() if size or kind not in optional}
+
+    def _transient(self, training: Training) -> float:
+        ops, regions = {op.name: op for op in self.graph.ops}, (self.assignment.recomputed, self.assignment.offloaded)
+        found = largest_transient(self.graph, self.known, *regions, training.num_microbatches)
+        shapes = {name: local_shapes(ops[name], self.assignment.strategies[name], self.mesh.shape) for name in found}
+        return sum(share * transient_bytes(ops[name], *shapes[name], frozenset(self.parameters)) for name, share in found.items())
 
     def moved_bytes(self) -> list[int]:
         """What each offloaded region sends to the host in a microbatch."""

@@ -51,7 +51,7 @@ def price(
     MeshError if the mesh does not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
-    flows = find_flows(graph, folded, candidates, cluster, recomputed, offloaded, training.num_waiting, state_on_host)
+    flows = find_flows(graph, folded, candidates, cluster, recomputed, offloaded, training, state_on_host)
     nodes = price_nodes(graph, flows, mesh, cluster, training)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training), memory_limit_bytes)
     return Priced(table, flows.entities, recomputed, offloaded, state_on_host)

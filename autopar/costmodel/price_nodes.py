@@ -14,6 +14,7 @@ from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, wai
 from autopar.costmodel.offered import Offered, Stored, distinct, offered
 from autopar.costmodel.on_host import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
+from autopar.costmodel.transient import transient_bytes
 from autopar.ir.graph import Graph, Input, Op, nameless
 from autopar.mesh import Mesh
 from autopar.sbp.local_ops import LOCAL_OPS
@@ -33,7 +34,7 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
             key = nameless(op), id(entity.options), astuple(count)
-            found = known.get(key) or _of_ops(count, _price_op(op, entity.options, _operands(op, number, flows), mesh, cluster), training)
+            found = known.get(key) or _price_ops(op, count, entity.options, number, flows, mesh, cluster, training)
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
             key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
@@ -46,14 +47,18 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
     return nodes
 
 
-def _of_ops(count: Count, prices: np.ndarray, training: Training) -> Prices:
+def _price_ops(
+    op: Op, count: Count, strategies: Sequence[Strategy], number: int, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training
+) -> Prices:
     """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
     what others keep may be on the host."""
-    forward_s, backward_s, saved, waiting = prices.T
+    weights = flows.parameters if count.transient_share else None
+    prices = _price_op(op, strategies, _operands(op, number, flows), mesh, cluster, weights)
+    forward_s, backward_s, saved, waiting, transient = prices.T
     times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
     times_s = times_s + count.moved_s * saved
     kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
-    held = kept * saved + training.num_waiting * count.times * waiting
+    held = kept * saved + training.num_waiting * count.times * waiting + count.transient_share * transient
     return training.num_microbatches * times_s, np.ascontiguousarray(held)
 
 
@@ -66,10 +71,11 @@ def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offe
 
 
 def _price_op(
-    op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster
-) -> np.ndarray:
-    """f64[strategies, 4]: seconds of forward and of backward, bytes saved without what is saved of the inputs, and of the gradient that a
-    weight waits with. Strategies with the same local shapes and roles share a price."""
+    op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster,
+    parameters: frozenset[str] | None,
+) -> np.ndarray:  # fmt: skip
+    """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the gradient that a
+    weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local shapes and roles share a price."""
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
@@ -79,7 +85,8 @@ def _price_op(
         local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
         inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
         kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
-        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept))
+        transient = 0.0 if parameters is None else transient_bytes(op, inputs, outputs, parameters)
+        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept, transient))
     found = np.array(prices, dtype=np.float64)[index]
     if op.target in LOCAL_OPS:
         found[:, :2] += _inner_times(op, strategies, mesh, cluster)

@@ -42,7 +42,7 @@ def footprint(op: Op) -> Footprint:
     """The footprint of `op`; nothing is saved where no output needs a gradient."""
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
-    return _footprint(op.target, op.args, op.kwargs, inputs, tuple(_spec(v) for v in op.outputs), is_tracked)
+    return _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)
 
 
 def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
@@ -70,7 +70,8 @@ def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[s
     return frozenset(name for name, is_fit in classes.items() if is_fit)
 
 
-def _spec(value: Value) -> Spec:
+def spec(value: Value) -> Spec:
+    """What a tensor without data is made from."""
     return value.shape, value.dtype, value.needs_grad
 
 
@@ -97,7 +98,7 @@ def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
 
 def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Footprint:
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
-    given = _fill(args, tensors), {name: _fill(value, tensors) for name, value in kwargs}
+    given = fill(args, tensors), {name: fill(value, tensors) for name, value in kwargs}
     saved: list[torch.Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         results = tree_leaves(resolve(target)(*given[0], **given[1]))
@@ -137,7 +138,7 @@ def _saved_by_local_op(
     kept: dict[int, torch.Tensor] = {}
     try:
         with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
-            LOCAL_OPS[target].run(*_fill(args, tensors), **{name: _fill(x, tensors) for name, x in kwargs}, **axes)
+            LOCAL_OPS[target].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
     except (RuntimeError, NotImplementedError):
         return None
     own = _storages([tensors[slot] for slot in saved_inputs])
@@ -149,9 +150,10 @@ def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {id(tensor.untyped_storage()): position for position, tensor in enumerate(tensors)}
 
 
-def _fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
+def fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
+    """An op's argument with tensors in its slots."""
     if isinstance(arg, Slot):
         return tensors[arg.index]
     if isinstance(arg, tuple):
-        return [_fill(item, tensors) for item in arg]
+        return [fill(item, tensors) for item in arg]
     return torch.device("meta") if isinstance(arg, torch.device) else arg

@@ -15,6 +15,7 @@ from autopar.costmodel.on_host import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.probe import footprints
 from autopar.costmodel.saving import savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.transient import largest_transient, transient_bytes
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
@@ -37,8 +38,9 @@ class Profile:
     """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
     and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a
     step, what gathers parameters, reduces their gradients and updates them, at their only reader. state_bytes: parameters, gradients,
-    optimizer and gathered copies, there too. saved_bytes: what a microbatch keeps for backward. waiting_bytes: what it keeps while only the
-    gradients of weights are to be made. crossing_bytes: of the values made before the op and read by it or later.
+    optimizer and gathered copies, there too, and the largest transient of an op. saved_bytes: what a microbatch keeps for backward.
+    waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before the op and
+    read by it or later.
     """
 
     forward_s: np.ndarray
@@ -73,6 +75,7 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
     stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     known, found = footprints(graph), conversions(graph, assignment)
+    transient = largest_transient(graph, known, (), (), training.num_microbatches)
     for name, savings_of in savings(graph, known).items():
         for one, saving in zip(found[name], savings_of):
             kept = kept_bytes(
@@ -89,6 +92,10 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
             for phase, time_s in times.items():
                 columns[f"{phase}_s"][position] += time_s
     once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored)
+    for name, share in transient.items():
+        op, strategy = graph.ops[number[name]], assignment.strategies[name]
+        size = transient_bytes(op, *local_shapes(op, strategy, mesh.shape), frozenset(parameters))
+        state_bytes[number[name]] += share * size
     crossing_bytes = _crossing(graph, assignment, mesh, number)
     return Profile(once_s=once_s, state_bytes=state_bytes, shared=shared, crossing_bytes=crossing_bytes, **columns)
 

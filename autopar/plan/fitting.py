@@ -1,6 +1,6 @@
 """Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower one.
 
-The search limits an estimate, a sum over choices. What a program really has in memory at one time lies up to a third above or below it.
+The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below it, so each plan is predicted.
 """
 
 import math
@@ -16,8 +16,6 @@ AnyPlan = Plan | StagedPlan
 Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
 Again = Callable[[Sequence[float]], AnyPlan | None]
 
-# What is estimated to take no more than this part of the limit fits: estimates lie 19 % below the peak at most (bench/results/memory.md).
-_SURELY = 0.6
 # So many times a plan is made anew under a lower limit.
 _MOST_TRIES = 3
 # The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
@@ -46,9 +44,8 @@ def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predic
     while waiting:
         one = min(waiting, key=lambda candidate: candidate.plan.step_s)
         waiting.remove(one)
-        is_near = one.num_tries > 0 or max(one.plan.memory_bytes) > _SURELY * limit_bytes
         plan = replace(one.plan, memory_limit_bytes=limit_bytes)
-        if predict is not None and is_near:
+        if predict is not None:
             plan = replace(plan, peak_bytes=predict(plan))
         if max(plan.peak_bytes, default=0) <= limit_bytes:
             return plan

@@ -47,7 +47,7 @@ class _Stage:
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Activations are those of the microbatches in flight; gradients are there from the first backward on, the inside of a recomputed
-        region while a backward runs, or those of the microbatches whose weights wait for their gradients."""
+        region and the largest transient while a backward runs, or those of the microbatches whose weights wait for their gradients."""
         memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
         memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight
         if not self.has_gradients:
@@ -57,6 +57,8 @@ class _Stage:
                 memory[kind] = memory[kind] // training.num_waiting * self.waiting
             elif not self.runs_backward:
                 memory[kind] = 0
+        if "transient" in memory and not self.runs_backward:
+            memory["transient"] = 0
         return memory
 
 

@@ -34,7 +34,7 @@ class Plan:
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
     found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
     meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
-    peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked, as where memory is plenty.
+    peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
     is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on reading.
     """
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.codegen.kernels import namespace_on, without_data
-from autopar.codegen.storages import count_storages
+from autopar.costmodel.storages import count_storages
 from autopar.sbp.collectives import Axis
 
 B, H, L, E = 2, 4, 64, 16

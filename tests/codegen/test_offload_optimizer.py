@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.codegen import offload_optimizer as home
 from autopar.codegen.offload_optimizer import offload_optimizer
-from autopar.codegen.storages import plain_tensors
+from autopar.costmodel.storages import plain_tensors
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.plan.plan import Plan

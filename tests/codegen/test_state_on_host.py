@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from autopar.codegen import offload_optimizer as home
 from autopar.codegen.offload_optimizer import offload_optimizer
 from autopar.codegen.peak import Peak, predict_peak, predict_peaks
-from autopar.codegen.storages import count_storages
 from autopar.codegen.train import Trainer
 from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.storages import count_storages
 from autopar.errors import AutoparError
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace

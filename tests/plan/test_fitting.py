@@ -75,12 +75,14 @@ def test_what_no_lower_limit_makes_fit_is_refused():
         fitting(make, LIMIT, lambda _: (1001, 500))
 
 
-def test_nothing_is_asked_where_memory_is_plenty():
-    def refuse(_: Made) -> tuple[int, ...]:
-        raise AssertionError("asked")
+@pytest.mark.parametrize("limit", [10 * LIMIT, float("inf")])
+def test_every_plan_is_asked_also_where_memory_is_plenty(limit: float):
+    assert fitting(lambda _: Made((590,)), limit, missed_by(3.0)).peak_bytes == (1770,)
 
-    assert fitting(lambda _: Made((590,)), LIMIT, refuse).peak_bytes == ()
-    assert fitting(lambda _: Made((10**12,)), float("inf"), refuse).peak_bytes == ()
+
+def test_what_is_estimated_far_below_the_limit_may_be_above_it():
+    found = fitting(make, 2 * LIMIT, lambda plan: tuple(3 * size for size in plan.memory_bytes))
+    assert found.memory_bytes[0] < 0.4 * 2 * LIMIT and 0.95 * 2 * LIMIT < found.peak_bytes[0] <= 2 * LIMIT
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("vgg13", "dp=2,tp=2"), ("gpt2", "pp=2,dp=2")])

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.codegen.storages import count_storages
+from autopar.costmodel.storages import count_storages
 
 KIB = torch.float32.itemsize * 256
 
