@@ -163,7 +163,10 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mappi
                 "every rank; pad the batch or drop its last part to split it",
                 stacklevel=4,
             )
-    return choose_plan(graph, mesh, cluster, predict=rank_peaks, **wishes)
+    plan = choose_plan(graph, mesh, cluster, predict=rank_peaks, **wishes)
+    for note in plan.notes:
+        warnings.warn(note, stacklevel=4)
+    return plan
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:

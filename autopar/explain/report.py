@@ -54,6 +54,8 @@ class Explained(Protocol):
 
     @property
     def gap(self) -> float: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Report:
     bound_of: str
     gap: float
     found_by: str
+    notes: tuple[str, ...]
     hand: Mapping[str, Mapping[str, float]]
     meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
@@ -162,6 +165,7 @@ def report(plan: Explained) -> Report:
         bound_of=plan.bound_of,
         gap=plan.gap,
         found_by=plan.found_by,
+        notes=plan.notes,
         hand={name: {"step_s": cost.step_s, "memory_bytes": cost.memory_bytes} for name, cost in plan.hand.items()},
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),

@@ -57,6 +57,7 @@ def _head(report: Report) -> str:
             f"Plan for mesh {report.mesh} on cluster {cluster}, optimizer {report.optimizer}.",
             "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
             told,
+            *report.notes,
             *([on_host_line(len(report.state_on_host), report.state_on_host_bytes)] if report.state_on_host else []),
         ]
     )

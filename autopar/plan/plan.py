@@ -16,6 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plan import store
+from autopar.plan.batch_size import too_small
 from autopar.plan.check import check_assignment, check_names
 from autopar.plan.planned import as_planned
 from autopar.plan.store import HandCosts, SavedPlan
@@ -83,6 +84,12 @@ class Plan:
         ):
             if changed != self.assignment:
                 yield what, evaluate(self.graph, changed, self.mesh, self.cluster, training=self.training)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know before running the plan, as that the batch is too small for the devices."""
+        small = too_small(self)
+        return (str(small),) if small else ()
 
     def explain(self) -> str:
         """The plan for people: every choice, what it costs, and what else there is."""

@@ -18,6 +18,7 @@ from autopar.ir.loss_only import loss_only
 from autopar.ir.text import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plan import store
+from autopar.plan.batch_size import too_small
 from autopar.plan.check import check_crossing, check_stages
 from autopar.plan.fields import Fields
 from autopar.plan.plan import Plan
@@ -110,6 +111,12 @@ class StagedPlan:
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
         stages = tuple(_stage_for(stage, one.graph) for stage, one in zip(self.stages, cut_graphs))
         return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As in `Plan`."""
+        small = too_small(self)
+        return (str(small),) if small else ()
 
     def explain(self) -> str:
         """The plan for people: stages, timeline, memory, and what else there is."""

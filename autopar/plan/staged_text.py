@@ -9,7 +9,6 @@ from tabulate import tabulate
 from autopar.explain.report import report
 from autopar.explain.text import FROM_FILE, format_bytes, format_seconds, hand_title, on_host_line, step_line
 from autopar.ir.text import printable
-from autopar.plan.batch_size import too_small
 from autopar.plan.bought import Bought, bought
 from autopar.plan.memory_timeline import Moment, memory_over_time
 from autopar.plan.schedule import Schedule
@@ -39,6 +38,7 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "num_microbatches": plan.schedule.num_microbatches,
         "step_s": plan.step_s,
         "lower_bound_s": plan.lower_bound_s,
+        "notes": list(plan.notes),
         "bubble": plan.timeline.bubble,
         "starts": list(plan.starts),
         "timeline": [[[str(span.action), span.start_s, span.end_s] for span in row] for row in plan.timeline.rows],
@@ -82,7 +82,7 @@ def _head(plan: "StagedPlan") -> str:
             step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", floor, is_from_file=plan.is_from_file),
             f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
             *_on_host(plan),
-            *([str(small)] if (small := too_small(plan)) else []),
+            *plan.notes,
         ]
     )
 

@@ -179,7 +179,7 @@ def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(g
 
     least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
     said = refused(0.97 * least)
-    assert "binds, which holds activations" in said and "(microbatches in flight: 1)" in said and "smaller batches" in said
+    assert "binds, which holds" in said and ", activations" in said and "(microbatches in flight: 1)" in said and "smaller batches" in said
 
 
 def test_files_keep_all_of_it(gpt: Graph) -> None:
