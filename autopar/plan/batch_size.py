@@ -64,7 +64,8 @@ def _step_s(plan: "StagedPlan", schedule: Schedule) -> float:
 
 def _repeating(plan: "Plan", batch: int) -> TooSmall | None:
     """A batch of a sample a device can be split evenly over all of them."""
+    if batch >= plan.mesh.num_devices:
+        return None
     computing_s = plan.costs.compute_forward_s + plan.costs.compute_backward_s + plan.costs.optimizer_s
     wasted = 1 - floor_s(plan.graph, plan.mesh, plan.cluster, training=plan.training) / computing_s
-    is_short = batch < plan.mesh.num_devices and wasted > _MUCH
-    return TooSmall(batch, "devices repeat each other's work", wasted, plan.mesh.num_devices) if is_short else None
+    return TooSmall(batch, "devices repeat each other's work", wasted, plan.mesh.num_devices) if wasted > _MUCH else None
