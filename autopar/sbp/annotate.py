@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph, Input, Op, Value, nameless
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
 from autopar.sbp.rules import RULES
+from autopar.sbp.rules.product import ROW_BYTES
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
 Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
@@ -122,12 +123,19 @@ def _extents(op: Op, signature: Signature) -> dict[Part, int]:
     """Size of everything the signature splits, outputs first."""
     tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
     parts: dict[Part, int] = {
-        (f"{side}{index}", placement.dim): values[index].shape[placement.dim]
+        (f"{side}{index}", placement.dim): _num_units(op, values[index], placement.dim)
         for side, values, placements in tensors
         for index, placement in enumerate(placements)
         if placement.is_split
     }
     return parts | {(signature.role, -1): signature.num_units} if signature.num_units else parts
+
+
+def _num_units(op: Op, value: Value, dim: int) -> int:
+    """Into how many parts a dim can be cut; 0 if what the op's kernel wants to stay together does not divide it."""
+    size, unit_bytes = value.shape[dim], ROW_BYTES.get(op.target, 0)
+    unit = max(1, unit_bytes // value.dtype.itemsize) if dim and dim >= len(value.shape) - 2 else 1
+    return size // unit if size % unit == 0 else 0
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import signatures_of
+from autopar.sbp.annotate import signatures_of, strategies_of
 from autopar.sbp.rules.product import RULES, parse_equation
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op
@@ -111,6 +111,23 @@ def test_grouped_product_of_aten_has_the_same_signatures():
     assert "S(0) B* B -> S(0) [rows]" in set(map(str, signatures_of(op)))
     op, _ = make_op("aten._grouped_mm.default", bf16(4, 8, 16), bf16(4, 16, 8))
     assert len(signatures_of(op)) == 2
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 8])
+def test_a_grouped_product_is_cut_no_finer_than_its_kernel_takes(num_parts):
+    """The kernel refuses rows that are no multiple of 16 bytes; on the meta device it says so."""
+    x, weight, ends = bf16(8, 32), bf16(4, 32, 16), torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+    op, _ = make_op("aten._grouped_mm.default", x, weight, ends)
+    offered = {str(strategy) for strategy in strategies_of(op, (num_parts,))}
+    cuts = {"S(1) S(1) B -> P": (x.chunk(num_parts, 1), weight.chunk(num_parts, 1)), "B* S(2) B -> S(1)": ((x,), weight.chunk(num_parts, 2))}
+    for signature, (rows, weights) in cuts.items():
+        given = [part[0].detach().contiguous().to("meta") for part in (rows, weights)]
+        try:
+            torch._grouped_mm(*given, offs=ends.to("meta"))
+            has_kernel = True
+        except RuntimeError as error:
+            has_kernel = "multiple of 16 bytes" not in str(error)
+        assert (signature in offered) == has_kernel
 
 
 def bf16(*shape):

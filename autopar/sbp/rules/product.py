@@ -81,6 +81,11 @@ def tensordot(op: Op) -> Iterator[Signature]:
     return _named(op, ("self", "other"), factors, output)
 
 
+# Kernels that want the strides of the last two dims, those of the first apart, to be multiples of so many bytes
+# (`_meta_grouped_mm_common` in torch/_meta_registrations.py): a split that leaves less has no kernel.
+ROW_BYTES = {"aten._grouped_mm.default": 16}
+
+
 def grouped_mm(op: Op) -> Iterator[Signature]:
     """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only whole.
 
