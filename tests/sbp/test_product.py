@@ -119,7 +119,8 @@ def test_a_grouped_product_is_cut_no_finer_than_its_kernel_takes(num_parts):
     x, weight, ends = bf16(8, 32), bf16(4, 32, 16), torch.tensor([2, 2, 5, 8], dtype=torch.int32)
     op, _ = make_op("aten._grouped_mm.default", x, weight, ends)
     offered = {str(strategy) for strategy in strategies_of(op, (num_parts,))}
-    cuts = {"S(1) S(1) B -> P": (x.chunk(num_parts, 1), weight.chunk(num_parts, 1)), "B* S(2) B -> S(1)": ((x,), weight.chunk(num_parts, 2))}
+    columns = {"S(1) S(1) B -> P": (x.chunk(num_parts, 1), weight.chunk(num_parts, 1))}
+    cuts = columns | {"B* S(2) B -> S(1)": ((x,), weight.chunk(num_parts, 2))}
     for signature, (rows, weights) in cuts.items():
         given = [part[0].detach().contiguous().to("meta") for part in (rows, weights)]
         try:
