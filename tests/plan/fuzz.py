@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from autopar.codegen.lower import lower
 from autopar.codegen.peak import rank_peaks
 from autopar.costmodel.evaluate import evaluate
 from autopar.errors import MeshError, PlanError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Devices, Mesh, parse_mesh
@@ -29,6 +29,7 @@ from autopar.plan import staged, store
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.staged import StagedPlan
 from autopar.plan.staged_text import plan_json, plan_trace
+from tests.codegen.any_plan import Example, differences
 from tests.plan.cases import CPU, MESH, by_hand, hand_made, traced
 
 EVIL = "harm()"  # what text from a file must never come to: a call of this builtin
@@ -76,11 +77,11 @@ class Case:
 def cases() -> tuple[Case, ...]:
     """Plans with and without stages, with every choice that a file can hold."""
     tokens = torch.zeros(8, 4, dtype=torch.int64)
-    graph = trace(skeleton(Tied()), (tokens,), {})
+    graph = trace(skeleton(Tied().double()), (tokens,), {})
     options = {"cluster": "cpu", "args": (tokens,), "time_limit_s": 0.0}
-    found = [autopar.plan(Tied(), "dp=2,tp=2", **options)]
+    found = [autopar.plan(Tied().double(), "dp=2,tp=2", **options)]
     for schedule, mesh in (("1f1b", "pp=2,dp=2"), ("zero-bubble", "pp=2,a=2,b=1"), ("interleaved", "pp=2,dp=2"), (None, "dp=2,tp=2")):
-        found.append(autopar.plan(Tied(), mesh, num_microbatches=4, schedule=schedule, **options))
+        found.append(autopar.plan(Tied().double(), mesh, num_microbatches=4, schedule=schedule, **options))
     texts = [Case(plan.dumps(), graph, parse_mesh(str(plan.mesh))) for plan in found]
     return (*texts, *(Case(plan.dumps(), traced("mlp"), MESH) for plan in (hand_made("mlp"), _with_all_choices())))
 
@@ -275,3 +276,20 @@ def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
         compile_source(source, namespace())
     if is_run:
         assert all(peak > 0 for peak in rank_peaks(plan))
+        _compare_with_one_device(plan.stages if isinstance(plan, StagedPlan) else (plan,), is_split=isinstance(plan, StagedPlan))
+
+
+def _compare_with_one_device(plans: Sequence[Plan], *, is_split: bool) -> None:
+    """Each program computes on its ranks, which are threads, what its graph computes on one device, and issues what is priced."""
+    torch.manual_seed(0)
+    for plan in plans:
+        values = {item.value.name: _content(item.value) for item in plan.graph.inputs}
+        cotangents = {i: torch.randn(value.shape, dtype=value.dtype) for i, value in enumerate(plan.graph.outputs) if value.needs_grad}
+        named = replace(plan.graph, inputs=tuple(replace(item, fqn=item.value.name) for item in plan.graph.inputs))
+        example = Example(named, values, cotangents, plan.mesh, plan.assignment, is_split)
+        numbers, collectives = differences(example)
+        assert not numbers + collectives, "\n".join([*numbers, *collectives])
+
+
+def _content(value: Value) -> torch.Tensor:
+    return torch.randn(value.shape, dtype=value.dtype) if value.dtype.is_floating_point else torch.randint(0, 16, value.shape)
