@@ -60,7 +60,7 @@ def train_odd(axis_names: tuple[str, str], pins: dict[str, str]) -> tuple[float,
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("names", [("dp-shard", "dp.shard"), ("class", "2d"), ("größe", "a'; b #")], ids=ascii)
+@pytest.mark.parametrize("names", [("dp-shard", "dp.shard"), ("class", "größe'; 2d #")], ids=ascii)
 def test_a_model_and_a_mesh_with_odd_names_train_like_one_device(ranks4: Ranks, names: tuple[str, str]) -> None:
     split = dict.fromkeys(PARAMETERS, "S(0)S(0)") | {f"inner.{name}.weight": f"{names[1]}:S(0)" for name in MODULES}
     for difference, num_issued in ranks4.run(train_odd, names, split):

@@ -33,7 +33,10 @@ from tests.codegen.any_plan import Example, differences
 from tests.plan.cases import CPU, MESH, by_hand, hand_made, traced
 
 EVIL = "harm()"  # what text from a file must never come to: a call of this builtin
-CODE = [EVIL, f"b,) = self.axes; {EVIL} #", f"x\n    {EVIL}\n    #", f"'); {EVIL}; ('", f"{{{EVIL}}}", "__import__('os').system('true')"]
+CODE = (
+    [EVIL, f"b,) = self.axes; {EVIL} #", f"x\n    {EVIL}\n    #", f"'); {EVIL}; ('", f"{{{EVIL}}}", f"b;{EVIL}", f"b) ;{EVIL} #"]
+    + ["__import__('os').system('true')"]
+)
 TEXTS = (
     ["", " ", "\x00", "\x1b[2J\x07", "\n", "\ud800", "\u202e", "é", "class", "S(0)", "S(9)B", "BB", "B*P", "S(99999999999999999999)"]
     + ["a" * 5000, "../x", "/dev/null", "B -> B", "S(0) B* -> S(0) [role]", "-> P", "pp", "dp", "self", "1f1b"]
@@ -163,6 +166,19 @@ def _items(item: Any) -> list[tuple[Any, Any]]:
     return list(item.items() if isinstance(item, dict) else enumerate(item))
 
 
+def name_with_code(draw: Random, content: Any) -> None:
+    """A name that a plan may have, but for what it says."""
+    name = draw.choice([*CODE, *CODE, *TEXTS])
+    where = draw.choice(["mesh", "mesh", "mesh", "name", "source", "found_by", "hand"])
+    if where == "mesh":
+        axes = content["mesh"]["axis_names"]
+        axes[draw.randrange(len(axes))] = name
+    elif where == "hand":
+        content["hand"] = {name: {"step_s": 1.0, "memory_bytes": 1}}
+    else:
+        (content["cluster"] if where in content["cluster"] else content)[where] = name
+
+
 def take_from_another(draw: Random, content: Any) -> None:
     """A field of the same name from another plan."""
     other = json.loads(draw.choice(cases()).text)
@@ -193,6 +209,7 @@ def change_regions(draw: Random, content: Any) -> None:
 
 STRUCTURAL: tuple[Callable[[Random, Any], None], ...] = (
     change_value, change_head, change_head, remove, rename, add, swap, take_from_another, change_layout, change_layout, change_regions,
+    name_with_code, name_with_code,
 )  # fmt: skip
 
 
