@@ -1,103 +1,113 @@
-"""Results as markdown for people and JSON for comparison, with the machine they were measured on."""
+"""Result files: `RESULTS/NAME.json`, rows by table, and the same for people in `NAME.md`.
 
+A run adds to its file: it replaces the rows that it ran and leaves the others. So each row says by itself under "measured" with which
+commit, on which day, on which machine and with which settings it was made; under "row" is its name, which is unique in its table.
+"""
+
+import datetime
 import json
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
-from autopar.sbp.redistribute import Collective
-
 RESULTS = Path(__file__).parent / "results"
 
-
-@dataclass(frozen=True)
-class Row:
-    """One variant on one model: seconds a step in each round, and the collectives one rank issued in one step."""
-
-    model: str
-    variant: str
-    seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the collectives' buffers in a step (larger side)."""
-        return sum(collective.num_bytes for collective in self.collectives)
+Row = dict[str, Any]
+Cells = tuple[str, ...]
+Document = Mapping[str, Sequence[Row]]  # title of a table -> its rows
 
 
 @dataclass(frozen=True)
-class Section:
-    """A part of a report: what it shows in words, a table for people, and the same measurements for machines."""
+class Table:
+    """One table of a result file. rows: the names of all rows that the benchmark has, in order; a row of another name is one of an older
+    benchmark. cells: of a row, its lines for people; a row with an "error" has one that says so."""
 
     title: str
     text: str
-    header: tuple[str, ...]
-    cells: tuple[tuple[str, ...], ...]
-    rows: tuple[dict[str, Any], ...]
+    header: Cells
+    rows: tuple[str, ...]
+    cells: Callable[[Row], Iterable[Cells]]
 
 
-def save_sections(name: str, sections: list[Section], settings: dict[str, Any]) -> str:
-    """Write `RESULTS/name.md` and `.json`; return the markdown."""
-    facts = {**settings, "commit": commit(), **machine()}
-    text = "\n".join([*map(_section_text, sections), *_facts(facts), ""])
-    document = {"settings": settings, "commit": commit(), **machine(), **{section.title: section.rows for section in sections}}
-    _write(name, text, document)
-    return text
+def load(name: str) -> dict[str, list[Row]]:
+    """The rows of a result file by table; none if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _section_text(section: Section) -> str:
-    table = tabulate(section.cells, section.header, tablefmt="github", disable_numparse=True)
-    return f"## {section.title}\n\n{section.text}\n\n{table}\n"
-
-
-def _write(name: str, text: str, document: dict[str, Any]) -> None:
+def add(name: str, tables: Sequence[Table], found: Mapping[str, Iterable[Row]], settings: Mapping[str, Any]) -> None:
+    """Put the rows of `found`, by title of their table, into `RESULTS/NAME.json`, and write all of it as `NAME.md`."""
+    saved, measured = load(name), {**where(), **settings}
+    document = {}
+    for table in tables:
+        rows = {row["row"]: row for row in saved.get(table.title, ())}
+        rows |= {row["row"]: row | {"measured": measured} for row in found.get(table.title, ())}
+        document[table.title] = [rows[key] for key in table.rows if key in rows]
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text)
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    _write(RESULTS / f"{name}.json", json.dumps(document, indent=1) + "\n")
+    _write(RESULTS / f"{name}.md", to_markdown(tables, document))
 
 
-def save(name: str, rows: list[Row], settings: dict[str, Any]) -> str:
-    """Write `RESULTS/name.md` and `.json`; return the markdown."""
-    where = {"commit": commit(), **machine()}
-    text = to_markdown(rows, {**settings, **where})
-    figures = [asdict(row) | {"median_s": median(row.seconds), "num_bytes": row.num_bytes} for row in rows]
-    _write(name, text, {"settings": settings, **where, "rows": figures})
-    return text
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a run that is interrupted loses no rows of others."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    part.replace(path)
 
 
-def to_markdown(rows: list[Row], facts: dict[str, Any]) -> str:
-    """One table; the spread is the range of the middle half of the rounds."""
-    header = ["model", "variant", "step, ms (median)", "middle half", "collectives", "MB in their buffers"]
-    table = [(row.model, row.variant, *_times(row), len(row.collectives), f"{row.num_bytes / 1e6:.2f}") for row in rows]
-    return "\n".join([tabulate(table, header, tablefmt="github", disable_numparse=True), "", *_facts(facts), ""])
+def to_markdown(tables: Iterable[Table], document: Document) -> str:
+    """Every table that has rows, each with where its rows were measured."""
+    return "\n".join(_section(table, document[table.title]) for table in tables if document.get(table.title))
 
 
-def _facts(facts: dict[str, Any]) -> list[str]:
-    return [f"- {key}: {', '.join(value) if isinstance(value, list) else value}" for key, value in facts.items()]
+def _section(table: Table, rows: Sequence[Row]) -> str:
+    lines = [(*line, *[""] * (len(table.header) - len(line))) for row in rows for line in _lines(table, row)]
+    body = tabulate(lines, table.header, tablefmt="github", disable_numparse=True)
+    missing = [name for name in table.rows if name not in {row["row"] for row in rows}]
+    lacks = [f"- not measured yet: {'; '.join(missing)}"] if missing else []
+    return "\n".join([f"## {table.title}", "", *([table.text, ""] if table.text else []), body, "", *provenance(rows), *lacks, ""])
 
 
-def _times(row: Row) -> tuple[str, str]:
-    low, _, high = quantiles(row.seconds, n=4, method="inclusive")
-    return f"{1e3 * median(row.seconds):.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+def _lines(table: Table, row: Row) -> Iterable[Cells]:
+    return [(row["row"], row["error"][:200])] if "error" in row else table.cells(row)
+
+
+def provenance(rows: Sequence[Row]) -> list[str]:
+    """A line for each way in which rows were measured, with the names of the rows unless it is the same for all."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        said = ", ".join(f"{key} {_said(x)}" for key, x in row["measured"].items())
+        groups.setdefault(said, []).append(row["row"])
+    return [f"- {said}" + (f": {'; '.join(names)}" if len(groups) > 1 else "") for said, names in groups.items()]
+
+
+def _said(x: Any) -> str:
+    return " ".join(map(str, x)) if isinstance(x, list) else str(x)
+
+
+def where() -> dict[str, str]:
+    """Commit, day and machine: what every figure depends on."""
+    return {"commit": commit(), "date": datetime.date.today().isoformat(), **machine()}
 
 
 def commit() -> str:
-    """The commit measured, with "+" if the tree has changes."""
+    """The commit measured, with "+" if the code of the package or of the benchmarks has changes."""
+    code = ("autopar", "bench/*.py")
     try:
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        return head + ("+" if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "autopar"], check=False).returncode else "")
+        return head + ("+" if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], check=False).returncode else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Processors and the version of torch."""
     names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {"processor": f"{os.cpu_count()} x {names[0] if names else platform.machine()}", "torch": torch.__version__}
+    return {"machine": f"{os.cpu_count()} x {names[0] if names else platform.machine()}", "torch": torch.__version__}
