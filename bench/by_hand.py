@@ -1,54 +1,135 @@
-"""What an expert's plans cost beside the plan found: the tuned ones, and the one that a transformers model brings along."""
+"""The best of all plans that a person might write, priced like the plan found and asked to fit as that is."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
-from torch import nn
-
-from autopar.costmodel.evaluate import evaluate
-from autopar.errors import PlanError
+from autopar.codegen.peak import rank_peaks
+from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.training import Training
+from autopar.errors import InfeasibleError
+from autopar.ir.cut import StageGraph
 from autopar.ir.fold import fold
 from autopar.ir.graph import Graph
+from autopar.ir.loss_only import loss_only
 from autopar.mesh import Devices, Mesh
-from autopar.plan.hand import hand_plan, parse_hand_plan
-from autopar.plan.hf import hf_styles
-from autopar.plan.plan import Plan
-from autopar.plan.tuned import tuned
-from autopar.sbp.annotate import annotate
+from autopar.plan.cut_as import Cut, crossing_layouts, cut_as, restricted
+from autopar.plan.plan import plan_of
+from autopar.plan.staged import PIPELINE, StagedPlan
+from autopar.plan.sweep import Model, Staged, grids, in_flight, model_of, waiting
+from bench.every_stage import Written, every_plan
 
-_NODE = 8
+# Tensors are split within so many nodes.
+MOST_NODES = 2
+# Of so many plans, fastest first, the predicted peak may be above the limit.
+MOST_CHECKED = 60
+# Plans are ordered by sums over their blocks. These are the plan's price to a thousandth, but with ZeRO-3, where a block that is recomputed
+# gathers its parameters once for both, up to this factor above it: of such plans that are near, so many are priced op by op.
+NEAR, MOST_NEAR = 1.25, 4
+
+
+# Where the peak of the fastest is above the limit, a person recomputes more: as few blocks as fit in such parts of the limit.
+PARTS_OF_LIMIT = (0.9, 0.8)
 
 
 @dataclass(frozen=True)
 class ByHand:
-    """A plan's name and its step; both None if there is no such plan that fits the devices."""
+    """The fastest plan by hand that fits; None if none does. num_fitting: of how many the estimate fits; num_above: of how many that are
+    faster and of which it does the predicted peak does not."""
 
     name: str | None
     step_s: float | None
+    peak_bytes: int | None
+    num_fitting: int
+    num_above: int
 
 
-_NOTHING = ByHand(None, None)
+def best_by_hand(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, training: Training, limit_bytes: float) -> ByHand:
+    """Of a number of devices every product stages x data x tensor; of a mesh without stages every choice of its tensor axes.
+
+    InfeasibleError if so many of the fastest do not fit as they are predicted that the best is not known.
+    """
+    whole = loss_only(graph)
+    model = model_of(whole, fold(whole))
+    every = partial(every_plan, model, tuple(_meshes(model, mesh, cluster)), cluster, training=training)
+    points = sorted(every(limit_bytes=limit_bytes), key=_step_s)
+    num_fitting, num_above, best, near = len(points), 0, None, set()
+    while points and num_above < MOST_CHECKED:
+        written = points.pop(0)
+        if best is not None and (_step_s(written) > NEAR * best.step_s or len(near) == MOST_NEAR):
+            break
+        if best is not None and (not is_dear(written) or _kind(written) in near):
+            continue
+        plan = plan_by_hand(model, written.point, cluster, training)
+        peak_bytes = max(rank_peaks(plan))
+        if peak_bytes <= limit_bytes:
+            near.add(_kind(written))
+            if best is None or plan.step_s < best.step_s:
+                best = ByHand(_name(written), plan.step_s, peak_bytes, num_fitting, num_above)
+            continue
+        num_above += 1
+        if num_above == 1:
+            lighter = (every(limit_bytes=part * limit_bytes, recomputed=("fewest",)) for part in PARTS_OF_LIMIT)
+            points = sorted([*points, *chain.from_iterable(lighter)], key=_step_s)
+    if best is None and num_above == MOST_CHECKED:
+        raise InfeasibleError(
+            f"none of the {MOST_CHECKED} fastest of {num_fitting} plans by hand fits as it is predicted; expected one; raise MOST_CHECKED"
+        )
+    return best or ByHand(None, None, None, num_fitting, num_above)
 
 
-def best_by_hand(graph: Graph, mesh: Mesh | Devices, plan: Plan) -> ByHand:
-    """The fastest of all grids and flavours."""
-    found = tuned(graph, fold(graph), mesh, plan.cluster, memory_limit_bytes=plan.memory_limit_bytes, training=plan.training).best
-    return _NOTHING if found is None else ByHand(found.name, found.costs.step_s)
+def _step_s(written: Written) -> float:
+    return written.step_s
 
 
-def model_own(model: nn.Module, graph: Graph, plan: Plan) -> ByHand:
-    """The model's own plan with tensor parallelism inside nodes of 8, data parallel or ZeRO-3 between them."""
-    try:
-        styles = hf_styles(model)
-    except PlanError:
-        return _NOTHING
-    num_devices = plan.mesh.num_devices
-    mesh = Mesh((num_devices // _NODE, _NODE), ("dp", "tp")) if num_devices > _NODE else Mesh((num_devices,), ("tp",))
-    folded = fold(graph)
-    candidates = annotate(graph, mesh, folded)
-    found = []
-    for name in ("hf", "hf:zero3") if mesh.ndim > 1 else ("hf",):
-        assignment = hand_plan(parse_hand_plan(name, mesh), graph, folded, candidates, mesh, styles)
-        costs = evaluate(graph, assignment, mesh, plan.cluster, training=plan.training)
-        if costs.total_memory_bytes <= plan.memory_limit_bytes:
-            found.append(ByHand(name, costs.step_s))
-    return min(found, key=lambda one: one.step_s, default=_NOTHING)
+def is_dear(written: Written) -> bool:
+    """Whether the sum over the plan's blocks may be well above its price."""
+    return written.point.plan.flavour == "zero3" and any(written.point.partition.num_recomputed)
+
+
+def _kind(written: Written) -> tuple:
+    point = written.point
+    return point.mesh, point.plan, point.schedule.name, any(point.partition.num_recomputed)
+
+
+def _meshes(model: Model, mesh: Mesh | Devices, cluster: Cluster) -> Iterator[tuple[int, Mesh]]:
+    if isinstance(mesh, Mesh):
+        yield 1, mesh
+        return
+    most_tensor = MOST_NODES * (cluster.levels[0].size or mesh.num_devices)
+    yield from grids(mesh.num_devices, cluster, num_layers=len(model.starts), most_tensor=most_tensor)
+
+
+def _name(written: Written) -> str:
+    """With the number of blocks that are recomputed."""
+    num = sum(written.point.partition.num_recomputed)
+    return written.name if num == 0 else f"{written.name} ({num} blocks)"
+
+
+def plan_by_hand(model: Model, point: Staged, cluster: Cluster, training: Training) -> StagedPlan:
+    """The point as a plan, whose stages have its layouts; nothing is searched."""
+    cut, schedule = cut_as(model, point), point.schedule
+    crossing = crossing_layouts(cut)
+    stages = []
+    for number, stage in enumerate(cut.stages):
+        counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
+        again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
+        assignment = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
+        own = replace(training, num_microbatches=schedule.num_microbatches, **counts)
+        stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own, found_by="hand"))
+    mesh = _whole_mesh(point)
+    own = replace(training, num_microbatches=schedule.num_microbatches)
+    return StagedPlan(mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand")
+
+
+def _regions(cut: Cut, stage: StageGraph) -> tuple[Sequence[str], ...]:
+    there = {op.name for op in stage.graph.ops}
+    return tuple(region for region in cut.regions if region[0] in there)
+
+
+def _whole_mesh(point: Staged) -> Mesh:
+    if point.schedule.num_ranks == 1:
+        return point.mesh
+    shape, names = (point.mesh.shape, point.mesh.axis_names) if point.mesh.num_devices > 1 else ((), ())
+    return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))

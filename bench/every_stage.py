@@ -1,8 +1,9 @@
-"""Every plan in stages that a person might write, priced one by one: no point is left out because another should be better."""
+"""Every plan that a person might write, priced one by one: no point is left out because another should be better."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from autopar.mesh import Mesh
 from autopar.plan.hand import HandPlan, format_hand_plan
 from autopar.plan.partition import Blocks, Partition, partition
 from autopar.plan.schedule import Schedule, can_run
-from autopar.plan.sweep import Model, as_run, grids, in_flight, profiled, rank_bytes, time_of, waiting
+from autopar.plan.sweep import Model, Staged, as_run, in_flight, profiled, rank_bytes, time_of, waiting
+from autopar.sbp.assignment import Assignment
 
 CUTS = ("even", "balanced")
 RECOMPUTED = ("none", "all", "fewest")
@@ -23,33 +25,46 @@ SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), 
 
 @dataclass(frozen=True)
 class Written:
-    """One plan. rank_bytes: the most of a device."""
+    """One plan: `point` has its layouts, stages, seconds and estimated bytes."""
 
     name: str
-    step_s: float
-    rank_bytes: float
+    point: Staged
+
+    @property
+    def step_s(self) -> float:
+        """Of a step."""
+        return self.point.step_s
+
+    @property
+    def rank_bytes(self) -> float:
+        """The most of a device, as estimated."""
+        return max(self.point.rank_bytes)
 
 
 def every_plan(
-    model: Model, num_devices: int, cluster: Cluster, *, training: Training, limit_bytes: float, most_tensor: int
-) -> Iterator[Written]:
-    """Those that fit, of all grids, numbers of microbatches, flavours, schedules, cuts and ways to recompute."""
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
+    recomputed: Sequence[str] = RECOMPUTED,
+) -> Iterator[Written]:  # fmt: skip
+    """Those whose estimate fits, of all numbers of microbatches, flavours, schedules, cuts and ways to recompute. meshes: (ranks of the
+    pipeline, mesh of each); tensors are split on the axis called "tp" where axes are called "dp" or "tp", else on every choice of axes."""
     for num in model.counts:
         outline = model.of_microbatch(num)
-        for num_ranks, mesh in grids(num_devices, cluster, num_layers=len(model.starts), most_tensor=most_tensor):
-            plans = tuple(plan for plan in _flavours(mesh) if model.counts[-1] % (num * _data(plan, mesh)) == 0)
-            for plan, _, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
+        for num_ranks, mesh in meshes:
+            plans = tuple(plan for plan in _flavours(mesh) if model.num_samples % (num * _data(plan, mesh)) == 0)
+            for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
                 if blocks.state_bytes.sum() / num_ranks <= limit_bytes:
                     link = transfer(cluster, num_ranks, mesh.num_devices)
-                    yield from _staged(plan, mesh, num_ranks, num, blocks, link, limit_bytes)
+                    yield from _staged(plan, assignment, mesh, num_ranks, num, blocks, link, limit_bytes, recomputed)
 
 
 def _flavours(mesh: Mesh) -> Iterator[HandPlan]:
-    """With and without splitting the sequence; ddp moves what zero2 moves."""
-    axes = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
-    has_data = any(size > 1 for axis, size in enumerate(mesh.shape) if axis not in axes)
-    for flavour in ("ddp", "zero2", "zero3") if has_data else ("ddp",):
-        yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((True, False) if axes else (False,)))
+    """With and without splitting the sequence."""
+    named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
+    choices = chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1))
+    for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else choices:
+        has_data = any(size > 1 for axis, size in enumerate(mesh.shape) if axis not in axes)
+        for flavour in ("ddp", "zero2", "zero3") if has_data else ("ddp",):
+            yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((True, False) if axes else (False,)))
 
 
 def _data(plan: HandPlan, mesh: Mesh) -> int:
@@ -57,17 +72,19 @@ def _data(plan: HandPlan, mesh: Mesh) -> int:
 
 
 def _staged(
-    plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, blocks: Blocks, link: tuple[float, float], limit_bytes: float
-) -> Iterator[Written]:
+    plan: HandPlan, assignment: Assignment, mesh: Mesh, num_ranks: int, num: int, blocks: Blocks, link: tuple[float, float],
+    limit_bytes: float, recomputed: Sequence[str],
+) -> Iterator[Written]:  # fmt: skip
     for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
         run = as_run(blocks, schedule)
         own = replace(run, is_recomputable=blocks.is_recomputable)
         for cut in CUTS if num_ranks > 1 else CUTS[1:]:
-            for again in RECOMPUTED if run.is_recomputable.any() else RECOMPUTED[:1]:
+            for again in recomputed if run.is_recomputable.any() else {"none"} & set(recomputed):
                 found = cut_blocks(own, schedule, cut, again, limit_bytes)
                 if found is not None:
                     words = (f"pp={num_ranks}", format_hand_plan(plan, mesh), schedule.name, f"m={num}", cut, f"recompute {again}")
-                    yield Written(",".join(words), time_of(own, found, schedule, link), max(rank_bytes(found, schedule)))
+                    step_s = float(time_of(own, found, schedule, link))
+                    yield Written(",".join(words), Staged(plan, mesh, schedule, found, step_s, assignment))
 
 
 def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic, process_time
 from typing import Any, TypeVar
@@ -15,24 +15,22 @@ from typing import Any, TypeVar
 from autopar.plan.clock import Clock
 
 import autopar
-from autopar.costmodel.cluster import load_cluster
+from autopar.codegen.peak import rank_peaks
+from autopar.costmodel.cluster import Cluster, load_cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import WHOLE_BATCH
 from autopar.errors import InfeasibleError
-from autopar.ir.fold import fold
-from autopar.ir.loss_only import loss_only
-from autopar.mesh import as_mesh, parse_devices, parse_mesh
+from autopar.ir.graph import Graph
+from autopar.mesh import Devices, Mesh, as_mesh, parse_mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.choose import choose_plan
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_mesh import solve_mesh
 from autopar.plan.staged import StagedPlan
-from autopar.plan.sweep import model_of
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit
-from bench.by_hand import best_by_hand, model_own
-from bench.every_stage import every_plan
+from bench.by_hand import best_by_hand
 from bench.problem import example_of, graph_of, problem_of
 from bench.simulated import one_rank_of
 from bench.suite import Case
@@ -48,32 +46,62 @@ _LONG_S = 10.0
 
 
 def measure_plan(case: Case, started: float) -> Row:
-    """Model in to plan out: seconds by stage, and what was found."""
-    times = {"start": monotonic() - started}
+    """Model in to plan out, as `autopar.plan` plans: the plan beside the best of all plans by hand, and seconds of what was done."""
+    times = {"start": monotonic() - started, "peaks": 0.0}
     example = _timed(times, "build", partial(example_of, case))
     before = monotonic(), process_time()
     graph = _timed(times, "trace", partial(graph_of, example))
     mesh, cluster = as_mesh(case.mesh), load_cluster(case.cluster)
+
+    def predict(plan: Plan | StagedPlan) -> tuple[int, ...]:
+        start = monotonic()
+        found = rank_peaks(plan)
+        times["peaks"] += monotonic() - start
+        return found
+
     try:
-        limit = None if case.is_limited else math.inf
-        plan = make_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s, memory_limit_bytes=limit)
+        plan = choose_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s, predict=predict)
     except InfeasibleError as error:
         return {"error": str(error)}
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
-    by_hand = _timed(times, "sweep", partial(best_by_hand, graph, mesh, plan))
-    own = model_own(example.model, graph, plan)
-    hand = {"hand": by_hand.name, "hand_s": by_hand.step_s, "hf": own.name, "hf_s": own.step_s}
-    return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan), **hand}
+    limit = usable_memory_bytes(cluster)
+    fits = {"limit_bytes": limit, "predicted_peak_bytes": max(plan.peak_bytes or rank_peaks(plan))}
+    schedule = str(plan.schedule) if isinstance(plan, StagedPlan) else "one stage, one pass"
+    hand = _timed(times, "by hand", partial(_by_hand, graph, mesh, cluster, limit))
+    return {"times_s": times, **used, "ops": len(graph.ops), **_found(plan), "schedule": schedule, **fits, **hand}
 
 
-def _found(plan: Plan) -> Row:
+def _by_hand(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, limit_bytes: float) -> Row:
+    """The fields of `ByHand` with "hand_" before each; "hand_unknown" says why it is not known."""
+    try:
+        found = asdict(best_by_hand(graph, mesh, cluster, WHOLE_BATCH, limit_bytes))
+    except InfeasibleError as error:
+        return {"hand_unknown": str(error)}
+    return {f"hand_{name}": x for name, x in found.items()}
+
+
+def _found(plan: Plan | StagedPlan) -> Row:
     return {
-        "mesh": "x".join(map(str, plan.mesh.shape)),
-        "step_s": plan.costs.step_s,
+        "mesh": str(plan.mesh),
+        "step_s": plan.step_s,
         "bound_s": plan.lower_bound_s,
         "gap": plan.gap,
-        "memory_bytes": plan.costs.total_memory_bytes,
+        "memory_bytes": max(plan.memory_bytes),
     }
+
+
+def measure_whole(case: Case, started: float) -> Row:
+    """Model in to plan out without stages or microbatches: seconds by stage of planning."""
+    times = {"start": monotonic() - started}
+    example = _timed(times, "build", partial(example_of, case))
+    before = monotonic(), process_time()
+    graph = _timed(times, "trace", partial(graph_of, example))
+    limit = None if case.is_limited else math.inf
+    plan = make_plan(
+        graph, as_mesh(case.mesh), load_cluster(case.cluster), time_limit_s=case.time_limit_s, memory_limit_bytes=limit
+    )
+    used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
+    return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan)}
 
 
 def measure_compile(case: Case, started: float) -> Row:
@@ -136,32 +164,12 @@ def _median_of(work: Callable[[], Row]) -> Row:
     return sorted(rows, key=lambda row: row["search_s"])[len(rows) // 2]
 
 
-def measure_stages(case: Case, started: float) -> Row:
-    """Model in to plan out with stages and microbatches, beside every plan in stages that a person might write."""
-    example, devices, cluster = example_of(case), parse_devices(case.mesh), load_cluster(case.cluster)
-    before = monotonic(), process_time()
-    graph = graph_of(example)
-    plan = choose_plan(graph, devices, cluster, time_limit_s=case.time_limit_s)
-    used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
-    whole, start = loss_only(graph), process_time()
-    limit, model = usable_memory_bytes(cluster), model_of(whole, fold(whole))
-    most_tensor = 2 * (cluster.levels[0].size or devices.num_devices)
-    written = list(every_plan(model, devices.num_devices, cluster, training=WHOLE_BATCH, limit_bytes=limit, most_tensor=most_tensor))
-    best = min(written, key=lambda one: one.step_s, default=None)
-    by_hand = {"hand": best.name, "hand_s": float(best.step_s)} if best else {"hand": None, "hand_s": None}
-    hand = {**by_hand, "num_hand": len(written), "by_hand_cpu": process_time() - start}
-    is_staged = isinstance(plan, StagedPlan)
-    most = max(plan.memory_bytes) if is_staged else plan.costs.total_memory_bytes
-    found = {"step_s": plan.step_s, "bound_s": plan.lower_bound_s, "memory_share": most / limit, "mesh": str(plan.mesh)}
-    return {**used, **found, "schedule": str(plan.schedule) if is_staged else "one stage, one pass", **hand, "times_s": dict(plan.timings)}
-
-
 MEASURES: Mapping[str, Callable[[Case, float], Row]] = {
     "plan": measure_plan,
     "compile": measure_compile,
     "parts": measure_parts,
     "scope": measure_scope,
-    "stages": measure_stages,
+    "whole": measure_whole,
 }
 
 

@@ -1,10 +1,9 @@
-"""Predicted peaks of memory beside measured ones: `python -m bench.memory`, under 5 minutes on 2 cores.
+"""Predicted peaks of memory beside counted ones: `python -m bench.memory [--rows '^gpt2']`, under 5 minutes on 2 cores.
 
 Each plan of each model is run by gloo ranks on CPU: steps with AdamW, allocation by allocation. The
 prediction runs the generated program without data; the estimate is what the search adds up.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -31,8 +30,12 @@ from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan, plan_of
 from autopar.sbp.annotate import annotate
 from bench.memory_stages import KINDS as MESHES_AND_SCHEDULES
-from bench.memory_stages import measure_stages, stages_section
-from bench.report import Section, save_sections
+from bench.memory_stages import RANKS, measure_stages, stages_name
+from bench.memory_stages import TEXT as STAGES_TEXT
+from bench.memory_stages import table_row as stages_row
+from bench.report import Cells, Table, add
+from bench.report import Row as Saved
+from bench.rows import parser, selected
 from tests.codegen.split import load_program, microbatch
 from tests.codegen.staged import Sample
 from tests.workers import Ranks, device_mesh
@@ -43,14 +46,16 @@ BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 64, 1024, 128, 4, 4
 TOLERANCE = 0.05
 TIME_LIMIT_S = 5.0
 NUM_STEPS = 3
-TEXT = """Most bytes that a rank has allocated at one time in a step, among them its parts of parameters, gradients and AdamW's state, and
-the whole batch. Measured on 4 gloo ranks, every allocation counted, once there is optimizer state: of each phase the least of 3 steps,
-for gloo's threads let go of some buffers a moment late; of the ranks the one that has most. Predicted: `codegen.peak`, without data or
-ranks; the phase is that of the step in which it expects the peak. The search's estimate is a sum over choices: gradients count as if they
-were all there while all activations are, and what is made for a moment does not. "searched" is under a memory limit of 0.8 of what the
-fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches" is zero2."""
+TEXT = """Tensors are counted, storage by storage, on CPU: nothing was measured on a GPU, and what an allocator or a driver
+takes besides is not in it. Most bytes that a rank has allocated at one time in a step, among them its parts of
+parameters, gradients and AdamW's state, and the whole batch. Measured on 4 gloo ranks, every allocation counted,
+once there is optimizer state: of each phase the least of 3 steps, for gloo's threads let go of some buffers a
+moment late; of the ranks the one that has most. Predicted: `codegen.peak`, without data or ranks; the phase is
+that of the step in which it expects the peak. The search's estimate is a sum over choices: gradients count as if
+they were all there while all activations are, and what is made for a moment does not. "searched" is under a memory
+limit of 0.8 of what the fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches"
+is zero2."""
 KINDS = ("ddp", "zero3", "megatron", "searched", "recomputed", "4 microbatches")
-IN_STAGES = "stages"
 
 
 class MLP(nn.Module):
@@ -210,39 +215,59 @@ def measure(ranks: Ranks, name: str, kind: str) -> Row:
     return Row(name, kind, predicted, tuple(measured), plan.costs.total_memory_bytes)
 
 
-def _section(rows: list[Row]) -> Section:
-    mib = lambda num_bytes: f"{num_bytes / 2**20:.2f}"  # noqa: E731
-    cells = tuple(
-        (row.model, row.plan, mib(row.measured_bytes), mib(row.predicted.total_bytes), f"{row.error:+.1%}", row.predicted.phase,
-         mib(row.estimated_bytes), f"{row.estimated_bytes / row.measured_bytes - 1:+.1%}")
-        for row in rows
-    )  # fmt: skip
-    header = ("model", "plan", "measured, MiB", "predicted, MiB", "error", "phase", "estimate of the search, MiB", "its distance")
-    found = tuple(asdict(row) | {"measured_bytes": row.measured_bytes, "error": row.error} for row in rows)
-    return Section("Peak memory of a step", TEXT, header, cells, found)
+def table_row(row: Row) -> Saved:
+    """The row as it is saved."""
+    return asdict(row) | {
+        "row": f"{row.model}, {row.plan}", "measured_bytes": row.measured_bytes, "predicted_bytes": row.predicted.total_bytes,
+        "phase": row.predicted.phase, "error_share": row.error,
+    }  # fmt: skip
+
+
+def cells(row: Saved) -> list[Cells]:
+    """A line of either table: what tells its rows apart, then the figures."""
+    first = (row["model"], *([row["mesh"], row["schedule"], row["rank_and_stages"]] if "mesh" in row else [row["plan"]]))
+    measured, predicted, estimated = (row[f"{kind}_bytes"] for kind in ("measured", "predicted", "estimated"))
+    figures = _mib(measured), _mib(predicted), f"{row['error_share']:+.1%}", row["phase"]
+    return [(*first, *figures, _mib(estimated), f"{estimated / measured - 1:+.1%}")]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"
+
+
+_FIGURES = ("measured, MiB", "predicted, MiB", "error", "phase", "estimate of the search, MiB", "its distance")
+WHOLE = Table(
+    "Peak memory of a step", TEXT, ("model", "plan", *_FIGURES), tuple(f"{name}, {kind}" for name in MODELS for kind in KINDS), cells
+)
+IN_STAGES = Table(
+    "Peak memory of a step in stages", STAGES_TEXT, ("model", "mesh", "schedule", "rank: stages", *_FIGURES),
+    tuple(stages_name(name, *kind, rank) for name in MODELS for kind in MESHES_AND_SCHEDULES for rank in RANKS), cells,
+)  # fmt: skip
+TABLES = (WHOLE, IN_STAGES)
 
 
 def main() -> None:
-    """Measure, write the table, and say if a prediction is off."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--plans", nargs="+", choices=(*KINDS, IN_STAGES), default=[*KINDS, IN_STAGES])
-    options = parser.parse_args()
-    ranks, rows, staged = Ranks(MESH.num_devices), [], []
-    for name in options.models:
-        for mesh, schedule in MESHES_AND_SCHEDULES if IN_STAGES in options.plans else ():
-            staged += measure_stages(ranks, name, sample_of(name), mesh, schedule)
-            print(f"{name}, {mesh}, {schedule}: predicted {staged[-2].error:+.1%}, {staged[-1].error:+.1%}", file=sys.stderr, flush=True)
-        for kind in (kind for kind in options.plans if kind != IN_STAGES):
-            rows.append(measure(ranks, name, kind))
-            row = rows[-1]
-            print(f"{name}, {kind}: predicted {row.error:+.1%}", file=sys.stderr, flush=True)
+    """Measure, save after each plan, and say if a prediction is off."""
+    wanted = selected(TABLES, parser(__doc__).parse_args(), "memory")
+    ranks, errors = Ranks(MESH.num_devices), {}
+    settings = {"mesh": str(MESH), "batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
+
+    def save(table: Table, rows: list[Saved]) -> None:
+        add("memory", TABLES, {table.title: rows}, settings)
+        for row in rows:
+            errors[row["row"]] = row["error_share"]
+            print(f"{row['row']}: predicted {row['error_share']:+.1%}", file=sys.stderr, flush=True)
+
+    for name in MODELS:
+        for mesh, schedule in MESHES_AND_SCHEDULES:
+            if {stages_name(name, mesh, schedule, rank) for rank in RANKS} & set(wanted[IN_STAGES.title]):
+                save(IN_STAGES, list(map(stages_row, measure_stages(ranks, name, sample_of(name), mesh, schedule))))
+        for kind in (kind for kind in KINDS if f"{name}, {kind}" in wanted[WHOLE.title]):
+            save(WHOLE, [table_row(measure(ranks, name, kind))])
     ranks.stop()
-    sizes = {"batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
-    settings = {"command": "python -m bench.memory", "mesh": str(MESH), **sizes}
-    print(save_sections("memory", [_section(rows), stages_section(staged)], settings))
-    if any(abs(row.error) > TOLERANCE for row in (*rows, *staged)):
-        raise SystemExit(f"a prediction is more than {TOLERANCE:.0%} off")
+    off = [row for row, error in errors.items() if abs(error) > TOLERANCE]
+    if off:
+        raise SystemExit(f"predictions are more than {TOLERANCE:.0%} off: {'; '.join(off)}")
 
 
 if __name__ == "__main__":

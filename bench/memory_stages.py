@@ -23,7 +23,7 @@ from autopar.mesh import as_mesh
 from autopar.plan.choose import choose_plan
 from autopar.plan.plan import plan_of
 from autopar.plan.staged import StagedPlan
-from bench.report import Section
+from bench.report import Row
 from tests.codegen.staged import Sample, under
 from tests.workers import Ranks
 
@@ -36,6 +36,7 @@ MESHES = ("pp=2,dp=2", "pp=2,tp=2")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 NUM_MICROBATCHES = 4
 RECOMPUTED = "1f1b, recomputed"
+RANKS = (0, 1)  # of the pipeline
 # Links that cost nothing let the search split whatever can be split.
 CLUSTERS = {MESHES[0]: "cpu", MESHES[1]: "free-links"}
 KINDS = (*((mesh, schedule) for mesh in MESHES for schedule in SCHEDULES), (MESHES[1], RECOMPUTED))
@@ -143,16 +144,18 @@ def measure_stages(ranks: Ranks, name: str, case: Sample, mesh: str, schedule: s
     return rows
 
 
-def stages_section(rows: list[StagesRow]) -> Section:
-    """The table."""
-    mib = lambda num_bytes: f"{num_bytes / 2**20:.2f}"  # noqa: E731
-    cells = tuple(
-        (row.model, row.mesh, row.schedule, f"{row.rank}: {', '.join(map(str, row.stages))}", mib(row.measured_bytes),
-         mib(row.predicted.total_bytes), f"{row.error:+.1%}", row.predicted.phase, mib(row.estimated_bytes),
-         f"{row.estimated_bytes / row.measured_bytes - 1:+.1%}")
-        for row in rows
-    )  # fmt: skip
-    where = ("model", "mesh", "schedule", "rank: stages")
-    header = (*where, "measured, MiB", "predicted, MiB", "error", "phase", "estimate, MiB", "its distance")
-    found = tuple(asdict(row) | {"measured_bytes": row.measured_bytes, "error": row.error} for row in rows)
-    return Section("Peak memory of a step in stages", TEXT, header, cells, found)
+def stages_name(model: str, mesh: str, schedule: str, rank: int) -> str:
+    """
+    >>> stages_name("gpt2", "pp=2,dp=2", "1f1b", 0)
+    'gpt2, pp=2,dp=2, 1f1b, rank 0'
+    """
+    return f"{model}, {mesh}, {schedule}, rank {rank}"
+
+
+def table_row(row: StagesRow) -> Row:
+    """The row as it is saved."""
+    return asdict(row) | {
+        "row": stages_name(row.model, row.mesh, row.schedule, row.rank), "measured_bytes": row.measured_bytes,
+        "predicted_bytes": row.predicted.total_bytes, "phase": row.predicted.phase, "error_share": row.error,
+        "rank_and_stages": f"{row.rank}: {', '.join(map(str, row.stages))}",
+    }  # fmt: skip

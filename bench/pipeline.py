@@ -1,18 +1,18 @@
-"""Pipeline steps on real processes beside what the simulation says of them, given the times that each stage was measured to take.
+"""Pipeline steps on real processes beside what is predicted of them.
 
-    python -m bench.pipeline [--rounds 8]
+    python -m bench.pipeline [--rows computes] [--rounds 8]
 
-Stages of two kinds: some compute (matrix products on a core of this machine, no more of them at once than it has cores), others only
-take their time, as a device would that is not this machine, so that pipelines longer than it has cores can be looked at.
+First the simulation, which is given the time that each stage and each send was measured to take: what is tested is the order and the
+waiting. Stages are of two kinds: some compute (matrix products on a core of this machine, no more of them at once than it has cores),
+others sleep for a given time, so that pipelines longer than the machine has cores can be looked at. Then a whole step of a model, of which
+nothing was measured before: the cost model alone predicts it, with the preset cpu.
 """
 
-import argparse
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,13 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import autopar
 from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
 from autopar.codegen.stages import StageRunner, measured_timeline
 from autopar.plan.schedule import Schedule
 from autopar.plan.simulate import StageTimes, simulate
 from autopar.plan.timeline import Timeline
-from bench.report import Section, save_sections
+from bench.models import WORKLOADS
+from bench.report import Cells, Row, Table, add
+from bench.rows import parser, selected
 
 ROWS, WIDTH = 256, 512  # of what crosses a cut: half a megabyte
 Milliseconds = tuple[float, float, float]  # forward, backward for the inputs, backward for the weights
@@ -36,11 +40,17 @@ Milliseconds = tuple[float, float, float]  # forward, backward for the inputs, b
 class Case:
     """`stages`: for each stage its time, or its number of layers if it computes."""
 
-    name: str
+    kind: str
     schedule: Schedule
     stages: tuple[Milliseconds | int, ...]
 
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return f"{self.kind}, {self.schedule.name}"
 
+
+NUM_MICROBATCHES, CLUSTER = 4, "cpu"
 # Steps that compute are disturbed by all that the machine does besides: more of them are run.
 MORE_ROUNDS = 10
 
@@ -56,6 +66,8 @@ CASES = (
     Case("computes", Schedule("interleaved", 4, 2, 8), (3, 3, 2, 2)),
     Case("computes", Schedule("zero-bubble", 2, 2, 8), (6, 4)),
 )
+
+NUM_RANKS = max(case.schedule.num_ranks for case in CASES)
 
 
 class Takes(torch.autograd.Function):
@@ -139,53 +151,115 @@ def stage_times(timeline: Timeline, num_stages: int, send_s: float) -> list[Stag
     return [StageTimes(forward, whole + part, weight, send_s, send_s) for forward, whole, part, weight in of]
 
 
-def row_of(case: Case, timelines: Sequence[Timeline], send_s: float) -> dict[str, Any]:
+def row_of(case: Case, timelines: Sequence[Timeline], send_s: float) -> Row:
     """The fastest step of those measured, to which what else the machine does has added least, beside the simulated one."""
     fastest = min(timelines, key=lambda timeline: timeline.step_s)
     predicted = simulate(case.schedule, stage_times(fastest, case.schedule.num_stages, send_s))
     return {
-        "stages": case.name,
+        "row": case.name,
+        "stages": case.kind,
         "schedule": str(case.schedule),
         "measured_s": fastest.step_s,
-        "predicted_s": predicted.step_s,
+        "simulated_s": predicted.step_s,
         "ratio": predicted.step_s / fastest.step_s,
         "measured_bubble": fastest.bubble,
-        "predicted_bubble": predicted.bubble,
+        "simulated_bubble": predicted.bubble,
     }
 
 
-def section_of(rows: Sequence[dict[str, Any]]) -> Section:
+def run_model(name: str, rounds: int) -> Row | None:
+    """Steps of a model in two stages on two ranks, beside the step that its plan predicts; on every rank, None on those without a stage."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))
+    row = None
+    if dist.get_rank() < 2:
+        torch.manual_seed(0)
+        workload = WORKLOADS[name]
+        args = workload.inputs()
+        options = {"num_microbatches": NUM_MICROBATCHES, "schedule": "1f1b", "cluster": CLUSTER}
+        model = autopar.compile(workload.build(), mesh, args=args, **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        seconds = [_step_s(model, args, optimizer, mesh.get_group()) for _ in range(2 + rounds * MORE_ROUNDS)][1:]
+        plan = model.plan
+        row = {
+            "row": model_row(name), "model": name, "schedule": str(plan.schedule), "measured_s": min(seconds), "median_s": median(seconds),
+            "predicted_s": plan.step_s, "ratio": plan.step_s / min(seconds),
+        }  # fmt: skip
+    dist.barrier()
+    return row
+
+
+def _step_s(model: nn.Module, args: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> float:
+    """Seconds of forward, backward and update, until the last rank is done."""
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    model.train_step(*args)
+    optimizer.step()
+    dist.barrier(group=group)
+    return time.perf_counter() - start
+
+
+def model_row(name: str) -> str:
+    """
+    >>> model_row("gpt")
+    'gpt, pp=2'
+    """
+    return f"{name}, pp=2"
+
+
+def cells(row: Row) -> list[Cells]:
     """A line a case."""
-    header = ("stages", "schedule", "measured, ms", "simulated, ms", "ratio", "measured bubble", "simulated bubble")
-    text = "The fastest step of those measured, and the simulation with its stages' mean times and the measured time of a send."
-    cells = [
-        (row["stages"], row["schedule"], f"{1e3 * row['measured_s']:.0f}", f"{1e3 * row['predicted_s']:.0f}")
-        + tuple(f"{row[key]:.3f}" for key in ("ratio", "measured_bubble", "predicted_bubble"))
-        for row in rows
-    ]
-    return Section("Pipeline steps", text, header, tuple(cells), tuple(rows))
+    times = f"{1e3 * row['measured_s']:.0f}", f"{1e3 * row['simulated_s']:.0f}"
+    return [(row["stages"], row["schedule"], *times, *(f"{row[key]:.3f}" for key in ("ratio", "measured_bubble", "simulated_bubble")))]
 
 
-def run_rank(rank: int, folder: str, rounds: int) -> None:
+def model_cells(row: Row) -> list[Cells]:
+    """A line a model."""
+    times = (f"{1e3 * row[key]:.1f}" for key in ("measured_s", "median_s", "predicted_s"))
+    return [(row["model"], row["schedule"], *times, f"{row['ratio']:.2f}")]
+
+
+MODELS = ("gpt",)
+SIMULATED = Table(
+    "Schedules, given the times of their stages",
+    "The fastest step of those measured, and the simulation, which is given the mean time that each stage took in that step and the time "
+    'of a send, measured apart. Stages called "even" and "uneven" sleep for a given time; those that compute do so on a core each.',
+    ("stages", "schedule", "measured, ms", "simulated, ms", "simulated / measured", "measured bubble", "simulated bubble"),
+    tuple(case.name for case in CASES),
+    cells,
+)
+PREDICTED = Table(
+    "A step of a model, by the cost model alone",
+    f"A model of `bench.step` in two stages on two processes, {NUM_MICROBATCHES} microbatches, with AdamW: the fastest and the median of "
+    f"the steps measured, and what its plan predicts with the preset {CLUSTER}, which was not fitted to this machine.",
+    ("model", "schedule", "measured, ms", "median, ms", "predicted, ms", "predicted / measured"),
+    tuple(map(model_row, MODELS)),
+    model_cells,
+)
+TABLES = (SIMULATED, PREDICTED)
+
+
+def run_rank(rank: int, folder: str, names: Sequence[str], rounds: int) -> None:
     """One rank of the benchmark; rank 0 writes the results."""
     torch.set_num_threads(1)
-    num_ranks = max(case.schedule.num_ranks for case in CASES)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=num_ranks)
-    rows = [row_of(case, *found) for case, found in ((case, run_case(case, rounds)) for case in CASES) if found[0]]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=NUM_RANKS)
+    simulated = [(case, *run_case(case, rounds)) for case in CASES if case.name in names]
+    predicted = [run_model(name, rounds) for name in MODELS if model_row(name) in names]
     if rank == 0:
-        print(save_sections("pipeline", [section_of(rows)], {"rounds": rounds, "threads per rank": 1}))
+        found = {SIMULATED.title: [row_of(*one) for one in simulated], PREDICTED.title: [row for row in predicted if row]}
+        add("pipeline", TABLES, found, {"rounds": rounds, "threads a rank": 1})
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Read the settings and start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps of each case")
-    settings = parser.parse_args()
-    num_ranks = max(case.schedule.num_ranks for case in CASES)
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=8, help="timed steps of each case; ten times as many of those that compute")
+    settings = options.parse_args()
+    names = [name for rows in selected(TABLES, settings, "pipeline").values() for name in rows]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, args=(folder, settings.rounds), nprocs=num_ranks)
-    print(f"written to {Path('bench/results')}/pipeline.md and pipeline.json")
+        torch.multiprocessing.spawn(run_rank, args=(folder, names, settings.rounds), nprocs=NUM_RANKS)
+    print("written to bench/results/pipeline.md and pipeline.json")
 
 
 if __name__ == "__main__":

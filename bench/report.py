@@ -1,7 +1,7 @@
 """Result files: `RESULTS/NAME.json`, rows by table, and the same for people in `NAME.md`.
 
-A run adds to its file: it replaces the rows that it ran and leaves the others. So each row says by itself under "measured" with which
-commit, on which day, on which machine and with which settings it was made; under "row" is its name, which is unique in its table.
+A run adds to its file: it replaces the rows that it ran and leaves the others. So each row says by itself under "provenance"
+with which commit, on which day, on which machine and with which settings it was made; under "row" is its name, unique in its table.
 """
 
 import datetime
@@ -44,11 +44,11 @@ def load(name: str) -> dict[str, list[Row]]:
 
 def add(name: str, tables: Sequence[Table], found: Mapping[str, Iterable[Row]], settings: Mapping[str, Any]) -> None:
     """Put the rows of `found`, by title of their table, into `RESULTS/NAME.json`, and write all of it as `NAME.md`."""
-    saved, measured = load(name), {**where(), **settings}
+    saved, made = load(name), {**where(), **settings}
     document = {}
     for table in tables:
         rows = {row["row"]: row for row in saved.get(table.title, ())}
-        rows |= {row["row"]: row | {"measured": measured} for row in found.get(table.title, ())}
+        rows |= {row["row"]: row | {"provenance": made} for row in found.get(table.title, ())}
         document[table.title] = [rows[key] for key in table.rows if key in rows]
     RESULTS.mkdir(exist_ok=True)
     _write(RESULTS / f"{name}.json", json.dumps(document, indent=1) + "\n")
@@ -70,8 +70,8 @@ def to_markdown(tables: Iterable[Table], document: Document) -> str:
 def _section(table: Table, rows: Sequence[Row]) -> str:
     lines = [(*line, *[""] * (len(table.header) - len(line))) for row in rows for line in _lines(table, row)]
     body = tabulate(lines, table.header, tablefmt="github", disable_numparse=True)
-    missing = [name for name in table.rows if name not in {row["row"] for row in rows}]
-    lacks = [f"- not measured yet: {'; '.join(missing)}"] if missing else []
+    missing = len(table.rows) - len(rows)
+    lacks = [f"- rows not measured yet: {missing} of {len(table.rows)}"] if missing else []
     return "\n".join([f"## {table.title}", "", *([table.text, ""] if table.text else []), body, "", *provenance(rows), *lacks, ""])
 
 
@@ -83,7 +83,7 @@ def provenance(rows: Sequence[Row]) -> list[str]:
     """A line for each way in which rows were measured, with the names of the rows unless it is the same for all."""
     groups: dict[str, list[str]] = {}
     for row in rows:
-        said = ", ".join(f"{key} {_said(x)}" for key, x in row["measured"].items())
+        said = ", ".join(f"{key} {_said(x)}" for key, x in row["provenance"].items())
         groups.setdefault(said, []).append(row["row"])
     return [f"- {said}" + (f": {'; '.join(names)}" if len(groups) > 1 else "") for said, names in groups.items()]
 

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Iterable
 
-from bench.report import commit, load
+from bench.report import Table, commit, load
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -15,8 +15,14 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return made
 
 
-def selected(names: Iterable[str], settings: argparse.Namespace, name: str, title: str) -> list[str]:
-    """The names of rows of the table `title` of result file `name` that are asked for."""
-    here = commit()
-    done = {row["row"] for row in load(name).get(title, ()) if row["measured"]["commit"] == here} if settings.resume else set()
-    return [one for one in names if re.search(settings.rows, one) and one not in done]
+def selected(tables: Iterable[Table], settings: argparse.Namespace, name: str) -> dict[str, list[str]]:
+    """Of each table of result file `name` the rows that are asked for, in order; says so and ends where there are none."""
+    here, saved = commit(), load(name) if settings.resume else {}
+    found = {}
+    for table in tables:
+        done = {row["row"] for row in saved.get(table.title, ()) if row["provenance"]["commit"] == here}
+        found[table.title] = [row for row in table.rows if re.search(settings.rows, row) and row not in done]
+    if not any(found.values()):
+        names = "; ".join(row for table in tables for row in table.rows)
+        raise SystemExit(f"nothing to run: --rows {settings.rows!r} matches no row that is not measured yet; rows are {names}")
+    return found

@@ -1,21 +1,20 @@
 """Plan time against depth, devices and mesh axes, as a figure.
 
-    python -m bench.scaling [--repeat 3] [--quick]
+    python -m bench.scaling [--rows 'axes'] [--resume] [--repeat 1]
 
 One model throughout, Llama-3 8B with sequences of 8192 on H100 nodes, planned in a process of its own for
 every point; without a memory limit, so that every depth has a plan.
 """
 
-import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import matplotlib
 from rich.console import Console
 from rich.progress import track
 
-from bench.report import RESULTS, Section, save_sections
+from bench.report import RESULTS, Cells, Row, Table, add, load
+from bench.rows import parser, selected
 from bench.search import mib, seconds
 from bench.spawn import measured
 from bench.suite import Case
@@ -30,13 +29,18 @@ _BASE = Case("llama3-8b", "h100", "8x8", 64, 8192, is_limited=False)
 
 @dataclass(frozen=True)
 class Sweep:
-    """One panel: `xs[i]` is what is varied in `cases[i]`; `quick`: how many of the first points a quick run takes."""
+    """One panel: `xs[i]` is what is varied in `cases[i]`."""
 
     title: str
     label: str
     xs: tuple[int, ...]
     cases: tuple[Case, ...]
     setting: str
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The names of the points."""
+        return tuple(f"{x} {self.label}" for x in self.xs)
 
 
 _DEPTHS = (12, 24, 48, 96, 192)
@@ -64,12 +68,12 @@ class Line:
 LINES = (Line("model to plan", "#1b1b1b", 2.2), Line("trace", "#8a8a8a", 1.6), Line("search", "#0b62a4", 1.6))
 
 
-def parts_of(row: dict[str, Any]) -> tuple[float, float, float]:
+def parts_of(row: Row) -> tuple[float, float, float]:
     """Seconds of each of `LINES`."""
     return row["plan_s"], row["times_s"]["trace"], row["times_s"]["search"]
 
 
-def draw(rows: dict[str, list[dict[str, Any]]], path: str) -> None:
+def draw(rows: Mapping[str, Sequence[Row]], path: str) -> None:
     """A panel a sweep on common log-log scales, each line named where it ends, with the slope of a time that grows as what is varied."""
     figure, panels = plt.subplots(1, len(rows), figsize=(4.1 * len(rows), 3.9), sharey=True, layout="constrained")
     for sweep, panel in zip([sweep for sweep in SWEEPS if sweep.title in rows], panels):
@@ -80,7 +84,7 @@ def draw(rows: dict[str, list[dict[str, Any]]], path: str) -> None:
     plt.close(figure)
 
 
-def _draw_panel(panel: Axes, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+def _draw_panel(panel: Axes, sweep: Sweep, rows: Sequence[Row]) -> None:
     xs = [row["x"] for row in rows]
     times = list(zip(*(parts_of(row) for row in rows)))
     for line, ys in zip(LINES, times):
@@ -122,42 +126,35 @@ def _apart(ys: list[float], least_ratio: float = 1.6) -> list[float]:
     return list(moved.values())
 
 
-def section_of(sweep: Sweep, rows: list[dict[str, Any]]) -> Section:
-    """The numbers behind one panel."""
+def cells(row: Row) -> Iterable[Cells]:
+    """The numbers behind one point."""
+    times = (*map(seconds, parts_of(row)), seconds(row["times_s"]["price"]))
+    yield str(row["x"]), row["mesh"], *times, f"{row['gap']:.1e}", mib(row["peak_bytes"])
+
+
+def _table(sweep: Sweep) -> Table:
     header = (sweep.label, "mesh", *(f"{line.label}, s" for line in LINES), "price, s", "gap", "peak, MiB")
-    cells = tuple(
-        (
-            str(row["x"]), row["mesh"], *map(seconds, parts_of(row)), seconds(row["times_s"]["price"]), f"{row['gap']:.1e}",
-            mib(row["peak_bytes"]),
-        )
-        for row in rows
-    )  # fmt: skip
-    return Section(sweep.title, sweep.setting + ".", header, cells, tuple(rows))
+    return Table(sweep.title, f"llama3-8b, sequence 8192, on h100 without a memory limit; {sweep.setting}.", header, sweep.rows, cells)
 
 
-def measure(points: Iterable[tuple[Sweep, int, Case]], repeat: int) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each sweep; RuntimeError if a point cannot be measured."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for sweep, x, case in points:
-        row = measured("plan", case, repeat=repeat)
-        if "error" in row:
-            raise RuntimeError(f"{sweep.title} {x}: {row['error']}")
-        found.setdefault(sweep.title, []).append({"x": x, **asdict(case), **row})
-    return found
+TABLES = tuple(map(_table, SWEEPS))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, draw and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, help="times are medians of so many runs (default 3; 1 if quick)")
-    parser.add_argument("--quick", action="store_true", help="the first two points of each panel, once")
-    settings = parser.parse_args(arguments)
-    repeat = settings.repeat or (1 if settings.quick else 3)
-    points = [(sweep, x, case) for sweep in SWEEPS for x, case in list(zip(sweep.xs, sweep.cases))[: 2 if settings.quick else None]]
-    rows = measure(track(points, "scaling", console=Console(stderr=True)), repeat)
-    sections = [section_of(sweep, rows[sweep.title]) for sweep in SWEEPS]
-    print(save_sections("scaling", sections, {"model": "llama3-8b, sequence 8192", "cluster": "h100, no memory limit", "repeat": repeat}))
-    draw(rows, str(RESULTS / "scaling.png"))
+    """Measure, save after each point, and draw; RuntimeError if a point cannot be measured."""
+    options = parser(__doc__)
+    options.add_argument("--repeat", type=int, default=1, help="times are medians of so many runs")
+    settings = options.parse_args(arguments)
+    wanted = selected(TABLES, settings, "scaling")
+    points = [
+        (sweep, *point) for sweep in SWEEPS for point in zip(sweep.rows, sweep.xs, sweep.cases) if point[0] in wanted[sweep.title]
+    ]
+    for sweep, name, x, case in track(points, "scaling", console=Console(stderr=True)):
+        row = {"row": name, "x": x, **asdict(case), **measured("whole", case, repeat=settings.repeat)}
+        if "error" in row:
+            raise RuntimeError(f"{sweep.title} {x}: {row['error']}")
+        add("scaling", TABLES, {sweep.title: [row]}, {"repeat": settings.repeat})
+    draw(load("scaling"), str(RESULTS / "scaling.png"))
     print("written to bench/results/scaling.md, scaling.json and scaling.png")
 
 

@@ -1,90 +1,87 @@
 """How long planning takes, how good the plans are, and how near to the best they are proven to be.
 
-    python -m bench.search [--quick] [--repeat 3] [--rows REGEX] [--sections plans modules parts scope]
+    python -m bench.search [--tables plans stages modules parts scope] [--rows 'llama.*h100'] [--resume] [--repeat 1]
 
-Every row is measured in a process of its own. Nothing of a plan is run: steps are predicted by the cost model, for the plan found and the
-plans by hand alike.
+Every row is measured in a process of its own. Nothing of a plan is run: steps are predicted by the cost model, for the plans that autopar
+finds and the plans by hand alike. Ends with 1 if a plan by hand is faster than the one found, or if the one found does not fit.
 """
 
-import argparse
-import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.report import Section, save_sections
+from bench.report import Cells, Row, Table, add
+from bench.rows import parser, selected
 from bench.spawn import measured
-from bench.suite import LLAMA_8B, QUICK, QUICK_TABLES, SUITE, TABLES, Case
+from bench.suite import LLAMA_8B, STAGED, SUITE, TABLES, Case
 
-Row = dict[str, Any]
-Cells = tuple[str, ...]
-
-STAGES = ("trace", "fold", "annotate", "price", "hand plans", "search")
+# A plan in stages changes the training loop: autopar chooses it where it gains more than this part of a step.
+WORTH = 0.05
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A section: `measure` is the kind of `bench.measure`; `format` makes the table's lines of one row.
-
-    Rows of the kinds that `time_processes` are measured in several processes, the others in one.
-    """
+    """A table: `measure` is the kind of `bench.measure`; `cells` makes the table's lines of one row."""
 
     measure: str
     cases: tuple[Case, ...]
-    quick: tuple[Case, ...]
     text: str
     header: Cells
-    format: Callable[[Case, Row], Iterable[Cells]]
-    time_processes: bool = True
+    cells: Callable[[Row], Iterable[Cells]]
 
 
-def format_plan(case: Case, row: Row) -> Iterable[Cells]:
-    """Times by stage, then the plan beside the best plan by hand."""
+def plan_cells(row: Row) -> Iterable[Cells]:
+    """The plan beside the best plan by hand."""
     times = row["times_s"]
-    rest = row["plan_s"] - sum(times.get(stage, 0.0) for stage in STAGES)
-    stages = (seconds(times.get(stage, 0.0)) for stage in STAGES)
-    cost = milliseconds(row["step_s"]), milliseconds(row["bound_s"]), percent(row["gap"])
-    total = seconds(rest), seconds(row["plan_s"]), mib(row["peak_bytes"])
-    hf = "-" if row["hf_s"] is None else milliseconds(row["hf_s"])
-    yield (*named(case, row), *stages, *total, *cost, *by_hand(row), seconds(times["sweep"]), hf)
+    found = milliseconds(row["step_s"]), milliseconds(row["bound_s"]), percent(row["gap"]), share(row["predicted_peak_bytes"], row)
+    took = seconds(row["plan_s"]), seconds(times["trace"]), seconds(times["peaks"]), seconds(row["cpu_s"]), mib(row["peak_bytes"])
+    yield (*asked(row), row["mesh"], row["schedule"], *found, *by_hand(row), *took, seconds(times["by hand"]))
 
 
-def format_module(case: Case, row: Row) -> Iterable[Cells]:
+def by_hand(row: Row) -> Cells:
+    """The best plan by hand that fits, its step, peak and how many times as long as the plan's it takes; how many fit as estimated."""
+    if row.get("hand_name") is None:
+        return row.get("hand_unknown", "none fits")[:60], "-", "-", "-", str(row.get("hand_num_fitting", "-"))
+    times = f"{row['hand_step_s'] / row['step_s']:.3f}x"
+    return row["hand_name"], milliseconds(row["hand_step_s"]), share(row["hand_peak_bytes"], row), times, str(row["hand_num_fitting"])
+
+
+def is_as_good(row: Row) -> bool:
+    """Whether the plan fits and no plan by hand is faster by more than what autopar asks of stages."""
+    if "error" in row or row["predicted_peak_bytes"] > row["limit_bytes"]:
+        return False
+    return row.get("hand_step_s") is None or row["step_s"] * (1 - WORTH) <= row["hand_step_s"]
+
+
+def module_cells(row: Row) -> Iterable[Cells]:
     """Times of compiling and of one step."""
     times = row["times_s"]
-    yield (*named(case, row), seconds(times["compile"]), seconds(times["first step"]), mib(row["peak_bytes"]), str(row["lines"]))
+    yield (*asked(row), seconds(times["compile"]), seconds(times["first step"]), mib(row["peak_bytes"]), str(row["lines"]))
 
 
-def format_parts(case: Case, row: Row) -> Iterable[Cells]:
+def part_cells(row: Row) -> Iterable[Cells]:
     """One line a part and limit; costs over that of all three."""
     whole = {found["limit"]: found["step_s"] for found in row["rows"] if found["part"] == "all three"}
     for found in row["rows"]:
         best_s = whole[found["limit"]]
         cost = "none found" if found["step_s"] is None else f"{found['step_s'] / best_s:.4f}"
         bound = "-" if found["bound_s"] is None else f"{found['bound_s'] / best_s:.4f}"
-        yield case.title, found["limit"], found["part"], cost, bound, seconds(found["search_s"])
+        yield row["row"], found["limit"], found["part"], cost, bound, seconds(found["search_s"])
 
 
-def format_scope(case: Case, row: Row) -> Iterable[Cells]:
+def scope_cells(row: Row) -> Iterable[Cells]:
     """One line a table: the search without a limit, then planning under the binding one."""
-    found = [(seconds(row[limit]["search_s"]), percent(row[limit]["gap"])) for limit in ("none", "binding")]
-    yield case.title, str(row["nodes"]), str(row["most_options"]), *found[0], *found[1], seconds(row["binding"]["plan_s"])
+    free, bound = row["none"], row["binding"]
+    limits = seconds(free["search_s"]), percent(free["gap"]), seconds(bound["search_s"]), percent(bound["gap"])
+    yield row["row"], str(row["nodes"]), str(row["most_options"]), *limits, seconds(bound["plan_s"])
 
 
-def named(case: Case, row: Row) -> Cells:
-    """Model, cluster, and the mesh with the batch."""
-    mesh = row["mesh"] if row["mesh"] == case.mesh else f"{case.mesh} as {row['mesh']}"
-    return case.model, case.cluster, mesh, str(case.batch)
-
-
-def by_hand(row: Row) -> Cells:
-    """The best plan by hand that fits, its step, and how much longer that is."""
-    if row["hand"] is None:
-        return "none fits", "-", "-"
-    return row["hand"], milliseconds(row["hand_s"]), f"{row['hand_s'] / row['step_s']:.2f}x"
+def asked(row: Row) -> Cells:
+    """What is planned."""
+    return row["row"].split(" " + row["cluster"])[0], row["cluster"], row["devices"], str(row["batch"])
 
 
 def seconds(x: float) -> str:
@@ -111,88 +108,86 @@ def percent(x: float) -> str:
     return f"{100 * x:.2g} %" if x > 1e-6 else "0 %"
 
 
+def share(num_bytes: float, row: Row) -> str:
+    """Bytes as a part of what a device may take."""
+    return f"{num_bytes / row['limit_bytes']:.0%}"
+
+
 def mib(num_bytes: int) -> str:
     """Whole MiB."""
     return f"{num_bytes / 2**20:.0f}"
 
 
-_FOUND = ("step, ms", "at least, ms", "gap", "best by hand", "its step, ms", "gain", "sweep, s", "hf, ms")
-_STAGES = (*(f"{stage}, s" for stage in STAGES), "rest, s", "model to plan, s")
+_HAND = ("best by hand", "its step, ms", "its peak", "by hand / plan", "by hand, estimates that fit")
+_TOOK = ("model to plan, s", "of it tracing, s", "of it peaks, s", "CPU, s", "peak, MiB", "by hand, s")
+_PLAN = (
+    "model", "cluster", "devices", "batch", "plan", "stages, microbatches", "step, ms", "at least, ms", "gap", "predicted peak", *_HAND,
+    *_TOOK,
+)  # fmt: skip
+_TEXT = (
+    "Predicted, plans and plans by hand alike, by the cost model and under the same limit. Model in to plan out as `autopar.plan` does it, "
+    "with its default time limit{limit}: stages, microbatches and recomputed blocks where they gain, the peak of memory checked. By hand: "
+    "every product pp x dp x tp with tp within two nodes (of a mesh with its axes given: every choice of tensor axes), every schedule "
+    "(1F1B, GPipe, zero-bubble, interleaved with 2 and 4 stages a rank), every number of microbatches, ddp, ZeRO-2 and ZeRO-3, with and "
+    "without sequence parallelism, as many layers on each stage or balanced cuts, none, all or as few blocks recomputed as fit; the "
+    "fastest of those of which estimate and predicted peak fit. Peaks are parts of what a device may take. A plan in stages is chosen "
+    f"where it gains more than {WORTH:.0%}, so that a plan by hand may be faster by as much. Peak memory is that of the planning process."
+)
 KINDS: Mapping[str, Kind] = {
-    "plans": Kind(
-        "plan", SUITE, QUICK,
-        "Model in to plan out; the model is built and the interpreter started before. A mesh given as a number of devices is factorised by "
-        "the search. Peak memory is that of the process and its children. The best by hand is the fastest that fits the devices, of data "
-        "parallel, ZeRO and Megatron in all flavours, priced alike: on every grid of dp x tp where the mesh is left open, else with every "
-        "choice of the mesh's axes; sweep is the time that took, no part of planning. Gain is its step over that of the plan found. hf is "
-        "the model's own tensor-parallel plan in transformers, if it has one that fits, within nodes of 8 with ddp or ZeRO-3 between them.",
-        ("model", "cluster", "mesh", "batch", *_STAGES, "peak, MiB", *_FOUND), format_plan,
-    ),
+    "plans": Kind("plan", SUITE, _TEXT.format(limit=""), _PLAN, plan_cells),
+    "stages": Kind("plan", STAGED, _TEXT.format(limit=" raised to 90 s"), _PLAN, plan_cells),
     "modules": Kind(
-        "compile", (LLAMA_8B,), (LLAMA_8B,),
+        "compile", (LLAMA_8B,),
         "Model in to runnable sharded module out: `autopar.compile` of a model on the meta device as one rank of the mesh, on process "
         "groups without peers. The module runs one step on the meta device; weights, which every rank draws for itself, are not drawn.",
-        ("model", "cluster", "mesh", "batch", "compile, s", "one step, s", "peak, MiB", "lines of code"), format_module,
+        ("model", "cluster", "mesh", "batch", "compile, s", "one step, s", "peak, MiB", "lines of code"), module_cells,
     ),
     "parts": Kind(
-        "parts", (TABLES[0], TABLES[1], TABLES[4]), QUICK_TABLES,
+        "parts", (TABLES[0], TABLES[1], TABLES[4]),
         "Each part of the search by itself, on the same tables; costs and bounds are relative to the cost found by all three. The binding "
         "limit is half way from the least memory that would do to what the cheapest plan takes. CP-SAT alone has 10 s, and the best hand "
         "plan as its hint.",
-        ("table", "memory limit", "part", "cost", "bound", "time, s"), format_parts, False,
+        ("table", "memory limit", "part", "cost", "bound", "time, s"), part_cells,
     ),
     "scope": Kind(
-        "scope", TABLES, QUICK_TABLES,
+        "scope", TABLES,
         "The search alone, after tracing and pricing: the median of three, but one where it takes more than 10 s. The binding limit is as "
         "above. Under it the search is what planning does on this graph, mesh and limit: it ends at a gap of 0.5 %, and where the table, "
         "in which all inner layers are alike, leaves more, goes on in a second one, in which they may be of two kinds; the time is that "
         "of both searches. Planning is all of it, from the traced graph: folding, listing strategies, pricing and hand plans as well.",
-        ("table", "nodes", "most options", "no limit: time, s", "gap", "binding limit: time, s", "gap", "planning, s"), format_scope, False,
+        ("table", "nodes", "most options", "no limit: time, s", "gap", "binding limit: time, s", "gap", "planning, s"), scope_cells,
     ),
 }  # fmt: skip
+RESULT_TABLES = tuple(
+    Table(name, kind.text, kind.header, tuple(case.title for case in kind.cases), kind.cells) for name, kind in KINDS.items()
+)
 
 
-def section_of(name: str, cases: Iterable[Case], repeat: int, tell: Callable[[str], None]) -> Section:
-    """Measure the cases of one section; a case that fails is a line that says so."""
-    kind, cells, rows = KINDS[name], [], []
-    for case in cases:
-        tell(f"{name}: {case.title}")
-        row = measured(kind.measure, case, repeat=repeat if kind.time_processes else 1)
-        rows.append({**asdict(case), **row})
-        lines = [(case.title, row["error"][:200])] if "error" in row else kind.format(case, row)
-        cells += [(*line, *[""] * (len(kind.header) - len(line))) for line in lines]
-    return Section(name, kind.text, kind.header, tuple(cells), tuple(rows))
-
-
-def selected(settings: argparse.Namespace) -> dict[str, list[Case]]:
-    """Section -> its cases that are asked for."""
-    found = {}
-    for name in settings.sections:
-        cases = KINDS[name].quick if settings.quick else KINDS[name].cases
-        found[name] = [case for case in cases if re.search(settings.rows, case.title)]
-    return {name: cases for name, cases in found.items() if cases}
+def row_of(name: str, case: Case, repeat: int) -> Row:
+    """The row of one case; one that fails has an "error"."""
+    return {"row": case.title, **asdict(case), "devices": case.mesh, **measured(KINDS[name].measure, case, repeat=repeat)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few rows of each section, once")
-    parser.add_argument("--repeat", type=int, help="times are medians of so many runs (default 3; 1 if quick)")
-    parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose model, cluster and mesh match, e.g. 'llama.*h100'")
-    parser.add_argument("--sections", nargs="+", choices=KINDS, default=list(KINDS))
-    settings = parser.parse_args(arguments)
-    repeat = settings.repeat or (1 if settings.quick else 3)
-    wanted = selected(settings)
+    """Measure, and save after each row."""
+    options = parser(__doc__)
+    options.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--repeat", type=int, default=1, help="times are medians of so many runs")
+    settings = options.parse_args(arguments)
+    wanted = selected([table for table in RESULT_TABLES if table.title in settings.tables], settings, "search")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    worse: list[str] = []
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=sum(map(len, wanted.values())))
-
-        def tell(text: str) -> None:
-            progress.update(task, description=text, advance=0 if progress.tasks[0].description == "" else 1)
-
-        sections = [section_of(name, cases, repeat, tell) for name, cases in wanted.items()]
-    print(save_sections("search", sections, {"repeat": repeat, "quick": settings.quick, "rows": settings.rows or "all"}))
+        tasks = [(name, case) for name, rows in wanted.items() for case in KINDS[name].cases if case.title in rows]
+        for table, case in tasks:
+            progress.update(task, description=f"{table}: {case.title}")
+            row = row_of(table, case, settings.repeat)
+            add("search", RESULT_TABLES, {table: [row]}, {"repeat": settings.repeat})
+            progress.advance(task)
+            worse += [f"{table}: {case.title}"] if KINDS[table].measure == "plan" and not is_as_good(row) else []
     print("written to bench/results/search.md and search.json")
+    sys.exit(f"a plan by hand is faster, or the plan does not fit: {'; '.join(worse)}" if worse else 0)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7, help="rounds (two or more), in each of which every variant has its turn")
     options.add_argument("--steps", type=int, default=3, help="steps of one turn")
     settings = options.parse_args()
-    asked = set(selected(TABLE.rows, settings, "step", TABLE.title))
+    asked = set(selected(TABLES, settings, "step")[TABLE.title])
     models = [model for model in WORKLOADS if asked & {row_name(model, variant) for variant in VARIANTS}]
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, args=(folder, models, settings.rounds, settings.steps), nprocs=NUM_RANKS)

@@ -22,11 +22,11 @@ class Case:
     @property
     def title(self) -> str:
         """
-        >>> Case("gpt2", "h100", "8x8", 64, layers=4).title
-        'gpt2 (4 layers) h100 8x8'
+        >>> Case("gpt2", "h100", "8x8", 64).title, Case("gpt2", "h100", "8x8", 64, 512, layers=4).title
+        ('gpt2 h100 8x8', 'gpt2 (4 layers, sequence 512) h100 8x8')
         """
-        layers = f" ({self.layers} layers)" if self.layers else ""
-        return f"{self.model}{layers} {self.cluster} {self.mesh}"
+        sizes = [f"{self.layers} layers"] * bool(self.layers) + [f"sequence {self.sequence}"] * bool(self.sequence)
+        return " ".join([self.model, *([f"({', '.join(sizes)})"] if sizes else []), self.cluster, self.mesh])
 
 
 LLAMA_8B = Case("llama3-8b", "h100", "32x8", 64, 8192)
@@ -54,8 +54,6 @@ SUITE: tuple[Case, ...] = (
     Case("llama3-70b", "h100", "2048", 256),
     LLAMA_405B,
 )
-QUICK: tuple[Case, ...] = (Case("vgg13", "p100", "32", 1024), Case("resnet50-100k", "v100-50g", "16", 512), LLAMA_8B)
-
 # Plans in stages: devices too small, links too slow, or neither. The time is enough on a machine that does other things besides.
 STAGED: tuple[Case, ...] = (
     Case("gpt-2.6b", "v100", "8", 32, time_limit_s=90.0),
@@ -85,4 +83,3 @@ TABLES: tuple[Case, ...] = (
     Case("t5-large", "v100-50g", "8x8", 128),
     Case("gpt-39b", "v100-25g", "8x8", 16),
 )
-QUICK_TABLES: tuple[Case, ...] = (TABLES[0], TABLES[4])
