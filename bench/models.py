@@ -65,7 +65,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())  # half precision would overflow
 
 
 class Classifier(nn.Module):

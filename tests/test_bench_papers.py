@@ -1,8 +1,9 @@
 """The published comparisons: the formulas against counting, and every section once, small."""
 
 import itertools
-import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +22,11 @@ from autopar.plan.tuned import Tried, tuned
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
-from bench.papers import section as written
-from bench.papers.__main__ import SECTIONS
-from bench.papers.alpa import ROWS, batch_s
+from bench import report
+from bench.papers import PAPERS, TABLES, alpa, autoddl, tap, whale
+from bench.papers.alpa import SIZES, rate
 from bench.papers.compare import compare, fastest, traced
 from bench.papers.grid import Shape, bytes_by_layer, grid_of, linear_ops, sent_bytes, shape_of
-from bench.papers.section import Section, Table, save, to_markdown
 
 M, K, N = 32, 48, 16
 GRIDS = [(2, 4, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 1, 8), (2, 2, 2)]
@@ -126,47 +126,54 @@ def test_the_fastest_is_one_that_fits():
     assert fastest((slow, large), 9) is large and fastest((slow, large), 8) is slow and fastest((slow, large), 0) is large
 
 
-def test_microbatches_repeat_all_but_the_reduction_of_gradients_and_the_update():
-    graph = linear_graph()
-    mesh = Mesh((2, 1, 2), ("batch", "out", "in"))
-    plan = make_plan(graph, mesh, BYTES_ONLY, pins={"weight": "BBS(1)"})
-    once = sum(p.time_s for p in plan.costs.collectives if p.where == "weight")
-    step_s = plan.costs.step_s
-    assert once > 0 and batch_s(graph, plan.costs, 1) == pytest.approx(step_s)
-    assert batch_s(graph, plan.costs, 5) == pytest.approx(5 * step_s - 4 * (once + plan.costs.optimizer_s))
-
-
 def test_published_rates_and_seconds_of_alpa_agree_with_its_own_latencies():
     """The artifact's file has seconds and rates for the runs without stages; the formula joins them."""
     latencies = {"350M": 71.11, "760M": 57.34, "6.7B": 74.36, "39B": 2493.7}
-    for row in ROWS:
-        if row.name in latencies:
-            assert row.step_s(row.without_stages) == pytest.approx(latencies[row.name], rel=0.01)
+    for size in SIZES:
+        if size.name in latencies:
+            assert size.step_s(size.without_stages) == pytest.approx(latencies[size.name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_each_section_runs_small_and_is_written(name, tmp_path, monkeypatch):
-    told = []
-    section = SECTIONS[name](told.append, is_small=True)
-    assert told and section.tables and all(table.rows for table in section.tables)
-    text = to_markdown(section)
-    assert section.paper in text and all(table.title in text for table in section.tables)
-    monkeypatch.setattr(written, "RESULTS", tmp_path)
-    save(section)
-    (saved,) = json.loads((tmp_path / "papers.json").read_text())["sections"]
-    assert saved["name"] == section.name and {"commit", "processor", "torch"} <= set(saved["measured"])
-    assert all(table.title in (tmp_path / "papers.md").read_text() for table in section.tables)
+def test_scaling_is_relative_to_the_smallest_model_on_one_device(monkeypatch):
+    """Twice the devices at the same rate each scale by 1, whatever that rate is: a model that is too fast everywhere gains nothing."""
+    small, large = SIZES[:2]
+    plans = {small: SimpleNamespace(step_s=10.0), large: SimpleNamespace(step_s=10.0 * rate(large, 1.0) / rate(small, 1.0))}
+    monkeypatch.setattr(alpa, "planned", plans.get)
+    monkeypatch.setattr(alpa, "described", lambda plan: ())
+    (row,) = alpa.measure(large, small)[alpa.SCALING]
+    assert row["ours, of its one-GPU rate"] == pytest.approx(1.0)
+    assert row["Alpa, of its one-GPU rate"] == pytest.approx(large.alpa / small.alpa, rel=0.01)  # the artifact's rates, of the same passes
 
 
-def test_a_section_run_alone_leaves_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "RESULTS", tmp_path)
-    for name, seconds in (("one", 1.0), ("two", 2.0), ("one", 3.0)):
-        save(Section(name, "paper", {}, (Table("t", ({"s": seconds},)),), (), ("note",)))
-    found = json.loads((tmp_path / "papers.json").read_text())["sections"]
-    assert [(one["name"], one["tables"][0]["rows"]) for one in found] == [("one", [{"s": 3.0}]), ("two", [{"s": 2.0}])]
-    assert (tmp_path / "papers.md").read_text().count("## two: paper") == 1
+SMALL_CASES = {
+    "AutoDDL": lambda: autoddl.measure(
+        replace(autoddl.MODELS["transformer"], build=lambda batch: autoddl.transformer_graph(batch, 2)), "one P100 a node, 10 GB/s", 64, 1
+    ),
+    "TAP": lambda: tap.measure("8x8", "none", layers=2),
+    "Whale": lambda: whale.measure(8, 50, 32, num_classes=1000),
+    "Alpa": lambda: alpa.measure(replace(SIZES[1], layers=2), replace(SIZES[0], layers=2)),
+}
 
 
-def test_tables_round_numbers_for_people_only():
-    section = Section("x", "paper", {"a": "b"}, (Table("t", ({"s": 1.23456, "what": "y"},)),), (), ("note",))
-    assert "1.235" in to_markdown(section) and "Not found" not in to_markdown(section)
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_a_row_of_each_paper_runs_small_and_is_written(paper, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    found = SMALL_CASES[paper.name]()
+    report.add("papers", TABLES, found, {})
+    saved = report.load("papers")
+    for title, rows in found.items():
+        assert [row["row"] for row in saved[title]] == [row["row"] for row in rows]
+        assert not any("error" in row for row in rows), rows
+    text = (tmp_path / "papers.md").read_text()
+    assert paper.source in text and all(f"## {title}" in text for title, rows in found.items() if rows)
+
+
+def test_every_row_of_a_paper_has_what_makes_it():
+    for paper in PAPERS:
+        assert tuple(paper.cases) == paper.tables[0].rows
+        assert all(set(table.rows) <= set(paper.cases) for table in paper.tables)
+
+
+def test_no_sentence_claims_that_nothing_was_fitted():
+    for paper in PAPERS:
+        assert not any("fitted" in text for text in (*paper.settings.values(), *paper.notes, *paper.not_known))

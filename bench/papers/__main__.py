@@ -1,36 +1,26 @@
-"""Published comparisons of other planners, reproduced by calculation, with every setting stated.
+"""Published comparisons of other planners, beside the same ones by calculation, with every setting stated.
 
-    python -m bench.papers [--only autoddl|tap|whale|alpa]
+    python -m bench.papers [--rows '^Whale'] [--resume]
 
-No device is used: what is published was measured by others, what is ours is what the cost model says of the plans found. Each section is
-written into bench/results/papers.md and papers.json as soon as it is done; one run alone leaves the others as they are.
+No device is used: what is published was measured by others, what is ours is what the cost model predicts of the plans found. What a paper's
+settings were is often not known: then a range of them is calculated, and none is picked out. Every row is saved as soon as it is done.
 """
 
-import argparse
-from collections.abc import Callable, Mapping
+import sys
 
-from rich.console import Console
-
-from bench.papers.alpa import alpa
-from bench.papers.autoddl import autoddl
-from bench.papers.section import Section, save, to_markdown
-from bench.papers.tap import tap
-from bench.papers.whale import whale
-
-SECTIONS: Mapping[str, Callable[[Callable[[str], None]], Section]] = {"autoddl": autoddl, "tap": tap, "whale": whale, "alpa": alpa}
+from bench.papers import PAPERS, TABLES
+from bench.report import add
+from bench.rows import parser, selected
 
 
-def main() -> None:
-    """Run the sections, saying what is being planned."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, help="this section alone")
-    only = parser.parse_args().only
-    with Console(stderr=True).status("") as status:
-        for name, run in SECTIONS.items():
-            if only in (None, name):
-                section = run(lambda doing, name=name: status.update(f"{name}: {doing}"))
-                save(section)
-                print(to_markdown(section), flush=True)
+def main(arguments: list[str] | None = None) -> None:
+    """Run the rows that are asked for, saying which."""
+    settings = parser(__doc__).parse_args(arguments)
+    wanted = selected([paper.tables[0] for paper in PAPERS], settings, "papers")
+    for paper in PAPERS:
+        for name in wanted[paper.tables[0].title]:
+            print(name, file=sys.stderr, flush=True)
+            add("papers", TABLES, paper.cases[name](), {})
     print("written to bench/results/papers.md and papers.json")
 
 

@@ -1,9 +1,10 @@
 """AutoDDL (arXiv:2301.06813): VGG13 and a transformer against data parallelism and tuned Megatron; bytes by layer beside the bound."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -16,24 +17,24 @@ from autopar.plan.plan import Plan
 from autopar.vision import Classifier, vgg13
 from bench.models import GPT
 from bench.papers.compare import compare, traced
-from bench.papers.grid import bytes_by_layer, grid_of, linear_ops, shape_of, shown
-from bench.papers.section import Cells, Section, Table
-
-Tell = Callable[[str], None]
+from bench.papers.grid import bytes_by_layer, grid_of, linear_ops, shape_of
+from bench.papers.grid import shown as grid_shown
+from bench.papers.section import Paper, shown, table
+from bench.report import Cells, Row, Table
 
 HIDDEN, LAYERS, SEQUENCE, VOCABULARY, HEAD = 1024, 24, 512, 30522, 64
 TIME_LIMIT_S = 8.0
 
 
 @dataclass(frozen=True)
-class Machine:
-    """`published`: by how much AutoDDL's step was shorter there, at most."""
+class Model:
+    """build: from a batch to the graph. published: by how many per cent AutoDDL's step was shorter than the best by hand, at most, on nodes
+    of one GPU and of several. per_device: batches that are plausible."""
 
     name: str
-    cluster: Cluster
+    build: Callable[[int], Graph]
     per_device: tuple[int, ...]
-    num_devices: tuple[int, ...]
-    published: float
+    published: tuple[float, float]
 
 
 def flat(preset: str, bytes_per_s: float) -> Cluster:
@@ -42,18 +43,16 @@ def flat(preset: str, bytes_per_s: float) -> Cluster:
     return replace(cluster, name=f"{cluster.name}, {bytes_per_s / 1e9:g} GB/s", levels=(level,))
 
 
-def machines(vgg: bool, is_small: bool) -> list[Machine]:
-    """One GPU a node, several GPUs a node; each as a flat network at the rate reached and as the preset describes it."""
-    single, several = (17.7, 71.5) if vgg else (31.1, 10.0)
-    counts = (4,) if is_small else (8, 16, 32, 64) if vgg else (8, 64)
-    large, small = ((32,), (8,)) if vgg else ((1, 4), (1, 4))
-    found = [
-        Machine("one P100 a node, 10 GB/s reached", flat("p100", 10e9), large, counts, single),
-        Machine("one P100 a node, preset p100", load_cluster("p100"), large, counts, single),
-        Machine("V100, 5 GB/s each", flat("v100", 5e9), small, counts, several),
-        Machine("8 V100 a node, preset v100-100g", load_cluster("v100-100g"), small, counts, several),
-    ]
-    return found[:1] if is_small else found
+# Machine -> its cluster, and whether a node has several GPUs.
+MACHINES: Mapping[str, tuple[Cluster, bool]] = {
+    "one P100 a node, 3 GB/s": (flat("p100", 3e9), False),
+    "one P100 a node, 6.1 GB/s": (load_cluster("p100"), False),
+    "one P100 a node, 10 GB/s": (flat("p100", 10e9), False),
+    "8 V100 a node, 25 Gbit/s": (load_cluster("v100-25g"), True),
+    "8 V100 a node, 50 Gbit/s": (load_cluster("v100-50g"), True),
+    "8 V100 a node, 100 Gbit/s": (load_cluster("v100-100g"), True),
+}
+NUM_DEVICES = (16, 64)
 
 
 def vgg_graph(batch: int) -> Graph:
@@ -70,36 +69,31 @@ def transformer_graph(batch: int, layers: int = LAYERS) -> Graph:
         return traced(model, ids, torch.zeros_like(ids))
 
 
-def autoddl(tell: Tell, *, is_small: bool = False) -> Section:
-    """The whole comparison; `is_small`: a few devices and layers, for a test."""
-    tables, plans = [], []
-    models = (("VGG13", lambda batch: vgg_graph(batch)), ("transformer", lambda batch: transformer_graph(batch, 2 if is_small else LAYERS)))
-    for name, build in models:
-        rows = []
-        found = machines(name == "VGG13", is_small)
-        for machine in found:
-            for per_device in machine.per_device:
-                for count in machine.num_devices:
-                    tell(f"{name}, {machine.name}, {count} devices, {per_device} each")
-                    row, plan = _compared(machine, count, per_device, build(per_device * count))
-                    rows.append(row)
-                    if plan is not None and count == machine.num_devices[-1] and machine is found[0]:
-                        plans.append((name, per_device, plan))
-        tables.append(Table(f"{name}: time of a step", tuple(rows)))
-    layers = [Table(f"{name}, {size} a device: bytes a device sends, by layer", tuple(layer_rows(plan))) for name, size, plan in plans]
-    return Section("AutoDDL", PAPER, SETTINGS, (*tables, *layers), NOT_FOUND, NOTES)
+MODELS = {
+    model.name: model
+    for model in (Model("VGG13", vgg_graph, (8, 32), (17.7, 71.5)), Model("transformer", transformer_graph, (1, 8), (31.1, 10.0)))
+}
 
 
-def _compared(machine: Machine, count: int, per_device: int, graph: Graph) -> tuple[Cells, Plan | None]:
-    asked: dict[str, Any] = {"machine": machine.name, "devices": count, "batch a device": per_device}
+def row_name(model: str, machine: str, count: int, per_device: int) -> str:
+    """
+    >>> row_name("VGG13", "one P100 a node, 10 GB/s", 16, 32)
+    'AutoDDL, VGG13, one P100 a node, 10 GB/s, 16 devices, 32 each'
+    """
+    return f"AutoDDL, {model}, {machine}, {count} devices, {per_device} each"
+
+
+def measure(model: Model, machine: str, count: int, per_device: int) -> Mapping[str, Sequence[Row]]:
+    """One setting; of some of the largest, the bytes by layer too."""
+    name, (cluster, has_several) = row_name(model.name, machine, count, per_device), MACHINES[machine]
     try:
-        found = compare(graph, count, machine.cluster, time_limit_s=TIME_LIMIT_S)
-    except InfeasibleError:
-        return asked | dict.fromkeys(COLUMNS, "no plan fits"), None
+        found = compare(model.build(per_device * count), count, cluster, time_limit_s=TIME_LIMIT_S)
+    except InfeasibleError as error:
+        return {TIMES: [{"row": name, "error": str(error)}]}
     plan, step_s = found.plan, found.plan.costs.step_s
     ddp_s, megatron_s = found.ddp.costs.step_s, found.megatron.costs.step_s
     values = (
-        1e3 * ddp_s,
+        model.name, machine, count, per_device, 1e3 * ddp_s,
         f"{1e3 * megatron_s:.4g} ({found.megatron.name.removeprefix('megatron:')})",
         1e3 * step_s,
         str(plan.mesh),
@@ -107,12 +101,19 @@ def _compared(machine: Machine, count: int, per_device: int, graph: Graph) -> tu
         100 * (1 - step_s / min(ddp_s, megatron_s)),
         100 * (1 - step_s / found.expert.costs.step_s),
         100 * plan.gap,
-        machine.published,
-    )
-    return asked | dict(zip(COLUMNS, values)), plan
+        model.published[has_several],
+    )  # fmt: skip
+    layers = [{"row": name, "layers": layer_rows(plan)}] if name in LAYERS_OF else []
+    return {TIMES: [{"row": name} | dict(zip(COLUMNS, values))], LAYERS_TITLE: layers}
 
 
-def layer_rows(plan: Plan) -> list[Cells]:
+def layer_cells(row: Row) -> Iterable[Cells]:
+    """A line a class of layers."""
+    for layer in row["layers"]:
+        yield (row["row"].removeprefix("AutoDDL, "), *map(shown, layer.values()))
+
+
+def layer_rows(plan: Plan) -> list[Row]:
     """One row a class of linear layers, and one for all else."""
     sent, count = bytes_by_layer(plan), Counter()
     for op in linear_ops(plan.graph):
@@ -128,8 +129,8 @@ def layer_rows(plan: Plan) -> list[Cells]:
         rows.append(
             {
                 "layer": op.module, "times": count[op.name], "m, k, n": f"{shape.m}, {shape.k}, {shape.n}",
-                "our grid": shown(grid), "our MB": ours / 1e6, "formula for our grid, MB": shape.moved_bytes(grid) / 1e6,
-                "data parallel, MB": shape.moved_bytes((num_devices, 1, 1)) / 1e6, "best grid": shown(best), "its MB": least / 1e6,
+                "our grid": grid_shown(grid), "our MB": ours / 1e6, "formula for our grid, MB": shape.moved_bytes(grid) / 1e6,
+                "data parallel, MB": shape.moved_bytes((num_devices, 1, 1)) / 1e6, "best grid": grid_shown(best), "its MB": least / 1e6,
                 "(mnk/p)^(2/3), MB": order / 1e6, "ours / that": ours / order, "best grid / that": least / order,
             }
         )  # fmt: skip
@@ -137,36 +138,59 @@ def layer_rows(plan: Plan) -> list[Cells]:
     return [*rows, rest]
 
 
+TIMES, LAYERS_TITLE = "AutoDDL: time of a step", "AutoDDL: bytes a device sends, by layer"
 COLUMNS = (
-    "DP, ms", "tuned Megatron, ms", "ours, ms", "our mesh", "less than DP, %", "less than the better of both, %",
-    "less than the best by hand with ZeRO, %", "distance to our bound, %", "published, at most %",
+    "model", "machine", "devices", "batch a device", "DP, ms", "tuned Megatron, ms", "ours, ms", "our mesh", "less than DP, %",
+    "less than the better of both, %", "less than the best by hand with ZeRO, %", "distance to our bound, %", "published, at most %",
 )  # fmt: skip
-PAPER = 'Chen et al., 2023, "AutoDDL: Automatic Distributed Deep Learning with Near-Optimal Bandwidth Cost", arXiv:2301.06813'
+LAYER_COLUMNS = (
+    "setting", "layer", "times", "m, k, n", "our grid", "our MB", "formula for our grid, MB", "data parallel, MB", "best grid", "its MB",
+    "(mnk/p)^(2/3), MB", "ours / that", "best grid / that",
+)  # fmt: skip
 SETTINGS = {
     "VGG13": "224 x 224 images, 1000 classes, float32, AdamW",
     "transformer": f"decoder-only, {LAYERS} layers, hidden {HIDDEN}, heads of {HEAD}, sequence {SEQUENCE}, vocabulary {VOCABULARY + 6}, "
     "float32, AdamW, no dropout",
-    "devices": "presets p100 and v100 (products at 0.55 of the datasheet's rate), 14 us a step of a ring; links as in the rows",
-    "ours": f"the plan found with the mesh left open, in {TIME_LIMIT_S:g} s of search, within nine tenths of a device's memory",
+    "devices": "presets p100 and v100 (products at 0.55 of the datasheet's rate), 14 us a step of a ring; links as in the rows: of a P100 "
+    "the rate that is reached, 6.1 GB/s by its preset; of a node of V100 the datasheet's, shared by 8, six tenths of which are reached",
+    "ours": f"the plan found with the mesh left open, in {TIME_LIMIT_S:g} s of search, without stages, within nine tenths of a device's "
+    "memory; all columns of times are predicted by the cost model",
     "DP": "the hand plan ddp over all devices at once",
     "tuned Megatron": "data parallel outside, tensor parallel inside: the fastest of all degrees from 2 up, with and without sequence "
     "parallelism",
     "time": "compute, communication and update one after the other: nothing overlaps, in any of the columns",
     "bytes": "2 (q - 1) / q of the buffer in an all-reduce over q devices, half that in the others",
 }
-NOT_FOUND = (
-    "how many devices and which batch belong to the published maxima, and the sizes of the paper's transformer: only the abstract was "
-    "at hand",
-    "the rates its two machines reach: 10 and 5 GB/s a device are a first calculation's guess, beside what the presets say",
+NOT_KNOWN = (
+    "the rates that the links of its two machines reach, how many devices and which batch belong to the published maxima, and the sizes "
+    "of the paper's transformer: only the abstract was at hand; all combinations of rate, number and batch are calculated",
 )
 NOTES = (
-    "published figures are maxima of measured steps; the rows show what this cost model says at each size, none is fitted to them",
-    "tuned Megatron has sequence parallelism here (arXiv:2205.05198), which is most of what the search gains on a transformer over DP; the "
-    "published 31.1 % must come of sizes or a Megatron that were not at hand",
+    "published figures are maxima of measured steps, over a plan of experts; ours depend on rate and batch: what can be said is the range, "
+    "not the row that comes near",
+    "tuned Megatron has sequence parallelism here (arXiv:2205.05198), which is most of what the search gains on a transformer over DP",
     "a real run hides part of the gradient reduction behind backward, so that measured gains over DP are smaller than these where "
     "links are slow",
     "the bound's constant is not known: of a balanced grid the formula's three terms alone are 6 times (mnk/p)^(2/3), less the parts "
     "that stay",
     "ours may send less than the best grid's formula: what is left split needs no second half of its all-reduce, and readers share a "
     "conversion",
+)
+_SETTINGS = [
+    (model, machine, count, per_device)
+    for model in MODELS.values()
+    for machine, count, per_device in product(MACHINES, NUM_DEVICES, model.per_device)
+]
+_CASES = {row_name(model.name, *rest): partial(measure, model, *rest) for model, *rest in _SETTINGS}
+LAYERS_OF = tuple(
+    row_name(model.name, "one P100 a node, 10 GB/s", NUM_DEVICES[-1], size) for model in MODELS.values() for size in model.per_device
+)
+AUTODDL = Paper(
+    "AutoDDL",
+    'Chen et al., 2023, "AutoDDL: Automatic Distributed Deep Learning with Near-Optimal Bandwidth Cost", arXiv:2301.06813',
+    SETTINGS,
+    NOT_KNOWN,
+    NOTES,
+    (table(TIMES, COLUMNS, _CASES), Table(LAYERS_TITLE, "", LAYER_COLUMNS, LAYERS_OF, layer_cells)),
+    _CASES,
 )

@@ -1,68 +1,48 @@
 """What is written about one paper: settings, tables with the published numbers beside ours, and what to know when reading them."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tabulate import tabulate
+from bench.report import Cells, Row, Table
 
-from bench.report import RESULTS, commit, machine
-
-Cells = Mapping[str, Any]  # column, with its unit -> number or text
+Run = Callable[[], Mapping[str, Sequence[Row]]]  # title of a table -> the rows that the case adds to it
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows have the same columns; numbers are kept as they are for the JSON and rounded for people."""
-
-    title: str
-    rows: tuple[Cells, ...]
-
-
-@dataclass(frozen=True)
-class Section:
-    """`settings`: what the calculation assumed. `not_found`: what the sources at hand do not say. `notes`: why ours differs."""
+class Paper:
+    """`settings`: what the calculation assumes. `not_known`: what the sources at hand do not say, so that it is varied. `notes`: how to
+    read it. cases: name of a row of the first table -> what makes it, and rows of the others."""
 
     name: str
-    paper: str
+    source: str
     settings: Mapping[str, str]
-    tables: tuple[Table, ...]
-    not_found: tuple[str, ...]
+    not_known: tuple[str, ...]
     notes: tuple[str, ...]
+    tables: tuple[Table, ...]
+    cases: Mapping[str, Run]
+
+    @property
+    def described(self) -> tuple[Table, ...]:
+        """The tables, the first with what is to be known of all."""
+        settings = _listed(f"{key}: {text}" for key, text in self.settings.items())
+        lacks = ["Not known from the sources at hand:", _listed(self.not_known)] if self.not_known else []
+        text = "\n\n".join([self.source, settings, *lacks, "Reading it:", _listed(self.notes)])
+        return (replace(self.tables[0], text=text), *self.tables[1:])
 
 
-def to_markdown(section: Section) -> str:
-    """The section as people read it."""
-    return _markdown(asdict(section))
+def table(title: str, columns: Cells, rows: Iterable[str]) -> Table:
+    """A table whose rows have these columns, numbers as they are; people see them rounded."""
+    return Table(title, "", columns, tuple(rows), lambda row: [tuple(shown(row[column]) for column in columns)])
 
 
-def save(section: Section) -> None:
-    """Put the section, with commit and machine, into `RESULTS/papers.json` beside the others there, and write all as `papers.md`."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "papers.json"
-    sections = {one["name"]: one for one in json.loads(path.read_text())["sections"]} if path.exists() else {}
-    sections[section.name] = {**asdict(section), "measured": {"commit": commit(), **machine()}}
-    ordered = [sections[name] for name in sorted(sections)]
-    path.write_text(json.dumps({"sections": ordered}, indent=1) + "\n")
-    (RESULTS / "papers.md").write_text("\n".join(["# Published comparisons by calculation\n", *map(_markdown, ordered)]))
-
-
-def _markdown(section: Mapping[str, Any]) -> str:
-    """Of the fields of a section, as they are in the JSON."""
-    facts = section["settings"] | section.get("measured", {})
-    parts = [f"## {section['name']}: {section['paper']}", _listed([f"{key}: {text}" for key, text in facts.items()])]
-    for table in section["tables"]:
-        body = [[_shown(cell) for cell in row.values()] for row in table["rows"]]
-        parts += [f"### {table['title']}", tabulate(body, list(table["rows"][0]), tablefmt="github", disable_numparse=True)]
-    if section["not_found"]:
-        parts += ["Not found in the sources at hand, so chosen here:", _listed(section["not_found"])]
-    return "\n\n".join([*parts, "Reading it:", _listed(section["notes"])]) + "\n"
+def shown(cell: Any) -> str:
+    """
+    >>> shown(1.23456), shown("yes"), shown(None)
+    ('1.235', 'yes', '-')
+    """
+    return "-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def _listed(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _shown(cell: Any) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
