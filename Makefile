@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages clean
+.PHONY: help setup demo test test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -36,12 +36,12 @@ lint: $(READY) ## ruff over everything
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2
 
-bench: bench-step bench-search bench-scaling bench-papers bench-pipeline bench-stages ## every benchmark; results go to bench/results
+bench: bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme ## every benchmark; an hour; results go to bench/results
 
 bench-step: $(READY) ## real training steps: autopar beside DDP, FSDP2 and parallelize_module
 	$(PYTHON) -m bench.step
 
-bench-search: $(READY) ## plan times, costs, bounds and gains over hand plans; some twenty minutes
+bench-search: $(READY) ## plan times, costs, bounds and the best plans by hand; half an hour
 	$(PYTHON) -m bench.search
 
 bench-scaling: $(READY) ## plan time against depth, devices and mesh axes, as a figure
@@ -53,8 +53,11 @@ bench-papers: $(READY) ## published comparisons, by calculation
 bench-pipeline: $(READY) ## pipeline steps on real processes beside their simulation
 	$(PYTHON) -m bench.pipeline
 
-bench-stages: $(READY) ## plans in stages beside every one that a person might write, by calculation
-	$(PYTHON) -m bench.stages
+bench-memory: $(READY) ## predicted peaks of memory beside counted ones
+	$(PYTHON) -m bench.memory
+
+readme: $(READY) ## write the figures of bench/results into README.md
+	$(PYTHON) -m bench.readme
 
 clean: ## remove the environment and caches
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build *.egg-info

@@ -11,7 +11,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name matches; the result file keeps the others")
-    made.add_argument("--resume", action="store_true", help="leave out rows that the result file has from this commit")
+    made.add_argument("--resume", action="store_true", help="leave out rows that the result file has from this commit without error")
     return made
 
 
@@ -20,7 +20,7 @@ def selected(tables: Iterable[Table], settings: argparse.Namespace, name: str) -
     here, saved = commit(), load(name) if settings.resume else {}
     found = {}
     for table in tables:
-        done = {row["row"] for row in saved.get(table.title, ()) if row["provenance"]["commit"] == here}
+        done = {row["row"] for row in saved.get(table.title, ()) if row["provenance"]["commit"] == here and "error" not in row}
         found[table.title] = [row for row in table.rows if re.search(settings.rows, row) and row not in done]
     if not any(found.values()):
         names = "; ".join(row for table in tables for row in table.rows)

@@ -139,8 +139,9 @@ def test_scaling_is_relative_to_the_smallest_model_on_one_device(monkeypatch):
     small, large = SIZES[:2]
     plans = {small: SimpleNamespace(step_s=10.0), large: SimpleNamespace(step_s=10.0 * rate(large, 1.0) / rate(small, 1.0))}
     monkeypatch.setattr(alpa, "planned", plans.get)
-    monkeypatch.setattr(alpa, "described", lambda plan: ())
+    monkeypatch.setattr(alpa, "described", lambda plan: {alpa.AGAIN: 0})
     (row,) = alpa.measure(large, small)[alpa.SCALING]
+    assert alpa.run_rate(small, small.step_s(small.alpa), 1.0) == pytest.approx(small.alpa * 1e12)
     assert row["ours, of its one-GPU rate"] == pytest.approx(1.0)
     assert row["Alpa, of its one-GPU rate"] == pytest.approx(large.alpa / small.alpa, rel=0.01)  # the artifact's rates, of the same passes
 
@@ -151,7 +152,7 @@ SMALL_CASES = {
     ),
     "TAP": lambda: tap.measure("8x8", "none", layers=2),
     "Whale": lambda: whale.measure(8, 50, 32, num_classes=1000),
-    "Alpa": lambda: alpa.measure(replace(SIZES[1], layers=2), replace(SIZES[0], layers=2)),
+    "Alpa": lambda: alpa.measure(replace(SIZES[1], layers=2), replace(SIZES[0], layers=2, num_devices=2)),
 }
 
 

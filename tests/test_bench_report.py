@@ -56,7 +56,7 @@ def test_rows_of_an_older_benchmark_go(folder, monkeypatch):
 def test_resuming_leaves_out_what_this_commit_has(folder, monkeypatch):
     monkeypatch.setattr(report, "commit", lambda: "now")
     monkeypatch.setattr(rows, "commit", lambda: "now")
-    report.add("x", TABLES, {"times": [{"row": "a", "s": 1.0}]}, {})
+    report.add("x", TABLES, {"times": [{"row": "a", "s": 1.0}, {"row": "b", "error": "killed"}]}, {})
     settings = argparse.Namespace(rows="a|b", resume=False)
     assert rows.selected(TABLES[:1], settings, "x")["times"] == ["a", "b"]
     settings.resume = True
