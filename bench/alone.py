@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from time import monotonic
 
+from autopar.search.deadline import Deadline
 from autopar.search.descent import descend, landscape, own_starts
 from autopar.search.eliminate import Limits, elimination_order
 from autopar.search.lagrange import by_elimination, by_messages, maximise, memory_only
@@ -40,7 +40,7 @@ def by_bound(problem: Problem, time_limit_s: float) -> Found:
     known = [] if table.memory_limit_bytes == math.inf else [lightest(table)]
     feasible = cheapest(table, known)
     evaluate = by_messages(feasible) if order is None else by_elimination(order)
-    dual = maximise(table, evaluate, feasible=feasible, deadline=monotonic() + time_limit_s)
+    dual = maximise(table, evaluate, feasible=feasible, deadline=Deadline.after(time_limit_s))
     return Found(_cost(table, cheapest(table, (*known, *dual.met))), dual.bound_s)
 
 
@@ -48,14 +48,14 @@ def by_cp_sat(problem: Problem, time_limit_s: float) -> Found:
     """CP-SAT on the whole table, the best hand plan as its hint."""
     hint = cheapest(problem.table, problem.starts)
     found = Found(_cost(problem.table, hint), trivial_bound(problem.table))
-    for choice in refine(problem.table, hint, found.bound_s, time_limit_s=time_limit_s):
+    for choice in refine(problem.table, hint, found.bound_s, deadline=Deadline.after(time_limit_s)):
         found = Found(choice.cost_s, choice.lower_bound_s)
     return found
 
 
 def together(problem: Problem, time_limit_s: float) -> Found:
     """All three, as a plan is searched."""
-    choice = solve(problem.table, starts=problem.starts, time_limit_s=time_limit_s)
+    choice = solve(problem.table, starts=problem.starts, deadline=Deadline.after(time_limit_s))
     return Found(choice.cost_s, choice.lower_bound_s)
 
 
@@ -79,4 +79,4 @@ def lightest(table: CostTable) -> tuple[int, ...]:
 def binding_limit(table: CostTable, time_limit_s: float) -> float:
     """Bytes half way from nearly the least that would do to what the cheapest choice takes."""
     free = replace(table, memory_limit_bytes=math.inf)
-    return (memory_of(table, lightest(free)) + solve(free, time_limit_s=time_limit_s).memory_bytes) / 2
+    return (memory_of(table, lightest(free)) + solve(free, deadline=Deadline.after(time_limit_s)).memory_bytes) / 2

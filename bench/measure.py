@@ -12,8 +12,6 @@ from functools import partial
 from time import monotonic, process_time
 from typing import Any, TypeVar
 
-from autopar.plan.clock import Clock
-
 import autopar
 from autopar.codegen.peak import rank_peaks
 from autopar.costmodel.cluster import Cluster, load_cluster
@@ -23,11 +21,13 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh, as_mesh, parse_mesh
 from autopar.plan.assemble import make_plan
+from autopar.plan.budget import Budget
 from autopar.plan.choose import choose_plan
 from autopar.plan.plan import Plan
 from autopar.plan.setting import Wishes
 from autopar.plan.solve_mesh import solve_mesh
 from autopar.plan.staged import StagedPlan
+from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit
 from bench.by_hand import best_by_hand
@@ -97,9 +97,8 @@ def measure_whole(case: Case, started: float) -> Row:
     before = monotonic(), process_time()
     graph = _timed(times, "trace", partial(graph_of, example))
     limit = None if case.is_limited else math.inf
-    plan = make_plan(
-        graph, as_mesh(case.mesh), load_cluster(case.cluster), time_limit_s=case.time_limit_s, memory_limit_bytes=limit
-    )
+    budget = Budget.of(case.time_limit_s)
+    plan = make_plan(graph, as_mesh(case.mesh), load_cluster(case.cluster), memory_limit_bytes=limit, budget=budget)
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
     return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan)}
 
@@ -143,15 +142,15 @@ def measure_scope(case: Case, started: float) -> Row:
 
     def search() -> Row:
         times: dict[str, float] = {}
-        choice = _timed(times, "search", partial(solve, free, starts=problem.starts, time_limit_s=SEARCH_LIMIT_S))
+        choice = _timed(times, "search", partial(solve, free, starts=problem.starts, deadline=Deadline.after(SEARCH_LIMIT_S)))
         return {"search_s": times["search"], "step_s": choice.cost_s, "gap": choice.gap}
 
     def plan() -> Row:
-        times, clock = {}, Clock(lambda _: None)
-        work = partial(solve_mesh, problem.graph, mesh, cluster, wishes, time_limit_s=SEARCH_LIMIT_S, clock=clock)
+        times, budget = {}, Budget.of(SEARCH_LIMIT_S)
+        work = partial(solve_mesh, problem.graph, mesh, cluster, wishes, budget=budget)
         found = _timed(times, "plan", work)
         gap = (found.cost_s - found.lower_bound_s) / found.cost_s
-        return {"search_s": clock.timings["search"], "plan_s": times["plan"], "step_s": found.cost_s, "gap": gap}
+        return {"search_s": budget.timings["search"], "plan_s": times["plan"], "step_s": found.cost_s, "gap": gap}
 
     return {"nodes": len(sizes), "most_options": max(sizes), "none": _median_of(search), "binding": _median_of(plan)}
 

@@ -26,6 +26,7 @@ from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.plan.assemble import make_plan
+from autopar.plan.budget import Budget
 from autopar.plan.hand import hand_plan, parse_hand_plan
 from autopar.plan.plan import Plan, plan_of
 from autopar.sbp.annotate import annotate
@@ -158,8 +159,8 @@ def plan_called(name: str, kind: str) -> Plan:
     graph = trace(skeleton(case.model), case.args, case.kwargs)
     if kind == "searched":
         cluster = load_cluster("free-links")
-        least = make_plan(graph, MESH, cluster, memory_limit_bytes=math.inf, time_limit_s=TIME_LIMIT_S).costs.total_memory_bytes
-        return make_plan(graph, MESH, cluster, memory_limit_bytes=0.8 * least, time_limit_s=TIME_LIMIT_S)
+        least = make_plan(graph, MESH, cluster, memory_limit_bytes=math.inf, budget=Budget.of(TIME_LIMIT_S)).costs.total_memory_bytes
+        return make_plan(graph, MESH, cluster, memory_limit_bytes=0.8 * least, budget=Budget.of(TIME_LIMIT_S))
     folded = fold(graph)
     by_hand = parse_hand_plan({"recomputed": "megatron", "4 microbatches": "zero2"}.get(kind, kind), MESH)
     assignment = hand_plan(by_hand, graph, folded, annotate(graph, MESH, folded), MESH)

@@ -13,6 +13,7 @@ from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Devices
 from autopar.plan.assemble import make_plan
+from autopar.plan.budget import Budget
 from autopar.plan.plan import Plan
 from autopar.plan.tuned import Tried, tuned
 
@@ -36,7 +37,7 @@ def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Graph:
 
 def compare(graph: Graph, num_devices: int, cluster: Cluster, *, time_limit_s: float) -> Compared:
     """InfeasibleError if no plan fits."""
-    plan = make_plan(graph, Devices(num_devices), cluster, time_limit_s=time_limit_s)
+    plan = make_plan(graph, Devices(num_devices), cluster, budget=Budget.of(time_limit_s))
     limit = plan.memory_limit_bytes
     tried = tuned(graph, fold(graph), Devices(num_devices), cluster).tried
     whole = [one for one in tried if one.plan.flavour == "ddp"]
