@@ -1,4 +1,4 @@
-"""JSON text from outside, field by field: nothing is taken for what it is not. Every error is a ValueError that names the field."""
+"""JSON text from outside, field by field: nothing is taken for what it is not. An error is a ValueError that names the field."""
 
 import json
 import math
@@ -14,11 +14,8 @@ _SHOWN = 60  # characters of what was found
 
 
 def parse(text: str) -> Any:
-    """What the JSON `text` holds. ValueError for text that is none, that nests too deeply, or gives a key twice."""
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    """What the JSON `text` holds. ValueError for text that is none or gives a key twice, RecursionError if it nests too deeply."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def reading(read: Callable[[], Result]) -> Result:
     """What `read` gives; a PlanError where that is no plan."""
     try:
         return read()
-    except (ValueError, MeshError, MicrobatchError, UnsupportedOp) as error:
+    except (ValueError, RecursionError, MeshError, MicrobatchError, UnsupportedOp) as error:
         raise PlanError(f"the plan cannot be read: {printable(str(error), _MOST_TOLD)}; {AGAIN}") from error
 
 
@@ -171,10 +171,11 @@ def _read_layouts(fields: Fields) -> dict[str, Layout]:
 def fields_of(text: str) -> Fields:
     """The fields of a plan's text, once its format and checksum are right; PlanError if it is damaged, edited or of another format."""
     try:
-        content = parse(text)
+        return Fields(_unsigned(parse(text)))
     except ValueError as error:
         raise PlanError(f"the plan is no JSON, or cut off: {error}; {AGAIN}") from error
-    return Fields(_unsigned(content))
+    except RecursionError as error:
+        raise PlanError(f"the plan is nested too deeply; {AGAIN}") from error
 
 
 def _unsigned(content: Any) -> dict[str, Any]:

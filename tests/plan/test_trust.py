@@ -95,6 +95,15 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
         staged.loads(TEXTS[text][0], traced("mlp"), MESH)
 
 
+def test_however_deep_it_nests_it_is_refused_as_a_plan_is() -> None:
+    """Reading the text and computing its checksum come to the end of the stack at other depths."""
+    content = {"format": store.FORMAT, "checksum": ""}
+    for depth in range(1, 1100):
+        text = json.dumps(content)[:-1] + ', "a": ' + "[" * depth + "]" * depth + "}"
+        with pytest.raises(PlanError):
+            staged.loads(text, traced("mlp"), MESH)
+
+
 @pytest.mark.parametrize("content", ["é".encode("latin-1"), "{}".encode("utf-16"), b"\xff\xfe"])
 def test_other_encodings_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.json").write_bytes(content)
