@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
@@ -182,27 +183,27 @@ class Step:
     arrivals: Mapping[int, Sequence[Action]] = field(default_factory=dict)
     tied: Mapping[str, int] = field(default_factory=dict)
 
-    def run(self, storages: Storages) -> list[tuple[str, int]]:
-        """The phases but the update, and their peaks without what is stored."""
-        phases: list[tuple[str, int]] = []
+    def run(self, storages: Storages) -> list[tuple[str, np.ndarray]]:
+        """The phases but the update, and what they take and let go of (`Storages.take_changes`)."""
+        phases: list[tuple[str, np.ndarray]] = []
         storages.restart()
         stages = tuple(self.stages.values())
         if self.is_split:
             for stage in stages:
                 stage.open()
-            phases.append(("gather", storages.restart()))
+            phases.append(("gather", storages.take_changes()))
         self._act(phases, storages)
         if self.is_split:
             for stage in stages:
                 stage.close()
-            phases.append(("reduce", storages.restart()))
+            phases.append(("reduce", storages.take_changes()))
         for fqn, num in self.tied.items():
             # The others' gradients, and the sum, of which there may be two for a moment.
             size = stages[0].rank.state[fqn].untyped_storage().nbytes()
-            phases.append((f"tied {fqn}", storages.num_bytes + size * (num + min(num, 2))))
+            phases.append((f"tied {fqn}", size * (num + min(num, 2)) * np.array([1, -1])))
         return phases
 
-    def _act(self, phases: list[tuple[str, int]], storages: Storages) -> None:
+    def _act(self, phases: list[tuple[str, np.ndarray]], storages: Storages) -> None:
         back: deque[Tensors] = deque(maxlen=MOST_ON_THE_WAY_BACK if self.in_rounds else 1)
         last: dict[str, Tensors] = {}
         for index, action in enumerate(self.actions):
@@ -219,7 +220,7 @@ class Step:
                 back.append(gone)
                 last["came"] = [] if self.in_rounds else came
                 del came, gone
-            phases.append((str(action), storages.restart()))
+            phases.append((str(action), storages.take_changes()))
 
 
 def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:

@@ -33,13 +33,16 @@ from autopar.sbp.redistribute import Step, live_axes, redistribute
 from autopar.sbp.signature import Strategy
 
 
-def lower(graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False, alike: Collection[str] = ()) -> Program:
+def lower(
+    graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False, alike: Collection[str] = (), in_buckets: bool = True
+) -> Program:
     """One rank's program for `graph` laid out as `assignment` says.
 
     is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of the rest; only those
     that are regathered are converted in each run. alike: random ops that draw the same numbers in each run of a step.
+    in_buckets: whether the gradients that can be reduced together are.
     """
-    lowering = _Lowering(graph, mesh, assignment, alike)
+    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
     gather = lowering.gather() if is_split else None
     for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
         lowering.offload(number, tuple(ops))
@@ -58,13 +61,15 @@ class _Lowering:
     mesh: Mesh
     assignment: Assignment
     alike: Collection[str]
+    in_buckets: bool
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
     is_in_region: bool = False
 
     def __post_init__(self) -> None:
         self._conversions = conversions(self.graph, self.assignment)
-        self._buckets = {_key(member): bucket for bucket in buckets(self._conversions) for member in bucket}
+        together = buckets(self._conversions) if self.in_buckets else ()
+        self._buckets = {_key(member): bucket for bucket in together for member in bucket}
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}

@@ -3,25 +3,30 @@
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from autopar.codegen.dry_run import Rank, Stage, Step
+from autopar.codegen.few_copies import Phases, run_phases
 from autopar.codegen.kernels import without_data
 from autopar.codegen.lower import lower
 from autopar.codegen.offload_optimizer import buckets
 from autopar.codegen.program import Program
-from autopar.codegen.replay import Recording, Replayed, likeness, record
+from autopar.codegen.replay import Recording, Replayed, likeness, recorded, run_two
 from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.storages import count_storages
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.schedule import IN_ROUNDS, Schedule
 from autopar.plan.schedule import actions as schedule_actions
-from autopar.plan.staged import StagedPlan, stage_graphs
+from autopar.plan.staged import StagedPlan
 from autopar.plan.timeline import Action
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import Layout
+
+Inputs = tuple[tuple[Input, Layout], ...]
 
 # Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other (`foreach=False`).
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
@@ -56,12 +61,13 @@ def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
 
 def predict_peak(
     graph: Graph, mesh: Mesh, assignment: Assignment, *, training: Training = WHOLE_BATCH, actions: Sequence[Action] | None = None,
-    device_type: str = "cpu",
+    device_type: str = "cpu", is_whole: bool = False,
 ) -> Peak:  # fmt: skip
     """Run a step of the program as the first rank would, without peers, with the kernels of such a device.
 
     graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in order; by default one
     microbatch after the other. The batch is counted whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
+    Of copies of a block alike a few are run (`run_phases`); is_whole: all are.
     """
     is_split = training.num_microbatches > 1 or actions is not None
     if actions is None:
@@ -69,11 +75,15 @@ def predict_peak(
     arguments = graph.of_kind("argument")
     received = {item.value.name for item in arguments if item.value.needs_grad}
     batch = sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
-    program = lower(graph, mesh, assignment, is_split=is_split)
-    with without_data(device_type):
-        stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
-        step = Step({0: stage}, actions, is_split=is_split)
-        return _peak({0: stage}, step, training, batch, {}, _on_host(graph, assignment))
+
+    def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
+        program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
+        with without_data(device_type):
+            stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
+            return _run({0: stage}, Step({0: stage}, actions, is_split=is_split))
+
+    phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
+    return _peak([(mesh, _laid_out(graph, assignment))], phases, training, batch, {}, _on_host(graph, assignment))
 
 
 def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
@@ -81,10 +91,10 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
 
     Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run for all.
     """
-    micro, graphs = stage_graphs(plan.graph, plan.starts, plan.schedule.num_microbatches)
-    receives = [graph.receives for graph in graphs]
+    made = {value.name for stage in plan.stages for op in stage.graph.ops for value in op.outputs}
+    receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
     batch = sum(item.value.num_bytes for item in plan.graph.of_kind("argument"))
-    slices = {name: plan.schedule.num_microbatches for name, placement in micro.placements.items() if placement.is_split}
+    slices = _slices(plan)
     in_rounds, found = plan.schedule.name in IN_ROUNDS, []
     arrivals = _arrivals(plan.schedule) if in_rounds else [{}] * plan.schedule.num_ranks
     recordings = None if is_whole else _recordings(plan, receives)
@@ -98,9 +108,10 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
                 for number in plan.schedule.stages_of(rank)
             }
             step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
-            own = (plan.stages[number] for number in stages)
+            own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
-            found.append(_peak(stages, step, plan.training, batch, slices, away))
+            inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
+            found.append(_peak(inputs, _run(stages, step), plan.training, batch, slices, away))
     return tuple(found)
 
 
@@ -111,10 +122,23 @@ def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[R
     for number, own in enumerate(plan.stages):
         key = likeness(own, receives[number], *_where(plan, number).values())
         if key not in known:
-            with without_data(plan.cluster.device_type):
-                known[key] = record(_stage(plan, number, receives[number], {}), is_halved=plan.schedule.name == "zero-bubble")
+            known[key] = _recorded(plan, number, receives[number])
         found.append(known[key])
     return found
+
+
+def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recording:
+    own, is_halved, handed = plan.stages[number], plan.schedule.name == "zero-bubble", []
+
+    def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
+        program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
+        with without_data(plan.cluster.device_type):
+            stage = Stage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
+            phases, found = run_two(stage, is_halved=is_halved)
+        handed.append(found)
+        return phases
+
+    return recorded(run_phases(own.graph, own.assignment, own.mesh, run), handed[-1])
 
 
 def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> Stage:
@@ -128,9 +152,15 @@ def _replayed(
     plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor], recording: Recording
 ) -> Replayed:
     own = plan.stages[number]
-    inputs = tuple((item, own.assignment.layouts[item.value.name]) for item in own.graph.inputs)
-    rank = Rank.of(Program(own.mesh, inputs, (), (), ()), receives, state, plan.cluster.device_type)
+    rank = Rank.of(Program(own.mesh, _laid_out(own.graph, own.assignment), (), (), ()), receives, state, plan.cluster.device_type)
     return Replayed(rank, **_where(plan, number), recording=recording)
+
+
+def _slices(plan: StagedPlan) -> dict[str, int]:
+    """Inputs of which a microbatch reads one part of so many."""
+    whole = {item.value.name: item.value for item in plan.graph.inputs}
+    parts = {item.value.name: item.value for stage in plan.stages for item in stage.graph.inputs if item.value.name in whole}
+    return {name: plan.schedule.num_microbatches for name, part in parts.items() if part.shape != whole[name].shape}
 
 
 def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
@@ -186,20 +216,29 @@ def _on_host(graph: Graph, assignment: Assignment) -> set[str]:
     return {item.fqn for item in graph.of_kind("parameter") if item.value.name in assignment.state_on_host}
 
 
-def _peak(
-    stages: Mapping[int, Stage], step: Step, training: Training, batch_bytes: int, slices: Mapping[str, int], on_host: Collection[str]
-) -> Peak:
-    """slices: constants of which the graph reads one part of so many."""
-    ranks = [stage.rank for stage in stages.values()]
-    held = {id(x): x for rank in ranks for x in rank.tensors()}
+def _laid_out(graph: Graph, assignment: Assignment) -> Inputs:
+    return tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
+
+
+def _run(stages: Mapping[int, Stage], step: Step) -> Phases:
+    held = {id(x): x for stage in stages.values() for x in stage.rank.tensors()}
     with count_storages(held.values()) as storages:
-        phases = step.run(storages)
-    kinds = _bytes_of(ranks, training, slices)
+        return step.run(storages)
+
+
+def _peak(
+    inputs: Sequence[tuple[Mesh, Inputs]], phases: Phases, training: Training, batch_bytes: int, slices: Mapping[str, int],
+    on_host: Collection[str],
+) -> Peak:  # fmt: skip
+    """inputs: of each stage of the rank. slices: constants of which the graph reads one part of so many."""
+    kinds = _bytes_of(inputs, training, slices)
     stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
     stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
-    beside = stored - sum(x.untyped_storage().nbytes() for x in held.values())
-    update = stored + _update_bytes(kinds, on_host, training)
-    return Peak(stored, (*((name, beside + num_bytes) for name, num_bytes in phases), ("update", update)))
+    found, now = [], stored
+    for name, changes in phases:
+        found.append((name, now + max(0, int(np.cumsum(changes).max(initial=0)))))
+        now += int(changes.sum())
+    return Peak(stored, (*found, ("update", stored + _update_bytes(kinds, on_host, training))))
 
 
 def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
@@ -213,16 +252,16 @@ def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[st
     return sum(gradients.values()) + max(staying, *moving, 0)
 
 
-def _bytes_of(ranks: Sequence[Rank], training: Training, slices: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _bytes_of(
+    inputs: Sequence[tuple[Mesh, Inputs]], training: Training, slices: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
     """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several stages read is there
     once."""
     found: dict[str, dict[str, int]] = {}
-    for number, rank in enumerate(ranks):
-        for item, layout in rank.program.inputs:
+    for number, (mesh, own) in enumerate(inputs):
+        for item, layout in own:
             if item.kind != "argument":
                 name = item.fqn if item.kind in ("parameter", "buffer") else f"{number}:{item.value.name}"
                 num = slices.get(item.value.name, 1)
-                found[name] = {kind: x * num for kind, x in input_bytes(item, layout, rank.program.mesh.shape, training).items()}
+                found[name] = {kind: x * num for kind, x in input_bytes(item, layout, mesh.shape, training).items()}
     return found
-
-

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from autopar.codegen.dry_run import Stage, Tensors
@@ -59,47 +60,58 @@ class Recording:
     drops_outputs: bool = False
 
 
-def record(stage: Stage, *, is_halved: bool) -> Recording:
-    """Run two microbatches of the stage, which has not run; is_halved: their backward in two parts."""
-    with count_storages(stage.rank.tensors()) as storages:
-        gather = _change(storages, stage.open)[0]
-        first, later = (_microbatch(stage, number, storages, is_halved=is_halved) for number in range(2))
-        reduce = _change(storages, stage.close)[0]
-    changes = {kind: (change, later.changes[kind]) for kind, change in first.changes.items()}
-    return Recording(gather, reduce, changes, later.outputs, later.gone, later.drops_outputs)
+class Handed(NamedTuple):
+    """What a microbatch hands on, and `drops_outputs` as in `Recording`."""
 
-
-class _Microbatch(NamedTuple):
-    changes: dict[str, Change]
     outputs: tuple[Made, ...]
     gone: tuple[Made, ...]
     drops_outputs: bool
 
 
-def _microbatch(stage: Stage, number: int, storages: Storages, *, is_halved: bool) -> _Microbatch:
+def run_two(stage: Stage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
+    """Run two microbatches of the stage, which has not run; is_halved: their backward in two parts.
+
+    What each action changes, called "gather", "F0", "B0", ..., "reduce", and what the second microbatch hands on.
+    """
+    with count_storages(stage.rank.tensors()) as storages:
+        phases = [("gather", _changes(storages, stage.open)[0])]
+        for number in range(2):
+            changes, handed = _microbatch(stage, number, storages, is_halved=is_halved)
+            phases += [(f"{kind}{number}", change) for kind, change in changes.items()]
+        phases.append(("reduce", _changes(storages, stage.close)[0]))
+    return phases, handed
+
+
+def recorded(phases: Sequence[tuple[str, np.ndarray]], handed: Handed) -> Recording:
+    """The recording of a stage from what `run_two` gives."""
+    found = {name: Change(int(np.cumsum(changes).max(initial=0)), int(changes.sum())) for name, changes in phases}
+    kinds = [name[0] for name in found if name.endswith("0")]
+    return Recording(found["gather"], found["reduce"], {kind: (found[f"{kind}0"], found[f"{kind}1"]) for kind in kinds}, *handed)
+
+
+def _microbatch(stage: Stage, number: int, storages: Storages, *, is_halved: bool) -> tuple[dict[str, np.ndarray], Handed]:
     stored = [*stage.rank.tensors(), *stage.rank.used.values()]
-    changes: dict[str, Change] = {}
+    changes: dict[str, np.ndarray] = {}
     ahead, back = Action("F", 0, number), Action("I" if is_halved else "B", 0, number)
     received = stage.arrived[ahead] = stage.receive(ahead)
-    changes["F"], sent = _change(storages, partial(stage.forward, ahead))
+    changes["F"], sent = _changes(storages, partial(stage.forward, ahead))
     outputs = _made(sent, list(received.values()), stored)
     received, sent = None, None
     stage.arrived[back._replace(kind="B")] = stage.receive(back._replace(kind="B"))
-    changes[back.kind], (came, gone) = _change(storages, partial(stage.backward, back))
+    changes[back.kind], (came, gone) = _changes(storages, partial(stage.backward, back))
     made = _made(gone, came, stored)
     came, gone = None, None
     drops_outputs = is_halved and not stage.halved[number][0]
     if is_halved:
-        changes["W"] = _change(storages, partial(stage.weights, back._replace(kind="W")))[0]
-    return _Microbatch(changes, outputs, made, drops_outputs)
+        changes["W"] = _changes(storages, partial(stage.weights, back._replace(kind="W")))[0]
+    return changes, Handed(outputs, made, drops_outputs)
 
 
-def _change(storages: Storages, work: Callable[[], Any]) -> tuple[Change, Any]:
+def _changes(storages: Storages, work: Callable[[], Any]) -> tuple[np.ndarray, Any]:
     """What `work` changes, and its result, which counts."""
-    start = storages.num_bytes
     storages.restart()
     found = work()
-    return Change(storages.peak_bytes - start, storages.num_bytes - start), found
+    return storages.take_changes(), found
 
 
 def _made(tensors: Tensors, handed: Tensors, stored: Tensors) -> tuple[Made, ...]:
@@ -174,6 +186,8 @@ class Replayed(Stage):
             self.halved[action.microbatch] = outputs, came, received, _blob(left_bytes)
         del outputs, received
         gone = _make(self.recording.gone, came)
+        if action.kind == "I" and not self.recording.drops_outputs:
+            self.halved[action.microbatch] += (gone,)  # torch keeps them as the gradients of what was received
         self._accumulate(action)
         return came, gone
 

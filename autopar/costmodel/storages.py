@@ -5,16 +5,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 
 class Storages:
-    """`num_bytes` that are held now, and `peak_bytes` at any time since `restart`."""
+    """`num_bytes` that are held now, `peak_bytes` at any time since `restart`, and each change since then."""
 
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
+        self.changes: list[int] = []
         self._known: dict[int, weakref.ref] = {}  # by identity of a storage, which is its own as long as it lives
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -28,15 +30,24 @@ class Storages:
             def forget(_: Any, key: int = key, size: int = size) -> None:
                 del self._known[key]
                 self.num_bytes -= size
+                self.changes.append(-size)
 
             self._known[key] = weakref.ref(storage, forget)
             self.num_bytes += size
+            self.changes.append(size)
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def restart(self) -> int:
         """`peak_bytes`, which from now on is the most from now on."""
         most, self.peak_bytes = self.peak_bytes, self.num_bytes
+        self.changes.clear()
         return most
+
+    def take_changes(self) -> np.ndarray:
+        """i64[changes] since `restart`, bytes taken and let go of in their order; and restart."""
+        found = np.array(self.changes, dtype=np.int64)
+        self.restart()
+        return found
 
 
 @contextmanager

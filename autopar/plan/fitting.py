@@ -1,7 +1,7 @@
 """Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower one.
 
-The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below it, so each plan is
-predicted.
+The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below it, so the peak of
+each plan is predicted.
 """
 
 import math

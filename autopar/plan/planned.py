@@ -35,7 +35,8 @@ def _choices(graph: Graph, assignment: Assignment, apart: Sequence[Set[str]], fi
         (
             assignment.strategies[op.name],
             tuple(assignment.layouts.get(value.name) for value in op.inputs),
-            tuple(assignment.kept.get(value.name) for value in op.outputs),
+            tuple(assignment.kept.get(value.name) for value in (*op.inputs, *op.outputs)),
+            tuple(value.name in assignment.regathered for value in op.inputs),
             tuple(op.name in names for names in apart),
             tuple(value.name in assignment.state_on_host for value in op.inputs),
         )

@@ -1,7 +1,7 @@
 """A graph with few copies of each repeat: as many as it takes to see every way in which a value is used."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.fold import Folded, Repeat, value_classes
@@ -49,7 +49,7 @@ def shorten(graph: Graph, folded: Folded) -> Short:
     dropped: dict[str, Op] = {}  # op -> its like in the second copy
     counts: dict[str, int] = {}
     for repeat in folded.repeats:
-        found = _dropped(graph, repeat, position)
+        found = _dropped(graph, repeat, position, _NUM_KEPT)
         if _is_used_in_turn(graph, repeat, found, uses, position):
             dropped |= found
             counts |= _counts(graph, repeat, position)
@@ -92,13 +92,43 @@ def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> It
             yield Repeat(block, repeat.count)
 
 
-def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, Op]:
-    if repeat.count <= _NUM_KEPT:
+def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Graph, tuple[int, ...]]:
+    """`graph` with the first `num_kept` - 1 copies of each repeat and its last, where that is fewer and only its own copy and the next read
+    what one makes; and how many copies of each are gone."""
+    uses, position = uses_of(graph), {op.name: number for number, op in enumerate(graph.ops)}
+    dropped: dict[str, Op] = {}
+    counts = []
+    for repeat in repeats:
+        found = _dropped(graph, repeat, position, num_kept)
+        if _is_used_in_turn(graph, repeat, found, uses, position):
+            dropped |= found
+            counts.append(repeat.count - num_kept)
+    return _without(graph, dropped), tuple(counts)
+
+
+def restricted(assignment: Assignment, graph: Graph) -> Assignment:
+    """The part of `assignment` that is about `graph`, which lacks ops and inputs; a region is there as a whole or not at all."""
+    ops, inputs, uses = {op.name for op in graph.ops}, {item.value.name for item in graph.inputs}, uses_of(graph)
+    return replace(
+        assignment,
+        strategies={name: strategy for name, strategy in assignment.strategies.items() if name in ops},
+        layouts={name: layout for name, layout in assignment.layouts.items() if name in inputs},
+        kept={name: layout for name, layout in assignment.kept.items() if len(uses.get(name, ())) > 1},
+        regathered=assignment.regathered & inputs,
+        recomputed=tuple(region for region in assignment.recomputed if region[0] in ops),
+        offloaded=tuple(region for region in assignment.offloaded if region[0] in ops),
+        state_on_host=assignment.state_on_host & inputs,
+    )
+
+
+def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int], num_kept: int) -> dict[str, Op]:
+    """The ops of the copies between the first num_kept - 1 and the last -> their like in the last of those."""
+    if repeat.count <= num_kept:
         return {}
     block = len(repeat.ops)
-    second = position[repeat.ops[0]] + block
-    between = graph.ops[second + block : second + (repeat.count - 2) * block]
-    return {op.name: graph.ops[second + number % block] for number, op in enumerate(between)}
+    like = position[repeat.ops[0]] + (num_kept - 2) * block
+    between = graph.ops[like + block : like + (repeat.count - num_kept + 1) * block]
+    return {op.name: graph.ops[like + number % block] for number, op in enumerate(between)}
 
 
 def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, int]:
