@@ -134,10 +134,11 @@ def _bucket_bytes(graph: Graph, repeats: Sequence[Repeat], found: dict[str, tupl
         copies |= {op.name: (number, at // block) for at, op in enumerate(graph.ops[first : first + block * repeat.count])}
     kinds: defaultdict[tuple, list[Conversion]] = defaultdict(list)
     for bucket in buckets(found):
-        kinds[bucket[0].value.dtype, bucket[0].src, bucket[0].dst, bucket[0].is_bucketed].extend(bucket)
+        if bucket[0].is_bucketed and bucket[0].latency_share < 1:  # a gradient that fills a bucket is reduced alone
+            kinds[bucket[0].value.dtype, bucket[0].src, bucket[0].dst].extend(bucket)
     for members in kinds.values():
-        if members[0].is_bucketed and len({copies.get(use.user) for one in members for use in one.uses}) > 1:
+        if len({copies.get(use.user) for one in members for use in one.uses}) > 1:
             split = math.prod(local_shape(members[0].value.shape, members[0].src, mesh.shape)) / math.prod(members[0].value.shape)
-            largest = max(one.value.num_bytes for one in members if one.latency_share < 1)
+            largest = max(one.value.num_bytes for one in members)
             most = max(most, math.ceil(2 * split * (BUCKET_BYTES + largest)))
     return most

@@ -1,5 +1,6 @@
 """Grouped matrix products with rows or groups split over ranks."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,14 +27,17 @@ def grouped_mm(
     """Rows offs[e - 1] to offs[e] of x [t, k] times weight[e] [k, n]; `rows` split t, `experts` split e.
 
     Over `experts` the result is a term of the pending sum, zero in the rows of other ranks' experts; which rows are this rank's is
-    read from the device.
+    read from the device. Without peers (a dry run, also on the meta device) they are taken to be its share of all.
     """
     offs = (offs - rank_index(rows) * x.shape[0]).clamp(0, x.shape[0])
     if not experts:
         return resolve(target)(x, weight, offs, *args, **kwargs)
     first = rank_index(experts) * weight.shape[0]
     bounds = F.pad(offs, (1, 0))[first : first + weight.shape[0] + 1]
-    start, end = bounds[[0, -1]].tolist()
+    if experts[0].group is None:  # a dry run, in which counts are not known: experts get equally many rows
+        start, end = 0, x.shape[0] // math.prod(axis.size for axis in experts)
+    else:
+        start, end = bounds[[0, -1]].tolist()
     found = resolve(target)(x[start:end], weight, bounds[1:] - start, *args, **kwargs)
     return F.pad(found, (0, 0, start, x.shape[0] - end))
 
