@@ -98,6 +98,8 @@ class _Ways:
         tries, wishes = iter((budget.part(_SHARE_OF_FIRST),)), self.wishes
 
         def make(allowed_bytes: float) -> Plan:
+            if budget.is_spent and allowed_bytes < wishes.memory_limit_bytes:
+                raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
             return make_plan(
                 self.graph, self.mesh, self.cluster, pins=wishes.pins, stored=wishes.stored, memory_limit_bytes=allowed_bytes,
                 training=wishes.training, to_beat_s=to_beat_s, budget=next(tries, budget),

@@ -11,6 +11,7 @@ from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.offered import Stored
 from autopar.costmodel.transfer import transfer
+from autopar.errors import InfeasibleError
 from autopar.ir.fold import value_classes
 from autopar.ir.graph import Value
 from autopar.ir.segment import ends_apart, segmented
@@ -139,7 +140,10 @@ class _Pipeline:
             if table is None:
                 return math.inf
             problem = replace(problem, priced=replace(problem.priced, table=table))
-        return ends.setting.search(problem, []).cost_s
+        try:
+            return ends.setting.search(problem, []).cost_s
+        except InfeasibleError:  # nothing was found in the time
+            return math.inf
 
     def _ends(self, number: int) -> _Ends:
         if self.kinds[number] not in self.ends:

@@ -60,7 +60,7 @@ def solve_mesh(
     try:
         choice = setting.search(problem, starts, is_brief=is_mixed)
     except InfeasibleError:
-        found = search_on_host(setting, problem, starts)
+        found = None if budget.is_spent else search_on_host(setting, problem, starts)
         if found is None:
             raise
         return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")

@@ -53,8 +53,8 @@ def solve(
     """
     table = checked(table)
     _check_starts(table, starts)
-    if deadline.is_past and (start := cheapest(table, starts)) is not None:
-        return _choice(table, start, trivial_bound(table))
+    if deadline.is_past:
+        return _without_search(table, starts)
     best, is_small = None, num_entries(table) < _FEW_ENTRIES
     find = _choices_of_core if table.memory_limit_bytes == float("inf") else _choices
     enough = _Enough(to_beat_s, 0.0 if is_small else enough_gap)
@@ -68,9 +68,21 @@ def solve(
             if best.lower_bound_s >= to_beat_s or (choice.around is not None and is_enough):
                 break
     if best is None:
-        limit = f"{table.memory_limit_bytes:.0f} bytes per device"
-        raise InfeasibleError(f"no choice within {limit} was found in the time there was; allow more time or memory")
+        raise _out_of_time(table)
     return best
+
+
+def _without_search(table: CostTable, starts: Sequence[tuple[int, ...]]) -> Choice:
+    """The cheapest start within the limit."""
+    start = cheapest(table, starts)
+    if start is None:
+        raise _out_of_time(table)
+    return _choice(table, start, trivial_bound(table))
+
+
+def _out_of_time(table: CostTable) -> InfeasibleError:
+    limit = f"{table.memory_limit_bytes:.0f} bytes per device"
+    return InfeasibleError(f"no choice within {limit} was found in the time there was; allow more time or memory")
 
 
 @dataclass(frozen=True)
