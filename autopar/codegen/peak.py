@@ -52,9 +52,14 @@ class Peak:
 
 
 def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
-    """Bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster."""
+    """Bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster.
+
+    One stage that runs the whole batch is no pipeline: it reduces gradients as they come, as a plan without stages.
+    """
     if isinstance(plan, StagedPlan):
-        return tuple(peak.total_bytes for peak in predict_peaks(plan))
+        if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
+            return tuple(peak.total_bytes for peak in predict_peaks(plan))
+        (plan,) = plan.stages
     found = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type)
     return (found.total_bytes,)
 

@@ -11,7 +11,7 @@ from autopar.costmodel.on_host import brought_shares
 from autopar.costmodel.probe import footprints, regatherable
 from autopar.costmodel.saving import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.costmodel.transient import largest_transient
+from autopar.costmodel.transient import Transient, largest_transient
 from autopar.ir.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
@@ -55,7 +55,8 @@ class Flow:
 class Count:
     """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
     times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
-    times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts."""
+    times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts;
+    num_pending: gradients that are to come when the largest is there."""
 
     times: int = 0
     num_inside: int = 0
@@ -66,6 +67,7 @@ class Count:
     num_on_host: int = 0
     brought_share: float = 0.0
     transient_share: float = 0.0
+    num_pending: int = 0
 
     def add(self, other: "Count") -> None:
         for name in self.__slots__:
@@ -96,14 +98,14 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 @dataclass(frozen=True)
 class _Places:
     """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
-    of each parameter whose optimizer state is on the host, and of the op with the largest transient, the share of it that counts."""
+    of each parameter whose optimizer state is on the host the share of it that counts; and the largest transient."""
 
     recomputed: Mapping[str, int]
     offloaded: Mapping[str, int]
     shares: Sequence[float]
     movings: Sequence[Moving]
     brought: Mapping[str, float]
-    transient: Mapping[str, float]
+    transient: Transient
 
     def count(self, region: int, moved_in: int) -> Count:
         """One occurrence."""
@@ -115,11 +117,12 @@ class _Places:
 
     def count_of(self, name: str) -> Count:
         """One occurrence of an op or an input."""
-        if name in self.brought:
-            return Count(1, num_on_host=1, brought_share=self.brought[name])
+        if name in self.brought or name in self.transient.pending:
+            is_away, is_pending = name in self.brought, name in self.transient.pending
+            return Count(1, num_on_host=int(is_away), brought_share=self.brought.get(name, 0.0), num_pending=int(is_pending))
         region = self.recomputed.get(name, NOWHERE)
         found = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
-        found.transient_share = self.transient.get(name, 0.0)
+        found.transient_share = self.transient.ops.get(name, 0.0)
         return found
 
 

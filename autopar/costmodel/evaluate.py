@@ -39,7 +39,7 @@ class Costs:
     """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
     region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back, "transient": the largest of an
-    op, beyond what is counted but not there then) -> bytes. moved_bytes: to the host, and as many back; state_on_host_bytes: of the
+    op, less the gradients that are not there yet) -> bytes. moved_bytes: to the host, and as many back; state_on_host_bytes: of the
     optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that the step waits for them."""
 
     compute_forward_s: float
@@ -187,9 +187,13 @@ class _Step:
 
     def _transient(self, training: Training) -> float:
         ops, regions = {op.name: op for op in self.graph.ops}, (self.assignment.recomputed, self.assignment.offloaded)
-        found = largest_transient(self.graph, self.known, *regions, training.num_microbatches)
-        shapes = {name: local_shapes(ops[name], self.assignment.strategies[name], self.mesh.shape) for name in found}
-        return sum(share * transient_bytes(ops[name], *shapes[name], frozenset(self.parameters)) for name, share in found.items())
+        found, size = largest_transient(self.graph, self.known, *regions, training.num_microbatches), 0.0
+        for name, share in found.ops.items():
+            shapes = local_shapes(ops[name], self.assignment.strategies[name], self.mesh.shape)
+            size += share * transient_bytes(ops[name], *shapes, frozenset(self.parameters))
+        pending = (item for item in self.graph.inputs if item.value.name in found.pending)
+        layouts, shape = self.assignment.layouts, self.mesh.shape
+        return size - sum(input_bytes(item, layouts[item.value.name], shape, training)["gradients"] for item in pending)
 
     def moved_bytes(self) -> list[int]:
         """What each offloaded region sends to the host in a microbatch."""

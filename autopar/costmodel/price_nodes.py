@@ -117,8 +117,9 @@ def _price_inputs(
     """The class of an input; the state of some may wait on the host."""
     layouts = [option.layout for option in options]
     cost_s = [update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
-    memory = [sum(input_bytes(item, layout, mesh.shape, training).values()) for layout in layouts]
-    prices = count.times * np.array(cost_s), count.times * np.array(memory, dtype=np.float64)
+    kinds = [input_bytes(item, layout, mesh.shape, training) for layout in layouts]
+    memory = [count.times * sum(found.values()) - count.num_pending * found.get("gradients", 0) for found in kinds]
+    prices = count.times * np.array(cost_s), np.array(memory, dtype=np.float64)
     if not count.num_on_host:
         return prices
     state = np.array([optimizer_bytes(item, layout, mesh.shape, training) for layout in layouts], dtype=np.float64)

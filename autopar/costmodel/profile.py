@@ -91,8 +91,8 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
             columns["saved_bytes"][position] += float(kept[0, 0])
             for phase, time_s in times.items():
                 columns[f"{phase}_s"][position] += time_s
-    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored)
-    for name, share in transient.items():
+    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored, transient.pending)
+    for name, share in transient.ops.items():
         op, strategy = graph.ops[number[name]], assignment.strategies[name]
         size = transient_bytes(op, *local_shapes(op, strategy, mesh.shape), frozenset(parameters))
         state_bytes[number[name]] += share * size
@@ -115,7 +115,7 @@ def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> 
 
 def _of_inputs(
     graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training,
-    number: Mapping[str, int], stored: Mapping[str, list[float]],
+    number: Mapping[str, int], stored: Mapping[str, list[float]], pending: frozenset[str],
 ) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:  # fmt: skip
     """once_s and state_bytes of what one op reads, and what several do."""
     once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
@@ -123,7 +123,8 @@ def _of_inputs(
     for item in graph.inputs:
         layout = assignment.layouts[item.value.name]
         gathered_bytes, gathered_s = stored[item.value.name]
-        held = sum(input_bytes(item, layout, mesh.shape, training).values()) + gathered_bytes
+        kinds = input_bytes(item, layout, mesh.shape, training)
+        held = sum(kinds.values()) - (kinds["gradients"] if item.value.name in pending else 0) + gathered_bytes
         time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
         if item.value.name in brought:
             state = optimizer_bytes(item, layout, mesh.shape, training)

@@ -1,12 +1,13 @@
-"""The largest transient of a step: what one op has in memory for a moment, beyond what is counted but not there at that moment.
+"""The largest transient of a step: what one op has in memory for a moment, less what is counted but not there at that moment.
 
 The sum that is searched counts all gradients and all that is saved. While the backward of an op makes its gradients (and of a loss over a
 large vocabulary these are several copies of its float32 logits), the gradients of all parameters that are read up to there are still to
-come, and what later ops saved is gone. What the op needs beyond these is added, for the op with the most.
+come, and what later ops saved is gone. It is the op with which the sum is largest, all split alike.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -27,27 +28,36 @@ Shapes = tuple[tuple[int, ...], ...]
 _MOST = 6
 
 
+@dataclass(frozen=True)
+class Transient:
+    """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the parameters whose
+    gradients are to come. Both empty if the sum is larger without."""
+
+    ops: Mapping[str, float]
+    pending: frozenset[str]
+
+
 def largest_transient(
     graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
-) -> dict[str, float]:
-    """The op with the most beyond what is counted, where there is one -> the part of its transient that this is, by global shapes.
+) -> Transient:
+    """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none is to come.
 
-    With several microbatches the gradients of those before are there. A stage that ends in no loss has none: the sweep that cuts stages
-    adds up blocks, and knows nothing of the largest in each.
+    A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest in each.
     """
     if not any(isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs):
-        return {}
-    saved, pending = _saved_behind(graph, known, regions, offloaded), _gradients_to_come(graph)
+        return Transient({}, frozenset())
+    saved, last = _saved_behind(graph, known, regions, offloaded), _last_readers(graph) if num_microbatches == 1 else {}
+    to_come = list(accumulate(_by_position(graph, last)))
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
-    best, found = 0.0, {}
+    best, found = 0, Transient({}, frozenset())
     for position in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[position]
-        counted = saved[position] + (pending[position] if num_microbatches == 1 else 0)
+        op, counted = graph.ops[position], saved[position] + to_come[position]
         if known[op.name].is_view or _MOST * _operand_bytes(op) - counted <= best:
             continue
         size = _transient(op, parameters)
         if size - counted > best:
-            best, found = size - counted, {op.name: (size - counted) / size}
+            pending = frozenset(name for name, reader in last.items() if reader <= position)
+            best, found = size - counted, Transient({op.name: 1 - saved[position] / size}, pending)
     return found
 
 
@@ -75,14 +85,20 @@ def _saved_behind(graph: Graph, known: Mapping[str, Footprint], regions: Regions
     return [sum(own) - through for through in accumulate(own)]
 
 
-def _gradients_to_come(graph: Graph) -> Sequence[int]:
-    """For each op, bytes of the gradients of the parameters that neither it nor a later op reads."""
+def _last_readers(graph: Graph) -> dict[str, int]:
+    """Position of the last op that reads each trained parameter: from its backward on there is a gradient."""
     number, uses = {op.name: position for position, op in enumerate(graph.ops)}, uses_of(graph)
-    made = [0] * (len(graph.ops) + 1)
+    names = [item.value.name for item in graph.of_kind("parameter") if item.value.needs_grad]
+    return {name: max((number.get(use.user, 0) for use in uses.get(name, ())), default=0) for name in names}
+
+
+def _by_position(graph: Graph, last: Mapping[str, int]) -> list[int]:
+    """Bytes of the parameters that each op is the last to read."""
+    found = [0] * len(graph.ops)
     for item in graph.of_kind("parameter"):
-        if item.value.needs_grad:
-            made[max((number.get(use.user, 0) for use in uses.get(item.value.name, ())), default=0)] += item.value.num_bytes
-    return [0, *accumulate(made)][: len(graph.ops)]
+        if item.value.name in last:
+            found[last[item.value.name]] += item.value.num_bytes
+    return found
 
 
 def _transient(op: Op, parameters: frozenset[str]) -> int:

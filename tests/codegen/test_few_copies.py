@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from autopar.codegen import few_copies, peak
 from autopar.codegen.few_copies import extended
 from autopar.codegen.lower import lower
-from autopar.codegen.peak import predict_peak, predict_peaks
+from autopar.codegen.peak import predict_peak, predict_peaks, rank_peaks
 from autopar.codegen.program import Program
 from autopar.costmodel.recomputable import recomputable
 from autopar.costmodel.training import Training
@@ -115,6 +115,14 @@ def test_deep_stages_take_what_all_their_copies_take(name: str, num_layers: int)
     plan = replace(plan, cluster=replace(plan.cluster, device_type="cuda"))
     for found, whole in zip(predict_peaks(plan), predict_peaks(plan, is_whole=True), strict=True):
         assert found.stored_bytes == whole.stored_bytes and found.phases == whole.phases
+
+
+def test_one_stage_that_runs_the_whole_batch_is_predicted_as_the_plan_without_stages_that_it_becomes():
+    """Run as stages are, all gradients of gathered parameters would wait for the end of the step."""
+    plan = staged(deep("gpt2"), Schedule("accumulate", 1, 1, 1), "zero2")
+    (stage,) = plan.stages
+    (found,) = rank_peaks(plan)
+    assert found == predict_peak(stage.graph, stage.mesh, stage.assignment).total_bytes < predict_peaks(plan)[0].total_bytes
 
 
 def test_what_is_planned_otherwise_is_not_left_out():
