@@ -84,16 +84,30 @@ def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predi
     first = make(limit_bytes)
     if first.step_s > to_beat_s:
         return first
-    found = best_fitting([Candidate(first, again)], limit_bytes, predict)
+    recorded = Recorded(predict)
+    found = best_fitting([Candidate(first, again)], limit_bytes, predict and recorded)
     if found is None:
-        raise above_estimate(first, limit_bytes, predict, reasons[-1] if reasons else "so would others; raise it, or use more devices")
+        raise above_estimate(recorded, limit_bytes, reasons[-1] if reasons else "so would others; raise it, or use more devices")
     return replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s)) if isinstance(found, Plan) else found
 
 
-def above_estimate(plan: AnyPlan, limit_bytes: float, predict: Predict, rest: str) -> InfeasibleError:
-    """Says that `plan`, which by its estimate is within the limit, is not, and `rest` of others."""
-    peak_bytes = max(predict(plan))
+@dataclass
+class Recorded:
+    """`predict`, and the first plan that was asked about with its peaks: in an error it stands for all that do not fit."""
+
+    predict: Predict
+    first: tuple[AnyPlan, tuple[int, ...]] | None = None
+
+    def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
+        peaks = self.predict(plan)
+        self.first = self.first or (plan, peaks)
+        return peaks
+
+
+def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
+    """Says that the first plan asked about, which by its estimate is within the limit, is not, and `rest` of others."""
+    plan, peaks = recorded.first
     return InfeasibleError(
         f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts add up to "
-        f"{max(plan.memory_bytes)} bytes would have {peak_bytes} bytes ({peak_bytes / 2**30:.2f} GiB) in use at one time; {rest}"
+        f"{max(plan.memory_bytes)} bytes would have {max(peaks)} bytes ({max(peaks) / 2**30:.2f} GiB) in use at one time; {rest}"
     )

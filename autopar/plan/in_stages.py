@@ -15,7 +15,7 @@ from autopar.mesh import Devices, Mesh
 from autopar.plan.budget import Budget
 from autopar.plan.crossing import choose_crossing
 from autopar.plan.cut_as import crossing_layouts, cut_as
-from autopar.plan.fitting import Candidate, Predict, above_estimate, best_fitting
+from autopar.plan.fitting import Candidate, Predict, Recorded, above_estimate, best_fitting
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.refusal import refusal
 from autopar.plan.setting import Wishes
@@ -99,7 +99,7 @@ def plan_in_stages(
     Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
     none fits. predict: as in `choose_plan`.
     """
-    best, closest, limit_bytes = None, None, wishes.memory_limit_bytes
+    best, recorded, limit_bytes = None, Recorded(predict), wishes.memory_limit_bytes
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent:
             break
@@ -114,12 +114,12 @@ def plan_in_stages(
         candidates = _candidates(model, points, graph, cluster, within, budget)
         if not candidates:
             break
-        best, closest = best_fitting(candidates, limit_bytes, predict), candidates[0].plan
+        best = best_fitting(candidates, limit_bytes, predict and recorded)
         if best is not None:
             break
-    if best is None and closest is not None:
+    if best is None and recorded.first is not None:
         ended = f" (planning was ended by {budget.ended_by})" if budget.is_spent else ""
-        raise above_estimate(closest, limit_bytes, predict, f"so would those with less{ended}; raise it, or use more devices")
+        raise above_estimate(recorded, limit_bytes, f"so would those with less{ended}; raise it, or use more devices")
     if best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule, budget.deadline)
