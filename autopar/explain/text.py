@@ -33,9 +33,11 @@ def format_seconds(seconds: float) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """
-    >>> format_bytes(3 * 2**20)
-    '3 MiB'
+    >>> format_bytes(3 * 2**20), format_bytes(-1536)
+    ('3 MiB', '-1.5 KiB')
     """
+    if num_bytes < 0:
+        return f"-{format_bytes(-num_bytes)}"
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return f"{_digits(num_bytes / 1024**power)} {unit}"
