@@ -67,9 +67,9 @@ class StagesRow:
 
 
 def staged_plan(case: Sample, mesh: str, schedule: str) -> StagedPlan:
-    """A plan in stages as `choose_plan` makes it in a moment; `RECOMPUTED`: with every block run again."""
+    """A plan in stages as `choose_plan` makes it; `RECOMPUTED`: with every block run again."""
     graph = trace(skeleton(case.model), case.args, case.kwargs)
-    options: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "memory_limit_bytes": math.inf, "time_limit_s": 1.0}
+    options: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "memory_limit_bytes": math.inf}
     plan = choose_plan(graph, as_mesh(mesh), load_cluster(CLUSTERS[mesh]), training=Training(), schedule=schedule.split(",")[0], **options)
     assert isinstance(plan, StagedPlan), f"{mesh} has stages"
     if schedule != RECOMPUTED:

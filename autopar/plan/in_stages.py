@@ -191,13 +191,25 @@ def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_byt
         point, wishes = solver.found, solver.wishes
         mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
         try:
-            stages = solve_stages(solver, allowed_bytes, budget)
+            stages = _stages(solver, allowed_bytes, budget)
         except InfeasibleError:
             continue
         limit, starts = wishes.memory_limit_bytes, solver.cut.starts
         found_by = "search" if solver.is_searched else f"hand plan {point.name}"
         found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by))
     return found
+
+
+def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
+    """The plans of the stages. Where the budget ends between ranks, what they share may be stored otherwise than by hand on those that were
+    searched, and then the others cannot be as by hand: all are."""
+    try:
+        return solve_stages(solver, allowed_bytes, budget)
+    except InfeasibleError:
+        if not (budget.is_spent and solver.is_searched):
+            raise
+        solver.forget()
+        return solve_stages(solver, allowed_bytes, budget)
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:

@@ -77,6 +77,10 @@ class Solver:
         self.is_searched = False  # whether any plan is not as it is by hand
         self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
 
+    def forget(self) -> None:
+        """Leave out the plans of all ranks."""
+        self.solved, self.tied, self.is_searched = {}, {}, False
+
     def tightest_first(self, limits_bytes: Sequence[float]) -> list[int]:
         """The ranks, those first of which plans are likely to do for others."""
         stages_of = map(self.found.schedule.stages_of, range(self.found.schedule.num_ranks))

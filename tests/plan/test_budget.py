@@ -86,6 +86,23 @@ def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Gr
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
 
 
+def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch):
+    """GPT-2's first and last stage share the embedding: searched on one, it may be stored otherwise than by hand."""
+    solver = sys.modules["autopar.plan.solve_stages"].Solver
+    solve, solved = solver._solve, []
+
+    def solve_and_end(self, rank: int):
+        solved.append(rank)
+        plans = solve(self, rank)
+        self.budget.deadline.stop()
+        return plans
+
+    monkeypatch.setattr(solver, "_solve", solve_and_end)
+    asked = {"num_microbatches": 4, "schedule": "interleaved"}
+    plan = choose_plan(graph("gpt2", layers=4), parse_devices("pp=2,dp=2"), load_cluster("v100"), predict=rank_peaks, **asked)
+    assert len(solved) >= 2 and max(plan.peak_bytes) <= plan.memory_limit_bytes
+
+
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
