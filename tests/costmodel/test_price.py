@@ -75,7 +75,8 @@ def test_the_table_is_exact(mesh, case):
 
 def draw_training(draw: random.Random) -> Training:
     num_microbatches = draw.choice((1, 2, 8))
-    return Training(draw.choice(("sgd", "adamw", "adamw-master")), num_microbatches, draw.randint(1, num_microbatches), draw.randint(0, 2))
+    kind, in_flight = draw.choice(("sgd", "adamw", "adamw-master")), draw.randint(1, num_microbatches)
+    return Training(kind, num_microbatches, in_flight, draw.randint(0, min(2, num_microbatches)))
 
 
 def draw_regions(draw: random.Random, graph: Graph) -> Regions:
