@@ -31,14 +31,14 @@ def test_the_sweep_is_nearly_as_good_as_every_plan_by_hand(model, limit_bytes):
     assert found[0].step_s <= 1.05 * min(one.step_s for one in written)
 
 
-@pytest.mark.parametrize("recomputed", ["none", "fewest", "all"])
-def test_a_plan_by_hand_is_priced_as_its_stages_are(model, recomputed):
+@pytest.mark.parametrize(("recomputed", "limit_bytes"), [("none", 8e8), ("fewest", 6e8), ("all", 6e8)])
+def test_a_plan_by_hand_is_priced_as_its_stages_are(model, recomputed, limit_bytes):
     """The sum over blocks that orders plans by hand, beside the price of every op and conversion of the plan that it stands for."""
     cluster, meshes = load_cluster("v100-25g"), ((4, Mesh((2, 2), ("dp", "tp"))), (1, Mesh((8, 2), ("dp", "tp"))))
-    written = list(every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=6e8, recomputed=(recomputed,)))
+    written = list(every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes, recomputed=(recomputed,)))
     assert written
     for one in written[:: max(1, len(written) // 8)]:
         plan = plan_by_hand(model, one.point, cluster, WHOLE_BATCH)
-        assert (one.step_s / NEAR if is_dear(one) else one.step_s * 0.999) <= plan.step_s <= one.step_s * 1.001, one.name
+        assert 0.99 * one.step_s / (NEAR if is_dear(one) else 1.0) <= plan.step_s <= one.step_s * 1.001, one.name
         assert max(plan.memory_bytes) == pytest.approx(one.rank_bytes, rel=0.05), one.name
         assert sum(len(stage.assignment.recomputed) for stage in plan.stages) == sum(one.point.partition.num_recomputed)
