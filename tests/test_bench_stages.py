@@ -39,6 +39,6 @@ def test_a_plan_by_hand_is_priced_as_its_stages_are(model, recomputed, limit_byt
     assert written
     for one in written[:: max(1, len(written) // 8)]:
         plan = plan_by_hand(model, one.point, cluster, WHOLE_BATCH)
-        assert 0.99 * one.step_s / (NEAR if is_dear(one) else 1.0) <= plan.step_s <= one.step_s * 1.001, one.name
+        assert 0.98 * one.step_s / (NEAR if is_dear(one) else 1.0) <= plan.step_s <= one.step_s * 1.001, one.name
         assert max(plan.memory_bytes) == pytest.approx(one.rank_bytes, rel=0.05), one.name
         assert sum(len(stage.assignment.recomputed) for stage in plan.stages) == sum(one.point.partition.num_recomputed)
