@@ -185,8 +185,8 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False
     if store.fields_of(text).content.get("kind") == KIND:
         return StagedPlan.loads(text, graph, mesh, is_own=is_own)
     plan = Plan.loads(text, graph, mesh, is_own=is_own)
-    if plan.training.num_microbatches > 1:
-        raise PlanError(f"the plan has {plan.training.num_microbatches} microbatches and no schedule that runs them; {store.AGAIN}")
+    if plan.training != Training(plan.training.optimizer):
+        raise PlanError(f"the plan has {plan.training} and no schedule that runs microbatches; {store.AGAIN}")
     return plan
 
 

@@ -138,6 +138,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a region of control characters": ({"recomputed": [["\x1b[2J"]]}, r"recomputes '\\x1b\[2J'"),
     "another version's text": ({"autopar": 3}, "autopar: expected text"),
     "microbatches without a schedule": ({"training": TRAINING | {"num_microbatches": 2}}, "no schedule"),
+    "gradients that wait for nothing": ({"training": TRAINING | {"num_waiting": 1}}, "no schedule"),
 }  # fmt: skip
 
 
