@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
+.PHONY: help setup demo test test-more test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -21,14 +21,20 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
 	$(PYTHON) examples/train_gpt.py
 
-test: $(READY) ## all tests that need no root, no GPU and no patience, multi-process ones included
-	$(PYTHON) -m pytest
+# Two at a time: while the ranks of one test wait for each other another one computes.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
 
-test-full: $(READY) ## what `make test` leaves out for its length: eight processes, all plans' files that are changed at random
-	$(PYTHON) -m pytest -m "slow and not emulated and not gpu"
+test: $(READY) ## five minutes of tests, one of each kind; no root and no GPU is needed
+	$(PYTEST)
+
+test-more: $(READY) ## what `make test` leaves out for its length: more models, meshes and schedules; CI runs both
+	$(PYTEST) -m "thorough and not emulated and not gpu and not slow"
+
+test-full: $(READY) ## all that needs no root and no GPU: also eight processes, and files of plans that are changed at random
+	$(PYTEST) -m "not emulated and not gpu"
 
 test-fast: $(READY) ## the tests that run in one process
-	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow"
+	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"
 
 lint: $(READY) ## ruff over everything
 	$(PYTHON) -m ruff check .

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,18 @@ import torch
 from tests.workers import Ranks
 
 torch.set_num_threads(1)
+
+# Tests, or single cases of them, that `make test` leaves to `make test-more`, a line each, by measured times.
+THOROUGH = Path(__file__).with_name("thorough.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark those of `thorough.txt`."""
+    listed = set(THOROUGH.read_text().splitlines())
+    for item in items:
+        if item.nodeid in listed or item.nodeid.split("[")[0] in listed:
+            item.add_marker("thorough")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from types import FunctionType
 import pytest
 
 import autopar
+from tests.conftest import THOROUGH
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "autopar").rglob("*.py"))
@@ -134,3 +135,9 @@ def test_words(path):
     assert not vague, f"{path}: names that say nothing: {vague}"
     assert not UNFINISHED.search(text), f"{path}: unfinished: {UNFINISHED.search(text)[0]}"
     assert not REGISTRY_HOST.search(text), f"{path}: names a package registry"
+
+
+def test_every_test_that_is_named_as_thorough_is_there() -> None:
+    for line in THOROUGH.read_text().splitlines():
+        path, name = line.split("[")[0].split("::")
+        assert name in {function.name for function in functions(ROOT / path)}, f"{THOROUGH}: {line} is no test"

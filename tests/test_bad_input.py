@@ -156,7 +156,7 @@ TOLD = {
 @pytest.mark.multirank
 @pytest.mark.parametrize("case", TOLD)
 def test_every_rank_is_told(ranks4: Ranks, tmp_path: Path, case: str) -> None:
-    texts = ranks4.run(compile_badly, case, str(_saved(tmp_path)) if "other" in case or "plan" in case else "", timeout_s=30)
+    texts = ranks4.run(compile_badly, case, str(_saved(tmp_path)) if "other" in case or "plan" in case else "")
     assert len(set(texts)) == 1 and re.search(TOLD[case], texts[0], re.DOTALL), texts
 
 

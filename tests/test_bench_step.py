@@ -42,7 +42,7 @@ def without_synchronisation() -> str:
 @pytest.mark.multirank
 @pytest.mark.parametrize("names", [["autopar, mesh 2x2"], [step.DDP, "FSDP2 fully_shard", "fully_shard x parallelize_module, 2x2"]])
 def test_variants_train_the_same_model(ranks4: Ranks, names: list[str]) -> None:
-    assert max(ranks4.run(distances, names, timeout_s=100)[0]) < step.LOSS_TOLERANCE / 5
+    assert max(ranks4.run(distances, names)[0]) < step.LOSS_TOLERANCE / 5
 
 
 @pytest.mark.multirank

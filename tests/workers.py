@@ -18,10 +18,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 START_S = 120.0
+ANSWER_S = 300.0  # no test takes as long, on a machine that does other things besides; ranks that do are stuck
 DIED = "the process died"
 GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.export", "tests.workers"]
+PRELOAD = [
+    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor", "torch.export", "autopar.codegen.train", "autopar.plan.choose", "tests.workers",
+    "transformers.integrations.moe", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5", "transformers.models.vit.modeling_vit",
+]  # fmt: skip
 
 
 class RankError(AssertionError):
@@ -38,7 +44,7 @@ class Ranks:
         self._store = ""
         atexit.register(self.stop)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
         """Call `function(*args)` on every rank and return their results in rank order.
 
         The function is found by its qualified name, arguments and results are pickled. RankError as soon as a rank fails.

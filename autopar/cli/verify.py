@@ -1,7 +1,9 @@
 """One training step on the ranks of a mesh beside the same step on one device."""
 
 import copy
+import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from collections import Counter
@@ -67,7 +69,7 @@ def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = Non
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         plan.save(Path(folder) / "plan.json")
         try:
-            mp.spawn(_run_rank, (plan.mesh, target, dtype, folder), nprocs=plan.mesh.num_devices)
+            _start_ranks(plan.mesh, target, dtype, folder)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
         found, issued = pickle.loads((Path(folder) / "result").read_bytes())
@@ -95,6 +97,13 @@ def _first_cause(folder: Path) -> str:
     """What the rank that failed first wrote; the others fail for want of it."""
     written = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
     return f"rank {written[0].name.removeprefix('error')} failed: {written[0].read_text()}" if written else ""
+
+
+def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+    """Run `_run_rank` for each device and wait: forks of a process that has imported all once, the modules of the model among it."""
+    of_models = [name for name in sys.modules if name.startswith("transformers.models.")]
+    multiprocessing.set_forkserver_preload([__name__, *of_models])
+    mp.start_processes(_run_rank, (mesh, target, dtype, folder), nprocs=mesh.num_devices, start_method="forkserver")
 
 
 def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -12,7 +12,7 @@ from autopar.ir.fold import Repeat, fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan.planned import as_planned
-from autopar.plan.shorten import drop_copies, restricted
+from autopar.plan.shorten import drop_copies, droppable, restricted
 from autopar.sbp.assignment import BUCKET_BYTES, Assignment, Conversion, buckets, conversions
 from autopar.sbp.placement import local_shape
 
@@ -27,20 +27,28 @@ _BACKWARD = ("B", "I", "W")  # parts of a step in which the last copy comes firs
 def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Phases:
     """What `run` gives for the graph, of whose copies of a block that are planned alike only a few are run.
 
-    Equal to the byte: what one copy more changes must be what the copy before it changed, else the whole graph is run. Where gradients of
-    several copies are reduced in one bucket, each is reduced alone, and as much as a bucket can take is added where there may be one.
+    Equal to the byte: what one copy more changes must be what the copy before it changed, else the whole graph is run. All blocks get one
+    copy more at once; where it is unclear whose changes are whose, one block after the other does. Where gradients of several copies are
+    reduced in one bucket, each is reduced alone, and as much as a bucket can take is added where there may be one.
     """
     found = _few_of(graph, assignment, mesh)
     if found is None:
         return run(graph, assignment, True)
-    few, more = (run(*pair, found.bucket_bytes == 0) for pair in (found.few, found.more))
+    in_buckets = found.bucket_bytes == 0
+    few, more = (run(*found.part(), in_buckets), run(*found.part(*range(len(found.times))), in_buckets))
+    whole = [extended(one, other, _ordered(name, found.times)) for (name, one), (_, other) in zip(few, more, strict=True)]
+    if None in whole and found.num_ops_in_turn < len(graph.ops):
+        each = zip(*(run(*found.part(number), in_buckets) for number in range(len(found.times))))
+        whole = [
+            known or extended_in_turn(one, [other for _, other in others], found.times)
+            for known, (_, one), others in zip(whole, few, each, strict=True)
+        ]
+    if None in whole:
+        return run(graph, assignment, True)
     is_split, phases = any(name == "reduce" for name, _ in few), []
-    for (name, changes), (_, longer) in zip(few, more, strict=True):
-        whole = extended(changes, longer, _ordered(name, found.times))
-        if whole is None:
-            return run(graph, assignment, True)
+    for (name, _), changed in zip(few, whole):
         reduces = name == "reduce" if is_split else any(kind in name for kind in _BACKWARD)
-        phases.append((name, _with_bucket(*whole, found.bucket_bytes if reduces else 0)))
+        phases.append((name, _with_bucket(*changed, found.bucket_bytes if reduces else 0)))
     return phases
 
 
@@ -64,6 +72,22 @@ def extended(few: np.ndarray, more: np.ndarray, times: Sequence[int]) -> tuple[n
                 end = position
             return np.concatenate([*parts, few[end:]]), _start(few, *found[0])
     return None
+
+
+def extended_in_turn(few: np.ndarray, more: Sequence[np.ndarray], times: Sequence[int]) -> tuple[np.ndarray, int] | None:
+    """As `extended`, of one array more for each block, in which only that block is once more."""
+    inserted = []
+    for longer, count in zip(more, times, strict=True):
+        found = [] if np.array_equal(few, longer) else _insertions(few, longer, 1)
+        if found is None:
+            return None
+        inserted += [(position, block, count) for position, block in found]
+    parts, end = [], 0
+    for position, block, count in sorted(inserted, key=lambda one: one[0]):
+        parts += [few[end:position], *[block] * count]
+        end = position
+    start = min((_start(few, position, block) for position, block, _ in inserted), default=0)
+    return np.concatenate([*parts, few[end:]]), start
 
 
 def _insertions(few: np.ndarray, more: np.ndarray, num: int) -> list[tuple[int, np.ndarray]] | None:
@@ -101,28 +125,42 @@ def _ordered(phase: str, times: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Few:
-    """The graph with `_NUM_RUN` copies of each run of alike ones, and with one more. times: how many each lacks, in graph order.
-    bucket_bytes: what reducing a bucket of gradients of several copies takes at most."""
+    """A graph, and the repeats in it of which copies can be left out. bucket_bytes: what reducing a bucket of gradients of several copies
+    takes at most."""
 
-    few: tuple[Graph, Assignment]
-    more: tuple[Graph, Assignment]
-    times: tuple[int, ...]
+    graph: Graph
+    assignment: Assignment
+    repeats: tuple[Repeat, ...]
     bucket_bytes: int
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """How many copies of each `part` lacks, in graph order."""
+        return tuple(repeat.count - _NUM_RUN for repeat in self.repeats)
+
+    @property
+    def num_ops_in_turn(self) -> int:
+        """Ops of the parts with one copy more of one repeat each."""
+        return sum(len(self.part(number)[0].ops) for number in range(len(self.repeats)))
+
+    def part(self, *longer: int) -> tuple[Graph, Assignment]:
+        """`_NUM_RUN` copies of each repeat, and one more of those with these numbers."""
+        short = drop_copies(self.graph, self.repeats, [_NUM_RUN + (number in longer) for number in range(len(self.repeats))])
+        return short, restricted(self.assignment, short)
 
 
 def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
     """None where no copies can be left out, or too few to gain by it."""
     folded = as_planned(fold(graph), graph, assignment)
-    long = [repeat for repeat in folded.repeats if repeat.count > _NUM_RUN + 1]
-    few, more = (drop_copies(graph, long, num_kept) for num_kept in (_NUM_RUN, _NUM_RUN + 1))
-    for short, _ in (few, more):
-        left = {op.name for op in short.ops}
+    long = droppable(graph, [repeat for repeat in folded.repeats if repeat.count > _NUM_RUN + 1], _NUM_RUN)
+    found = _Few(graph, assignment, long, 0)
+    (few, _), (more, assigned) = found.part(), found.part(*range(len(long)))
+    for left in ({op.name for op in short.ops} for short in (few, more)):
         if any(0 < len(left.intersection(region)) < len(region) for region in chain(assignment.recomputed, assignment.offloaded)):
             return None
-    if not few[1] or len(few[0].ops) + len(more[0].ops) >= len(graph.ops):
+    if not long or len(few.ops) + len(more.ops) >= len(graph.ops):
         return None
-    pairs = [(short, restricted(assignment, short)) for short, _ in (few, more)]
-    return _Few(*pairs, few[1], _bucket_bytes(graph, long, conversions(*pairs[1]), mesh))
+    return replace(found, bucket_bytes=_bucket_bytes(graph, long, conversions(more, assigned), mesh))
 
 
 def _bucket_bytes(graph: Graph, repeats: Sequence[Repeat], found: dict[str, tuple[Conversion, ...]], mesh: Mesh) -> int:

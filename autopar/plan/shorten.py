@@ -92,18 +92,20 @@ def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> It
             yield Repeat(block, repeat.count)
 
 
-def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Graph, tuple[int, ...]]:
-    """`graph` with the first `num_kept` - 1 copies of each repeat and its last, where that is fewer and only its own copy and the next read
-    what one makes; and how many copies of each are gone."""
+def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Repeat, ...]:
+    """Those that have more than so many copies of which only each and the next read what one makes."""
     uses, position = uses_of(graph), {op.name: number for number, op in enumerate(graph.ops)}
+    dropped = ((repeat, _dropped(graph, repeat, position, num_kept)) for repeat in repeats)
+    return tuple(repeat for repeat, ops in dropped if _is_used_in_turn(graph, repeat, ops, uses, position))
+
+
+def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]) -> Graph:
+    """`graph` with the last copy of each repeat, which is `droppable`, and as many before it, from the first, as makes `num_kept`."""
+    position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}
-    counts = []
-    for repeat in repeats:
-        found = _dropped(graph, repeat, position, num_kept)
-        if _is_used_in_turn(graph, repeat, found, uses, position):
-            dropped |= found
-            counts.append(repeat.count - num_kept)
-    return _without(graph, dropped), tuple(counts)
+    for repeat, num in zip(repeats, num_kept, strict=True):
+        dropped |= _dropped(graph, repeat, position, num)
+    return _without(graph, dropped)
 
 
 def restricted(assignment: Assignment, graph: Graph) -> Assignment:

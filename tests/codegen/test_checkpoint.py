@@ -122,5 +122,5 @@ def test_to_another_plan_and_mesh_and_to_one_device(ranks4: Ranks, name: str) ->
 def test_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: bool) -> None:
     plans = [plan_of_sample(sample(**GPT2), "pp=2,tp=2", 2, "interleaved"), plan_of_sample(sample(**GPT2), "dp=2,tp=2", 1)]
     assert isinstance(plans[0], StagedPlan) and isinstance(plans[1], Plan)
-    for found in ranks4.run(checkpoint_moves, stepped, GPT2, *(plans if is_from_stages else plans[::-1]), timeout_s=200):
+    for found in ranks4.run(checkpoint_moves, stepped, GPT2, *(plans if is_from_stages else plans[::-1])):
         assert max(found.values()) < 1e-9, found

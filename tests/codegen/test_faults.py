@@ -126,12 +126,12 @@ def raises(function: Callable[[], None], kind: type[Exception], match: str) -> f
 
 @pytest.mark.parametrize("different", DIFFERENCES, ids=lambda function: function.__name__)
 def test_ranks_that_differ_are_told_so_on_every_rank(ranks4: Ranks, different: Callable[[], None]) -> None:
-    ranks4.run(raises, different, RankMismatch, DIFFERENCES[different], timeout_s=30)
+    ranks4.run(raises, different, RankMismatch, DIFFERENCES[different])
 
 
 def test_rank_that_alone_is_called_otherwise_does_not_wait_forever(ranks4: Ranks) -> None:
     with pytest.raises(RankError, match="3 of the mesh's 4 ranks were not within 1 s"):
-        ranks4.run(only_here_other_shapes, timeout_s=30)
+        ranks4.run(only_here_other_shapes)
 
 
 class Fails(nn.Module):
@@ -216,7 +216,7 @@ FAILURES: dict[Callable[[], None], str] = {
 
 @pytest.mark.parametrize("failing", FAILURES, ids=lambda function: function.__name__)
 def test_error_of_one_rank_reaches_all(ranks4: Ranks, failing: Callable[[], None]) -> None:
-    ranks4.run(raises, failing, AutoparError, FAILURES[failing], timeout_s=30)
+    ranks4.run(raises, failing, AutoparError, FAILURES[failing])
 
 
 class LeavesInBackward(torch.autograd.Function):
@@ -270,7 +270,7 @@ def test_death_of_a_rank_is_met_soon_by_all_others(tmp_path: Path, when: str) ->
     ranks = Ranks(4)
     try:
         with pytest.raises(RankError, match="died"):
-            ranks.run(die, when, str(tmp_path), timeout_s=60)
+            ranks.run(die, when, str(tmp_path))
         deadline = time.monotonic() + SOON_S
         while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -92,7 +92,7 @@ def differences(build: Callable[[], Built]) -> tuple[float, int]:
 @pytest.mark.multirank
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_trains_like_one_device(ranks4: Ranks, build: Callable[[], Built]) -> None:
-    for difference, split in ranks4.run(differences, build, timeout_s=120):
+    for difference, split in ranks4.run(differences, build):
         assert difference < 1e-4  # float32
         assert split > 0
 
@@ -106,7 +106,7 @@ def keywords_in_any_order() -> None:
 
 @pytest.mark.multirank
 def test_plan_fits_whatever_the_order_of_keywords(ranks4: Ranks) -> None:
-    ranks4.run(keywords_in_any_order, timeout_s=60)
+    ranks4.run(keywords_in_any_order)
 
 
 def late_recurrent() -> None:
@@ -117,4 +117,4 @@ def late_recurrent() -> None:
 @pytest.mark.multirank
 def test_parameters_with_weak_references_are_sharded_at_once_or_refused(ranks4: Ranks) -> None:
     torch.manual_seed(0)
-    ranks4.run(late_recurrent, timeout_s=60)
+    ranks4.run(late_recurrent)

@@ -28,7 +28,7 @@ def _check(reports: list[list[dict]], name: str) -> None:
 @pytest.mark.parametrize("shape", ON_FOUR, ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[shape]), timeout_s=240), name)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[shape])), name)
 
 
 @pytest.mark.slow
@@ -36,14 +36,14 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
 @pytest.mark.parametrize(("shape", "other"), [((4,), (2, 2)), ((2, 2), (4,))], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_the_other_mesh(ranks4: Ranks, name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
-    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[other]), timeout_s=240), name)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[other])), name)
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("name", "shape"), [("llama", (4,)), ("llama", (2, 2)), ("gpt2", (2, 2)), ("bert", (2, 2))], ids=str)
 def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     kinds = ("megatron:sp", "megatron:sp,zero3") if len(shape) > 1 else ("megatron:sp",)
-    _check(ranks4.run(train_under, name, plans_for(name, shape, kinds), timeout_s=240), name)
+    _check(ranks4.run(train_under, name, plans_for(name, shape, kinds)), name)
 
 
 ON_EIGHT = {(8,): ("ddp", "zero3"), (2, 2, 2): ("searched", "megatron", "random:0")}
@@ -55,4 +55,4 @@ ON_EIGHT = {(8,): ("ddp", "zero3"), (2, 2, 2): ("searched", "megatron", "random:
 @pytest.mark.parametrize("name", ZOO)
 def test_trains_like_one_device_on_eight(ranks8: Ranks, name: str, shape: tuple[int, ...]) -> None:
     kinds = ON_EIGHT[shape]
-    _check(ranks8.run(train_under, name, plans_for(name, shape, kinds), timeout_s=400), name)
+    _check(ranks8.run(train_under, name, plans_for(name, shape, kinds)), name)

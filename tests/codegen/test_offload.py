@@ -94,7 +94,7 @@ def train_each(name: str, plans: dict[str, Plan], dropout: float) -> dict[str, d
 )
 def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], kind: str, dropout: float) -> None:
     plans = plans_of(name, shape, kind, dropout)
-    for reports in ranks4.run(train_each, name, plans, dropout, timeout_s=240):
+    for reports in ranks4.run(train_each, name, plans, dropout):
         for key, plan in plans.items():
             found, truth = reports[key], reports["kept"]
             for when in ("first", "last"):

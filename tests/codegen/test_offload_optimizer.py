@@ -159,6 +159,6 @@ def train_both(name: str, plan: Plan) -> dict[str, Any]:
 @pytest.mark.multirank
 def test_the_same_numbers_on_four_ranks(ranks4: Ranks) -> None:
     plan = plan_called("zero3", traced(build("gpt2")), Mesh((4,), AXES[:1]))
-    for found in ranks4.run(train_both, "gpt2", plan, timeout_s=240):
+    for found in ranks4.run(train_both, "gpt2", plan):
         assert found["same"] and found["left"] == 0
         assert found["moved"] == 2 * 2 * found["local"] and found["most"] < found["local"]

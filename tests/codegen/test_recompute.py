@@ -66,7 +66,7 @@ def train_both(name: str, plans: tuple[Plan, Plan], dropout: float) -> list[dict
 )
 def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], kind: str, dropout: float) -> None:
     plans = twice(build(name, dropout=dropout), shape, kind)
-    for kept, again in ranks4.run(train_both, name, plans, dropout, timeout_s=240):
+    for kept, again in ranks4.run(train_both, name, plans, dropout):
         for when in ("first", "last"):
             assert kept[when].keys() == again[when].keys()
             assert all(torch.equal(kept[when][key], again[when][key]) for key in kept[when])
@@ -94,7 +94,7 @@ def accumulate_both(name: str, plans: tuple[Plan, Plan], count: int) -> list[dic
 @pytest.mark.parametrize("kind", ["zero3", "megatron:dp=2,tp=2,zero2"])
 def test_in_each_microbatch(ranks4: Ranks, kind: str) -> None:
     plans = twice(microbatch(logits_case("gpt2"), 0, 2), (2, 2), kind)
-    for kept, again in ranks4.run(accumulate_both, "gpt2", plans, 2, timeout_s=240):
+    for kept, again in ranks4.run(accumulate_both, "gpt2", plans, 2):
         assert kept.keys() == again.keys() and all(torch.equal(kept[key], again[key]) for key in kept)
 
 

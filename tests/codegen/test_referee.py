@@ -48,6 +48,6 @@ def verdict(source: str, program, mesh) -> str:
 @pytest.mark.multirank
 @pytest.mark.parametrize(("name", "kind"), [("mlp", "megatron"), ("gpt2", "megatron"), ("llama", "searched"), ("resnet", "random:1")])
 def test_rejects_code_without_a_conversion(ranks4: Ranks, name: str, kind: str) -> None:
-    found = ranks4.run(verdicts, name, kind, (2, 2), timeout_s=120)[0]
+    found = ranks4.run(verdicts, name, kind, (2, 2))[0]
     assert found, "no conversion to leave out"
     assert {conversion: said for conversion, said in found.items() if said != "rejected"} == {}

@@ -72,7 +72,7 @@ def train_both(name: str, plans: tuple[Plan, Plan]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("name", "shape"), [("mlp", (4,)), ("llama", (4,)), ("gpt2", (2, 2)), ("resnet", (4,))], ids=str)
 def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     plans = twice(name, shape)
-    for kept, again in ranks4.run(train_both, name, plans, timeout_s=240):
+    for kept, again in ranks4.run(train_both, name, plans):
         for when in ("first", "last"):
             assert kept[when].keys() == again[when].keys()
             assert all(torch.equal(kept[when][key], again[when][key]) for key in kept[when])

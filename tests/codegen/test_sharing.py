@@ -99,7 +99,7 @@ def test_layers_that_share_train_like_one_device(ranks4: Ranks, name: str, shape
     graph, mesh = traced(build(name)), Mesh(shape, ("dp", "tp")[: len(shape)])
     plans = {kind: plan_called(kind, graph, mesh) for kind in ("searched", "ddp", "zero3", "megatron", "random:0")}
     tolerance = 1e-5 if name == "albert" else 1e-9
-    for of_rank in ranks4.run(train_shared, name, plans, timeout_s=240):
+    for of_rank in ranks4.run(train_shared, name, plans):
         for report in of_rank:
             assert max(report["first"], report["last"])[0] <= tolerance, report
             assert report["issued"] == report["predicted"], report["kind"]

@@ -125,7 +125,7 @@ def steps(cases: Sequence[tuple[str, Cut, int]], shape: tuple[int, ...], axes: t
 
 def check(ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axes: tuple, num_blocks: int, num_frozen: int = 0) -> None:
     loss, expected = truth(num_blocks, num_frozen)
-    results = ranks.run(steps, cases, shape, axes, num_blocks, num_frozen, timeout_s=100)
+    results = ranks.run(steps, cases, shape, axes, num_blocks, num_frozen)
     for i, (name, cut, num_microbatches) in enumerate(cases):
         rows = actions(Schedule(name, len(cut) + 1, shape[axes.index("pp")], num_microbatches))
         seen = set()

@@ -114,7 +114,7 @@ def on_rank(plan: Plan | StagedPlan) -> dict[str, Any]:
 def test_a_tight_plan_runs_as_planned(ranks4: Ranks, mesh: str) -> None:
     plan = plan_on(mesh)
     peaks = predict_peaks(plan) if isinstance(plan, StagedPlan) else (predict_peak(plan.graph, plan.mesh, plan.assignment),)
-    for number, found in enumerate(ranks4.run(on_rank, plan, timeout_s=240)):
+    for number, found in enumerate(ranks4.run(on_rank, plan)):
         rank = number * len(peaks) // 4
         stages, peak = own_stages(plan, rank), peaks[rank]
         moved = sum(stage.costs.state_on_host_bytes for stage in stages)
@@ -156,7 +156,7 @@ def reminded(plan: Plan) -> list[Any]:
 @pytest.mark.multirank
 def test_who_forgets_is_told_once(ranks4: Ranks) -> None:
     plan = plan_on("dp=2,tp=2")
-    for without, with_it, head_bytes, again in ranks4.run(reminded, plan, timeout_s=240):
+    for without, with_it, head_bytes, again in ranks4.run(reminded, plan):
         assert len(without) == 1 and f"{len(plan.assignment.state_on_host)} parameters" in without[0] and not with_it
         name = next(item.value.name for item in plan.graph.of_kind("parameter") if item.fqn == "head.bias")
         parts = 4 // (4 if any(p.is_split for p in plan.assignment.layouts[name]) else 1)

@@ -41,7 +41,7 @@ from tests.workers import Ranks
 def test_microbatches_add_up_to_the_batch(ranks4: Ranks, name: str, shape: tuple[int, ...], kinds: tuple[str, ...], count: int) -> None:
     graph = traced(microbatch(logits_case(name), 0, count))
     plans = {kind: plan_called(kind, graph, Mesh(shape, AXES[: len(shape)])) for kind in kinds}
-    for reports in ranks4.run(accumulate, name, plans, count, timeout_s=240):
+    for reports in ranks4.run(accumulate, name, plans, count):
         for report in reports:
             plan = plans[report["kind"]]
             assert report["difference"] < 1e-9, report

@@ -35,7 +35,7 @@ def test_gradients_of_steps_add_up_where_parameters_are_tied(ranks4: Ranks) -> N
     for _ in range(3):
         case.loss(case.model(*case.args, **case.kwargs)).backward()
     truth = {fqn: p.grad for fqn, p in case.model.named_parameters()}
-    results = ranks4.run(steps_without_zero_grad, "gpt2", 3, timeout_s=100)
+    results = ranks4.run(steps_without_zero_grad, "gpt2", 3)
     tied = "transformer.wte.weight"
     assert all(tied in found for found in results), "both stages hold the tied embedding"
     assert {fqn for found in results for fqn in found} == truth.keys()
@@ -68,7 +68,7 @@ def test_an_error_within_a_step_is_everybodys(tmp_path: Path) -> None:
     ranks = Ranks(4)
     try:
         with pytest.raises(RankError, match="died"):
-            ranks.run(fails_on_one, str(tmp_path), timeout_s=60)
+            ranks.run(fails_on_one, str(tmp_path))
     finally:
         ranks.stop()
     cause = "rank 1 failed first, ValueError: no luck today"

@@ -33,7 +33,7 @@ def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) 
     for case, (_, plan) in zip(cases, jobs):
         num_ranks = int((re.search(r"pp=(\d)", case[2]) or ["", "1"])[1])
         assert (plan.schedule.num_ranks, plan.schedule.num_microbatches) == (num_ranks, case[3])
-    results = ranks.run(train_under, jobs, timeout_s=400)
+    results = ranks.run(train_under, jobs)
     for number, (case, (_, plan)) in enumerate(zip(cases, jobs)):
         reports = [result[number] for result in results]
         limit = EXACT[case[0] not in ("llama", "t5")]

@@ -68,7 +68,7 @@ def gathered_again(plan: StagedPlan) -> StagedPlan:
 def test_bitwise_the_same(ranks4: Ranks, mesh: str, schedule: str | None, is_gathered_again: bool) -> None:
     plan = plan_of_sample(sample(**OPTIONS), mesh, 4, schedule)
     plan = gathered_again(plan) if is_gathered_again else plan
-    for found in ranks4.run(one_step, ways(plan), timeout_s=200):
+    for found in ranks4.run(one_step, ways(plan)):
         expected = found["kept"][0]
         for kind, (numbers, issued, planned, code) in found.items():
             assert numbers.keys() == expected.keys()

@@ -71,7 +71,7 @@ def test_loads_copies_clips_and_refuses(ranks4: Ranks) -> None:
     tied = {"name": "t5"}
     for options, mesh, num, schedule, limit in ((GPT2, "pp=2,dp=2", 2, "1f1b", 1e-9), (tied, "pp=2,tp=2", 4, "interleaved", 1e-5)):
         plan = plan_of_sample(sample(**options), mesh, num, schedule)
-        results = ranks4.run(handled, options, plan, timeout_s=200)
+        results = ranks4.run(handled, options, plan)
         for found in results:
             assert max(x for x in found.values() if isinstance(x, float)) < limit, found
             assert "train_step" in found["refused"] and "stages" in found["refused"]
@@ -143,7 +143,7 @@ def _next_step(model: nn.Module, truth: Sample, batch: Sample) -> dict[str, floa
 @pytest.mark.multirank
 @pytest.mark.parametrize("run", [accumulated, in_stages, first_called_with_data, few_samples])
 def test_batches_of_other_sizes_and_late_plans(ranks4: Ranks, run: Any) -> None:
-    for found in ranks4.run(run, GPT2, timeout_s=200):
+    for found in ranks4.run(run, GPT2):
         assert max(found.values()) < 1e-9, found
 
 

@@ -97,6 +97,6 @@ def test_a_plan_of_another_model_is_refused():
 @pytest.mark.multirank
 def test_llama_trains_as_on_one_device(ranks4: Ranks):
     plan = plan_of(traced("llama"), hf_plan("llama"), MESH, CPU)
-    for of_rank in ranks4.run(train_under, "llama", {"hf": plan}, timeout_s=240):
+    for of_rank in ranks4.run(train_under, "llama", {"hf": plan}):
         assert of_rank[0]["first"][0] < 1e-5 and of_rank[0]["last"][0] < 1e-5
         assert of_rank[0]["issued"] == of_rank[0]["predicted"]
