@@ -103,6 +103,14 @@ class Recorded:
         self.first = self.first or (plan, peaks)
         return peaks
 
+    @property
+    def least_ratio(self) -> float:
+        """The first plan's estimate of its fullest rank over its peak, where that is less than 1."""
+        if self.first is None:
+            return 1.0
+        plan, peaks = self.first
+        return min(1.0, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True)))
+
 
 def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
     """Says that the first plan asked about, which by its estimate is within the limit, is not, and `rest` of others."""

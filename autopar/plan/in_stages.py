@@ -1,7 +1,7 @@
 """The best plan in stages and microbatches: a sweep as people tune, then each stage of its best points searched."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,7 +39,8 @@ _MOST_SHOWN = 8
 _SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.5
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
-# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor.
+# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor, or by what the
+# first of them takes more than its estimate.
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
@@ -96,14 +97,15 @@ def plan_in_stages(
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
 
+    Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late is better than none.
     Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
     none fits. predict: as in `choose_plan`.
     """
     best, recorded, limit_bytes = None, Recorded(predict), wishes.memory_limit_bytes
     for number in range(_MOST_SWEEPS):
-        if number and budget.is_spent:
+        if number and budget.is_spent and cutoff_s < math.inf:
             break
-        within = replace(wishes, memory_limit_bytes=limit_bytes * _LOWERED**number)
+        within = replace(wishes, memory_limit_bytes=limit_bytes * min(_LOWERED, recorded.least_ratio) ** number)
         model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, budget)
         found = by_hand
         for lighter in _lighter(within, cluster):
@@ -112,7 +114,7 @@ def plan_in_stages(
         if by_hand and not points:
             return None
         candidates = _candidates(model, points, graph, cluster, within, budget)
-        if not candidates:
+        if not candidates and not number:
             break
         best = best_fitting(candidates, limit_bytes, predict and recorded)
         if best is not None:
@@ -142,7 +144,7 @@ def _candidates(
     model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, wishes: Wishes, budget: Budget
 ) -> list[Candidate]:
     """The plans of the points, as many as there is time for. Each gets half of the time that is left: some is kept for plans that turn out
-    not to fit."""
+    not to fit. Those are made anew as long as there is time."""
     found: list[Candidate] = []
     for point in points:
         if found and budget.is_spent:
@@ -156,9 +158,15 @@ def _candidates(
             for moves in (True, False)
         )
         plan = _searched(solvers, keeping, graph, part, [wishes.memory_limit_bytes] * point.schedule.num_ranks)
-        again = partial(_searched, solvers, keeping, graph, budget)
+        again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
     return found
+
+
+def _again(
+    budget: Budget, make: Callable[[Sequence[float]], StagedPlan | None], allowed_bytes: Sequence[float]
+) -> StagedPlan | None:
+    return None if budget.is_spent else make(allowed_bytes)
 
 
 def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:

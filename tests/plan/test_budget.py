@@ -20,6 +20,7 @@ from autopar.mesh import parse_devices
 from autopar.models import build_model
 from autopar.plan.budget import Budget
 from autopar.plan.choose import choose_plan
+from autopar.plan.fitting import AnyPlan
 from autopar.search.deadline import Deadline
 
 
@@ -67,6 +68,20 @@ def test_without_time_a_plan_by_hand_that_fits_is_returned(graph: Callable[..., 
     assert f"found by {plan.found_by}" in plan.explain()
 
 
+@pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])
+def test_after_the_deadline_lighter_plans_by_hand_are_tried(graph: Callable[..., Graph], mesh: str):
+    whole, mesh, cluster = graph("gpt2", layers=4), parse_devices(mesh), load_cluster("v100")
+    plentiful = choose_plan(whole, mesh, cluster, memory_limit_bytes=float("inf"), time_limit_s=0.0)
+    limit, asked = 0.9 * max(plentiful.memory_bytes), []
+
+    def first_is_too_large(plan: AnyPlan) -> tuple[int, ...]:
+        asked.append(max(plan.memory_bytes))
+        return tuple(round(1.1 * limit) if size > 0.97 * asked[0] else size for size in plan.memory_bytes)
+
+    plan = choose_plan(whole, mesh, cluster, memory_limit_bytes=limit, time_limit_s=0.0, predict=first_is_too_large)
+    assert len(asked) > 1 and max(plan.peak_bytes) <= 0.97 * asked[0] and "ended by its time limit" in plan.found_by
+
+
 def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph: Callable[..., Graph]):
     """Without microbatches 10 GiB are the least; the error names what all plans need."""
     whole, mesh, cluster = graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("h100")
@@ -112,6 +127,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models import build_model
 from autopar.plan.choose import choose_plan
+from autopar.plan.fitting import AnyPlan
 example = build_model("gpt2", layers=12)
 graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
 print("ready", flush=True)
