@@ -21,7 +21,7 @@ from tests.codegen.random_graphs import Builder
 from tests.codegen.random_ops import FAMILIES
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH = 900, 150
+NUM_EXAMPLES, NUM_FRESH = 900, 80
 ROLES = {"batch", "channel_groups", "elements", "experts", "mean", "normalized", "queries", "reduced", "rows", "tokens", "vocab"}
 
 

@@ -47,12 +47,15 @@ def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) 
             assert all(report["own"] < everything for report in reports), "each rank holds its own stages only"
 
 
-def test_every_schedule(ranks4: Ranks) -> None:
-    dp, tp = "pp=2,dp=2", "pp=2,tp=2"
-    check(ranks4, [
-        ("gpt2", 5, dp, 4, "1f1b"), ("gpt2", 5, tp, 8, "zero-bubble"), ("gpt2", 5, tp, 4, "interleaved"), ("gpt2", 5, dp, 1, "gpipe"),
-        ("gpt2", 5, tp, 2, "1f1b"),
-    ])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches", "schedule"),
+    [
+        ("pp=2,dp=2", 4, "1f1b"), ("pp=2,tp=2", 8, "zero-bubble"), ("pp=2,tp=2", 4, "interleaved"), ("pp=2,dp=2", 1, "gpipe"),
+        ("pp=2,tp=2", 2, "1f1b"),
+    ],
+)  # fmt: skip
+def test_every_schedule(ranks4: Ranks, mesh: str, num_microbatches: int, schedule: str) -> None:
+    check(ranks4, [("gpt2", 5, mesh, num_microbatches, schedule)])
 
 
 def test_models(ranks4: Ranks) -> None:
