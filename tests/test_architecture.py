@@ -141,3 +141,10 @@ def test_every_test_that_is_named_as_thorough_is_there() -> None:
     for line in THOROUGH.read_text().splitlines():
         path, name = line.split("[")[0].split("::")
         assert name in {function.name for function in functions(ROOT / path)}, f"{THOROUGH}: {line} is no test"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_only_one_file_touches_what_is_private_in_torch(path: Path) -> None:
+    if path.name != "torch_compat.py":
+        private = re.findall(r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|^from torch\S* import .*\b_[a-z]\w*", path.read_text(), re.MULTILINE)
+        assert not private, f"{path}: expected these in autopar/torch_compat.py, with the reason: {private}"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.errors import AutoparError
 from autopar.models import MODELS, Example, build_model
+from autopar.torch_compat import pytree
 
 _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 

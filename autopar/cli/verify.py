@@ -20,7 +20,6 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.api import compile as shard
 from autopar.cli.target import load_target
@@ -32,6 +31,7 @@ from autopar.models import Example
 from autopar.plan.plan import Plan
 from autopar.plan.staged import StagedPlan
 from autopar.sbp.redistribute import Collective
+from autopar.torch_compat import pytree
 
 # Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64 model,
 # so float64 is not held to its own precision.

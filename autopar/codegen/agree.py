@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the store
 
 from autopar.codegen.random import peek_seed
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.text import fingerprint
+from autopar.torch_compat import default_store
 
 KEY_PARTS = ("arguments", "structures of arguments", "models, or modes (train or eval)", "placements of DTensor arguments")
 NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
@@ -75,7 +75,7 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
     Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the model,
     and another one on its groups would meet that.
     """
-    store = _get_default_store()
+    store = default_store()
     arrived, pause_s = store.add(place, 1), 0.001
     deadline = time.monotonic() + wait_s
     while arrived < mesh.size():

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.groups import find_joint_axes
 from autopar.sbp.redistribute import Collective
+from autopar.torch_compat import TorchDispatchMode, is_in_backward, is_traceable_wrapper_subclass_type, pytree
 
 # Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
 KINDS = {
@@ -81,9 +80,9 @@ def _group_name(arguments: tuple[Any, ...]) -> str:
 
 def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
     """Larger side: inputs and outputs are different arguments, or the outputs are the result."""
-    return max(sum(t.numel() * t.itemsize for t in tree_leaves(side) if isinstance(t, torch.Tensor)) for side in (*arguments, out))
+    return max(sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor)) for side in (*arguments, out))
 
 
 def _phase() -> str:
     # private, but the only way to ask whether autograd is running; torch.utils.checkpoint asks the same
-    return "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+    return "backward" if is_in_backward() else "forward"

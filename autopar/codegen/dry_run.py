@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from autopar.codegen.emit import emit
 from autopar.codegen.kernels import namespace_on
@@ -22,6 +21,7 @@ from autopar.mesh import Mesh
 from autopar.plan.timeline import Action
 from autopar.sbp.collectives import Axis, joint_axis
 from autopar.sbp.placement import Layout, local_shape
+from autopar.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
 
 
 @dataclass

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode  # its tensors say "cpu"; those on the meta device choose kernels of their own
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.codegen.load import namespace
+from autopar.torch_compat import FakeTensorMode, TorchDispatchMode
 
 _HALVES = (torch.float16, torch.bfloat16)
 _LARGEST_FLASH_HEAD = 256

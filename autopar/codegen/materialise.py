@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.errors import AutoparError
+from autopar.torch_compat import pytree
 
 Fetch = Callable[[torch.Tensor], torch.Tensor | None]  # meta tensor -> its whole content so far, if it has any
 Store = Callable[[torch.Tensor, torch.Tensor], None]  # (meta tensor, its new whole content)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
 
 from autopar.codegen.agree import agree_on_call, agreed_graph, check_seed, check_weights, from_first, meet, on_every_rank, peers_alive
 from autopar.codegen.clip import clip_gradients
@@ -36,6 +35,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.staged import StagedPlan
 from autopar.sbp.collectives import move
 from autopar.sbp.placement import I, Layout, format_layout
+from autopar.torch_compat import pytree
 
 # (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
 Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]

@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to the store
 
 from autopar.codegen.agree import is_from_backend
 from autopar.errors import AutoparError, PeerFailed
+from autopar.torch_compat import default_store
 
 POLL_S = 0.5  # how often a rank in a step looks whether another one has failed
 ANSWER_S = 1.5  # after a connection broke: time for a cause to be posted, and for the living to answer
@@ -42,32 +42,32 @@ class Meeting:
 
     def post(self, cause: str) -> str:
         """The first cause that anybody has posted: `cause`, if nobody has. Everybody is asked to answer."""
-        first = _get_default_store().compare_set(f"{self.place}/cause", "", cause).decode()
+        first = default_store().compare_set(f"{self.place}/cause", "", cause).decode()
         self.ask()
         return first
 
     def ask(self) -> None:
         """Ask all ranks whether they live."""
-        _get_default_store().set(f"{self.place}/asked", "")
+        default_store().set(f"{self.place}/asked", "")
 
     def is_asked(self) -> bool:
         """Whether somebody has failed or asks who has."""
-        return _get_default_store().check([f"{self.place}/asked"])
+        return default_store().check([f"{self.place}/asked"])
 
     def listen(self) -> str:
         """The first cause that anybody has posted, or ""."""
         key = f"{self.place}/cause"
-        if not self.heard and _get_default_store().check([key]):
-            self.heard = _get_default_store().get(key).decode()
+        if not self.heard and default_store().check([key]):
+            self.heard = default_store().get(key).decode()
         return self.heard
 
     def answer(self) -> None:
         """Say that this rank lives."""
-        _get_default_store().set(f"{self.place}/lives/{dist.get_rank()}", "")
+        default_store().set(f"{self.place}/lives/{dist.get_rank()}", "")
 
     def silent(self) -> list[int]:
         """The ranks that have not answered."""
-        return [rank for rank in self.ranks if not _get_default_store().check([f"{self.place}/lives/{rank}"])]
+        return [rank for rank in self.ranks if not default_store().check([f"{self.place}/lives/{rank}"])]
 
 
 @contextmanager

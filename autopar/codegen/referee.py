@@ -13,13 +13,13 @@ import spmd_types.checker
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves  # the one torch.export's specs use
 
 from autopar.codegen.emit import emit
 from autopar.codegen.load import axes_of, compile_source, namespace
 from autopar.codegen.program import Program
 from autopar.sbp.collectives import Axis
 from autopar.sbp.placement import I, Layout, Placement, R, local_shape
+from autopar.torch_compat import pytree
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
 # Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
@@ -169,11 +169,11 @@ class _Ops:
         return _python_function(self._path)(*args, **kwargs)
 
     def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         groups = [axis.group for axis in self._referee.mesh_axes if axis.size > 1]
         types = {g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index) for g in groups}
         result = _Untyped.call(self._found, args, kwargs)
-        for x in tree_leaves(result):
+        for x in pytree.tree_leaves(result):
             spmd.assert_type(x, types)
         return result
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.sbp.assignment import uses_of
@@ -16,6 +15,7 @@ from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
+from autopar.torch_compat import pytree
 
 Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
@@ -101,7 +101,7 @@ def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Foo
     given = fill(args, tensors), {name: fill(value, tensors) for name, value in kwargs}
     saved: list[torch.Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        results = tree_leaves(resolve(target)(*given[0], **given[1]))
+        results = pytree.tree_leaves(resolve(target)(*given[0], **given[1]))
     results = [result for result in results if isinstance(result, torch.Tensor)]
     inside, outside = _storages(tensors), _storages(results)
     kept = {id(t.untyped_storage()): t for t in saved}

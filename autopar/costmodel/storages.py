@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
+
+from autopar.torch_compat import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type, pytree
 
 
 class Storages:
@@ -81,6 +81,6 @@ class _Counter(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its inner, plain ops come by once more
         out = func(*args, **(kwargs or {}))
-        found = (x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x))
+        found = (x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x))
         self.storages.hold(found)
         return out

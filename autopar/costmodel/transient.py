@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autopar.costmodel.compute import family
 from autopar.costmodel.probe import Footprint, Spec, fill, spec
@@ -21,6 +20,7 @@ from autopar.costmodel.saving import Regions, region_of_ops
 from autopar.costmodel.storages import count_storages
 from autopar.ir.graph import Graph, Op, Value, resolve
 from autopar.sbp.assignment import uses_of
+from autopar.torch_compat import pytree
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -127,7 +127,7 @@ def _run(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> int:
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
     with torch.enable_grad(), count_storages(tensors) as storages:
         results = resolve(target)(*fill(args, tensors), **{name: fill(value, tensors) for name, value in kwargs})
-        results = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        results = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
         forward, start = storages.peak_bytes - storages.num_bytes, storages.num_bytes
         tracked, wanted = [x for x in results if x.requires_grad], [x for x in tensors if x.requires_grad]
         if not tracked or not wanted:

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.ir.imagine import as_if_on_cpu
 from autopar.ir.pytrees import register_types
 from autopar.ir.source import line_of_error
+from autopar.torch_compat import FakeTensor, pytree
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

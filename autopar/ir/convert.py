@@ -19,6 +19,7 @@ from autopar.ir.slots import map_leaves
 from autopar.ir.source import line_of_stack, module_of, quote_stack
 from autopar.ir.standin import TARGET as CALL
 from autopar.ir.views import part_steps, step_of
+from autopar.torch_compat import HigherOrderOperator
 
 # Ops that only check or describe; their results are not used.
 _NOISE = frozenset(
@@ -71,7 +72,7 @@ def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
 
 def _target_of(node: Node) -> str:
     """The path below torch.ops, e.g. "aten.add.Tensor"."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return f"higher_order.{node.target.name()}"
     return str(node.target)
 

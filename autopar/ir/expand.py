@@ -9,7 +9,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from autopar.ir.convert import Expand, Region, convert_region, origin_of
 from autopar.ir.emitter import Emitter, stem_of
@@ -18,6 +17,7 @@ from autopar.ir.graph import Op, Value
 from autopar.ir.inputs import flat_arguments
 from autopar.ir.outline import INNER, Outline
 from autopar.ir.standin import Body
+from autopar.torch_compat import pytree
 
 
 @dataclass(frozen=True)

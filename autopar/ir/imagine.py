@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch.export takes its fake tensors from here, there is no public way
+
+from autopar.torch_compat import FakeTensorMode
 
 
 @contextmanager

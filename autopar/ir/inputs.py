@@ -8,12 +8,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.ir.emitter import Emitter
 from autopar.ir.functionalise import View, whole
 from autopar.ir.graph import Input, Value
+from autopar.torch_compat import pytree
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from torch.utils import _pytree as pytree  # the pytree of torch.export's specs; there is no public one in all our torch versions
-
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Value
+from autopar.torch_compat import pytree
 
 
 def loss_only(graph: Graph) -> Graph:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.nn.modules.module import _has_any_global_hook  # hooks that see every module called, as these would not be
 
 from autopar.errors import TraceError
 from autopar.ir.alike import find_alike
 from autopar.ir.capture import export
 from autopar.ir.standin import TARGET, Body, Record, Unsure, stand_ins, unnumbered
+from autopar.torch_compat import has_hooks_of_all_modules
 
 # A body is exported at the price of about three calls; with fewer calls each there is nothing to gain.
 _LEAST_CALLS = 3
@@ -42,7 +42,7 @@ class _Alone(nn.Module):
 
 def export_outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
     """The training IR of the model's forward, with bodies where that is safe and faster. Errors as `export`."""
-    groups = () if _has_any_global_hook() else find_alike(model)
+    groups = () if has_hooks_of_all_modules() else find_alike(model)
     if groups:
         try:
             return _export_parts(model, args, dict(kwargs), groups)

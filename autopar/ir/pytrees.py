@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree  # the only registry that torch.export reads
+
+from autopar.torch_compat import pytree
 
 
 def register_types(tree: Any) -> None:

@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor  # what torch.export calls modules with
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.overrides import _get_current_function_mode_stack  # there is no public way to ask
-from torch.utils import _pytree as pytree
 
 from autopar.ir.alike import Alike
 from autopar.ir.imagine import imagine_like, imagined
+from autopar.torch_compat import FakeTensor, below_autograd, disable_proxy_modes_tracing, function_modes, pytree, without_function_modes
 
 TARGET = "autopar.block.default"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -82,14 +79,14 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, inputs: list[torch.Tensor], number: int, made: str) -> tuple[torch.Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             outputs = torch.ops.autopar.block(inputs, number, made)
         ctx.mark_non_differentiable(*(x for x, (*_, needs_grad) in zip(outputs, ast.literal_eval(made)) if not needs_grad))
         return tuple(outputs)
 
 
 def _make_with_gradient(inputs: list[torch.Tensor], number: int, made: str) -> list[torch.Tensor]:
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return list(_Opaque.apply(torch.empty(0, requires_grad=True), inputs, number, made))
 
 
@@ -190,7 +187,7 @@ class _WatchedModules(_Watched):
 
 
 def _ambient() -> Any:
-    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    modes = [type(mode) for mode in function_modes()]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_default_dtype(), modes
 
 
@@ -251,7 +248,7 @@ def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], 
 def _unseen(original: Callable[[], Any], alike: Alike) -> Iterator[nn.Module]:
     """The module as it was, but on tensors without contents; what it does is not traced."""
     with (
-        disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(),
+        disable_proxy_modes_tracing(), without_function_modes(),
         original() as module, unnumbered(module, alike), imagined(module, imagine_like),
     ):  # fmt: skip
         yield module

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from autopar.ir.graph import resolve
 from autopar.sbp.collectives import Axis
 from autopar.sbp.local_ops.arguments import no_collectives, num_ranks
 from autopar.sbp.local_ops.local_op import LocalOp
+from autopar.torch_compat import OpOverload
 
 
 def convolution(op: OpOverload, *args: Any, channel_groups: Sequence[Axis], **kwargs: Any) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""Everything of torch that is not public, in one place, each with why there is no public way.
+
+Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of it.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import Store
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+
+__all__ = [
+    "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
+    "FakeTensorMode",  # torch.export takes its fake tensors from an active one; and its tensors choose the kernels of their device
+    "HigherOrderOperator",  # targets of exported nodes are instances, of it and of OpOverload; torch.ops gives the instances only
+    "OpOverload",
+    "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
+    "below_autograd",
+    "default_store",
+    "disable_proxy_modes_tracing",  # calls inside are left out of what torch.export records; torch.fx.experimental has no promise
+    "function_modes",
+    "has_hooks_of_all_modules",
+    "is_in_backward",
+    "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
+    "is_traceable_wrapper_subclass_type",
+    "pytree",  # of the specs in exported programs, the only registry torch.export reads; no public one is in all our torch versions
+    "stage_backward",  # what torch's pipeline stages run, whose memory is predicted by running it
+    "stage_backward_input",
+    "stage_backward_weight",
+    "without_function_modes",
+]
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Ops called inside are not recorded by autograd, as in a kernel; unlike under no_grad, what views of leaves may do stays as it is."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """No `TorchFunctionMode` and no `__torch_function__` sees what is called inside."""
+    return torch._C.DisableTorchFunction()
+
+
+def function_modes() -> list[torch.overrides.TorchFunctionMode]:
+    """The active `TorchFunctionMode`s, outermost first."""
+    return _get_current_function_mode_stack()
+
+
+def has_hooks_of_all_modules() -> bool:
+    """Whether `register_module_forward_hook` or a function like it was called."""
+    return _has_any_global_hook()
+
+
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def default_store() -> Store:
+    """The key-value store of the default process group; what `init_process_group` made of its `init_method` is not given back otherwise."""
+    return _get_default_store()
