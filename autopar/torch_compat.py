@@ -60,7 +60,7 @@ def has_hooks_of_all_modules() -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd's engine runs in this thread."""
+    """Whether autograd's engine runs in this thread; torch.utils.checkpoint asks the same way."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -84,5 +84,4 @@ def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
 
 
 def _phase() -> str:
-    # private, but the only way to ask whether autograd is running; torch.utils.checkpoint asks the same
     return "backward" if is_in_backward() else "forward"

@@ -105,7 +105,7 @@ class Recorded:
 
     @property
     def least_ratio(self) -> float:
-        """The first plan's estimate of its fullest rank over its peak, where that is less than 1."""
+        """The least ratio of estimate to peak of any rank of the first plan; at most 1."""
         if self.first is None:
             return 1.0
         plan, peaks = self.first
