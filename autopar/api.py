@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.codegen.agree import agreed_graph, check_same, on_every_rank, on_first_rank
+from autopar.codegen.groups import with_axis_names
 from autopar.codegen.module import ShardedModule, shard_module
 from autopar.codegen.peak import rank_peaks
 from autopar.costmodel.cluster import Cluster, load_cluster
@@ -241,7 +242,7 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         if mesh.get_coordinate() is None:
             raise MeshError(f"rank {dist.get_rank()} is not in mesh {mesh}; only its ranks call autopar.compile")
-        return mesh if mesh.mesh_dim_names else DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh_of(mesh).axis_names)
+        return mesh if mesh.mesh_dim_names else with_axis_names(mesh, mesh_of(mesh).axis_names)
     mesh = _mesh(mesh)
     if not dist.is_initialized():
         raise MeshError("autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets it up)")

@@ -109,6 +109,29 @@ def submesh() -> str:
     return text
 
 
+def submeshes_and_then_a_world(kind: str) -> bool:
+    """A model on half of the ranks, then a mesh of all, which needs groups that all ranks name alike."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    torch.manual_seed(0)
+    names = {"unnamed": None, "stages": ("pp",)}[kind]
+    mesh = DeviceMesh("cpu", [1, 3], mesh_dim_names=names)
+    if mesh.get_coordinate() is not None:
+        size = X.shape[1]
+        blocks = (torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.GELU(), torch.nn.Linear(size, size)) for _ in range(4))
+        model = autopar.compile(torch.nn.Sequential(*blocks), mesh, args=(X, X), loss_fn=torch.nn.functional.mse_loss)
+        assert torch.isfinite(model.train_step(X, X))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    return bool(torch.isfinite(autopar.compile(MLP(), mesh, args=(X,))(X).sum()))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", ["unnamed", "stages"])
+def test_groups_of_some_ranks_do_not_confuse_the_others(ranks4: Ranks, kind: str) -> None:
+    assert ranks4.run(submeshes_and_then_a_world, kind, timeout_s=60.0) == [True] * 4
+
+
 @pytest.mark.multirank
 def test_model_on_some_of_the_ranks(ranks4: Ranks) -> None:
     texts = ranks4.run(submesh)

@@ -151,7 +151,7 @@ class _Few:
 
 def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
     """None where no copies can be left out, or too few to gain by it."""
-    folded = as_planned(fold(graph), graph, assignment)
+    folded = as_planned(fold(graph), graph, replace(assignment, state_on_host=frozenset()))  # the program is the same wherever that is
     long = droppable(graph, [repeat for repeat in folded.repeats if repeat.count > _NUM_RUN + 1], _NUM_RUN)
     found = _Few(graph, assignment, long, 0)
     (few, _), (more, assigned) = found.part(), found.part(*range(len(long)))

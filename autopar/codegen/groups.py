@@ -51,3 +51,21 @@ def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:
     order = {} if all(list(row) == sorted(row) for row in rows) else {"sort_ranks": False}
     made = [dist.new_group(list(row), use_local_synchronization=is_local, **order) for row in rows]
     return next(group for group, row in zip(made, rows) if dist.get_rank() in row)
+
+
+def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh:
+    """`mesh` with names, over the groups it has; for its ranks alone to call: a new DeviceMesh makes groups with all ranks of the world,
+    and the next group that all make would hang."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    ranks = mesh.mesh if mesh.ndim > 1 else None
+    return DeviceMesh.from_group(groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=axis_names)
+
+
+def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:
+    """`mesh`, which has one axis, with another of size 1 behind it; for its ranks alone to call."""
+    rows = ((dist.get_rank(),),)
+    known = _made.setdefault(dist.group.WORLD, {})
+    if rows not in known:
+        known[rows] = _make(rows, is_local=True)
+    ranks, names = mesh.mesh.unsqueeze(-1), (*mesh.mesh_dim_names, axis_name)
+    return DeviceMesh.from_group([mesh.get_group(), known[rows]], mesh.device_type, ranks, mesh_dim_names=names)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen.agree import peers_alive
+from autopar.codegen.groups import with_axis_of_one
 from autopar.codegen.load import Loaded, axes_of, load
 from autopar.codegen.lower import lower
 from autopar.codegen.pipeline_failure import Meeting, failing_together
@@ -36,7 +37,7 @@ def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | Non
         return mesh, None, 0
     rest = tuple(name for name in names if name != PIPELINE)
     if not rest:  # every mesh has an axis besides
-        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(PIPELINE, "dp"))
+        mesh = with_axis_of_one(mesh, "dp")
         rest = ("dp",)
     return mesh[rest], mesh.get_group(PIPELINE), mesh.get_local_rank(PIPELINE)
 

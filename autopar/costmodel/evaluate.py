@@ -50,7 +50,7 @@ class Costs:
     num_microbatches: int = 1
     moved_bytes: int = 0
     state_on_host_bytes: int = 0
-    waiting_s: Mapping[str, float] = field(default_factory=dict)
+    waiting_s: dict[str, float] = field(default_factory=dict)
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
@@ -87,11 +87,11 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = _Step(graph, assignment, mesh, cluster)
-    moved, state = step.moved_bytes(), step.state_bytes(training)
+    moved = step.moved_bytes()
     times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
     forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
     updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
-    return Costs(
+    costs = Costs(
         compute_forward_s=training.num_microbatches * forward_s,
         compute_backward_s=training.num_microbatches * (again_s + sum(time[1] for time in times.values())),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
@@ -99,12 +99,30 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         memory_bytes=step.memory_bytes(training),
         num_microbatches=training.num_microbatches,
         moved_bytes=training.num_microbatches * sum(moved),
-        state_on_host_bytes=sum(state.values()),
         waiting_s={
             phase: training.num_microbatches * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
             for phase in ("forward", "backward")
-        }
-        | ({"update": moving_s(sum(state.values()), cluster)} if state else {}),
+        },
+    )
+    return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
+
+
+def with_state_on_host(
+    costs: Costs, graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
+) -> Costs:  # fmt: skip
+    """What `assignment` costs, from what it does with all optimizer state on the device."""
+    items = (item for item in graph.inputs if item.value.name in assignment.state_on_host)
+    state = {x.value.name: optimizer_bytes(x, assignment.layouts[x.value.name], mesh.shape, training) for x in items}
+    if not state:
+        return costs
+    memory, brought = dict(costs.memory_bytes), brought_shares(graph, assignment.state_on_host)
+    memory["optimizer"] -= sum(state.values())
+    memory["fetched"] = memory.get("fetched", 0) + round(sum(share * state[name] for name, share in brought.items()))
+    return replace(
+        costs,
+        memory_bytes=memory,
+        state_on_host_bytes=sum(state.values()),
+        waiting_s=costs.waiting_s | {"update": moving_s(sum(state.values()), cluster)},
     )
 
 
@@ -177,10 +195,7 @@ class _Step:
             if more:
                 inside[saving.region] += more
         memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
-        state, brought = self.state_bytes(training), brought_shares(self.graph, self.assignment.state_on_host)
-        memory.subtract({"optimizer": sum(state.values())} if state else {})
-        fetched = sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes()))
-        memory["fetched"] = round(fetched + sum(share * state[name] for name, share in brought.items()))
+        memory["fetched"] = round(sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes())))
         memory["transient"] = round(self._transient(training))
         optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
         return {kind: size for kind, size in memory.items() if size or kind not in optional}
@@ -205,12 +220,6 @@ class _Step:
             if saving.moved_in != NOWHERE:
                 found[saving.moved_in] += self._kept_bytes(conversion, saving, WHOLE_BATCH)[2]
         return found
-
-    def state_bytes(self, training: Training) -> dict[str, int]:
-        """The optimizer's state of each parameter that has it on the host."""
-        layouts, on_host = self.assignment.layouts, self.assignment.state_on_host
-        items = (item for item in self.graph.inputs if item.value.name in on_host)
-        return {x.value.name: optimizer_bytes(x, layouts[x.value.name], self.mesh.shape, training) for x in items}
 
     def _saved_by(self, op: Op) -> int:
         strategy = self.assignment.strategies[op.name]

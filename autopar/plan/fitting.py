@@ -93,23 +93,20 @@ def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predi
 
 @dataclass
 class Recorded:
-    """`predict`, and the first plan that was asked about with its peaks: in an error it stands for all that do not fit."""
+    """`predict`, and the first plan that was asked about with its peaks: in an error it stands for all that do not fit.
+
+    least_ratio: of estimate to peak, of any rank of the plans that were asked about; at most 1.
+    """
 
     predict: Predict
     first: tuple[AnyPlan, tuple[int, ...]] | None = None
+    least_ratio: float = 1.0
 
     def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
         peaks = self.predict(plan)
         self.first = self.first or (plan, peaks)
+        self.least_ratio = min(self.least_ratio, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True)))
         return peaks
-
-    @property
-    def least_ratio(self) -> float:
-        """The least ratio of estimate to peak of any rank of the first plan; at most 1."""
-        if self.first is None:
-            return 1.0
-        plan, peaks = self.first
-        return min(1.0, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True)))
 
 
 def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.evaluate import Costs, evaluate
+from autopar.costmodel.evaluate import Costs, evaluate, with_state_on_host
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.on_host import hostable, moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
@@ -27,35 +27,40 @@ from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One of the graphs that share a device's memory: a stage, or all there is."""
+    """One of the graphs that share a device's memory: a stage, or all there is. costs: of the assignment, if they are known."""
 
     graph: Graph
     assignment: Assignment
     training: Training
+    costs: Costs | None = None
 
-    def with_state_on_host(self, names: frozenset[str]) -> "Part":
-        return replace(self, assignment=replace(self.assignment, state_on_host=names))
+    def bare(self, mesh: Mesh, cluster: Cluster) -> "Part":
+        """All optimizer state on the device, with costs."""
+        if self.costs is not None and not self.assignment.state_on_host:
+            return self
+        assignment = replace(self.assignment, state_on_host=frozenset())
+        return replace(self, assignment=assignment, costs=evaluate(self.graph, assignment, mesh, cluster, training=self.training))
 
-    def costs(self, mesh: Mesh, cluster: Cluster) -> Costs:
-        return evaluate(self.graph, self.assignment, mesh, cluster, training=self.training)
+    def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
+        """Of a bare one."""
+        assignment = replace(self.assignment, state_on_host=names)
+        costs = with_state_on_host(self.costs, self.graph, assignment, mesh, cluster, self.training)
+        return replace(self, assignment=assignment, costs=costs)
 
 
-def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[tuple[Part, ...], float] | None:
-    """The parts with as few bytes of optimizer state on the host as make them fit together, and the seconds of a step of them all.
+def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[Part, ...] | None:
+    """The parts, with costs, with as few bytes of optimizer state on the host as make them fit together.
 
     None if no number does, or there is no way there.
     """
-    bare = tuple(part.with_state_on_host(frozenset()) for part in parts)
-    found, costs = bare, [part.costs(mesh, cluster) for part in bare]
-    excess = sum(one.total_memory_bytes for one in costs) - limit_bytes
+    found = bare = tuple(part.bare(mesh, cluster) for part in parts)
+    excess = sum(part.costs.total_memory_bytes for part in bare) - limit_bytes
     if excess > 0:
         chosen = _chosen(bare, mesh, excess) if cluster.host_bandwidth_bytes_per_s else None
         if chosen is None:
             return None
-        found = tuple(part.with_state_on_host(names) for part, names in zip(bare, chosen))
-        costs = [part.costs(mesh, cluster) for part in found]
-    fits = sum(one.total_memory_bytes for one in costs) <= limit_bytes
-    return (found, sum(one.step_s for one in costs)) if fits else None
+        found = tuple(part.with_state_on_host(names, mesh, cluster) for part, names in zip(bare, chosen))
+    return found if sum(part.costs.total_memory_bytes for part in found) <= limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +162,8 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
         choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
     except InfeasibleError as error:
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
-    part = Part(setting.graph, both.decode(choice.strategies), wishes.training)
-    # If what each set brings back is too much, it is not with the set of all.
-    found = fill([part], setting.mesh, setting.cluster, wishes.memory_limit_bytes)
-    (part,), step_s = found or ((part,), part.costs(setting.mesh, setting.cluster).step_s)
-    return OnHost(part.assignment, step_s, max(0.0, choice.lower_bound_s - price))
+    part, place = Part(setting.graph, both.decode(choice.strategies), wishes.training), (setting.mesh, setting.cluster)
+    found = fill([part], *place, wishes.memory_limit_bytes)
+    # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a time.
+    (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
+    return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))

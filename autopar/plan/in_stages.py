@@ -39,8 +39,8 @@ _MOST_SHOWN = 8
 _SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.5
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
-# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor, or by what the
-# first of them takes more than its estimate.
+# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor; after the
+# deadline by what the first of them takes more than its estimate, which is surely enough.
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
@@ -93,19 +93,20 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 def plan_in_stages(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, budget: Budget, cutoff_s: float = math.inf,
-    predict: Predict | None = None,
+    predict: Predict | None = None, least_ratio: float = 1.0,
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
 
     Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late is better than none.
     Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
-    none fits. predict: as in `choose_plan`.
+    none fits. predict: as in `choose_plan`; least_ratio: of estimate to peak, of plans that were predicted before.
     """
-    best, recorded, limit_bytes = None, Recorded(predict), wishes.memory_limit_bytes
+    best, recorded, limit_bytes = None, Recorded(predict, least_ratio=least_ratio), wishes.memory_limit_bytes
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break
-        within = replace(wishes, memory_limit_bytes=limit_bytes * min(_LOWERED, recorded.least_ratio) ** number)
+        factor = min(_LOWERED, recorded.least_ratio) if budget.is_spent else _LOWERED
+        within = replace(wishes, memory_limit_bytes=limit_bytes * factor**number)
         model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, budget)
         found = by_hand
         for lighter in _lighter(within, cluster):
@@ -113,7 +114,12 @@ def plan_in_stages(
         points = _worth_searching(found, cutoff_s)
         if by_hand and not points:
             return None
-        candidates = _candidates(model, points, graph, cluster, within, budget)
+        candidates = []
+        if budget.is_spent and not number and recorded.least_ratio < 1:  # there is no time for plans that hardly fit
+            lower = replace(wishes, memory_limit_bytes=limit_bytes * recorded.least_ratio)
+            points = [point for point in points if max(point.rank_bytes) <= lower.memory_limit_bytes] or points
+            candidates = _candidates(model, points, graph, cluster, lower, budget)
+        candidates = candidates or _candidates(model, points, graph, cluster, within, budget)
         if not candidates and not number:
             break
         best = best_fitting(candidates, limit_bytes, predict and recorded)

@@ -145,9 +145,10 @@ def plan_of(
     meshes: Mapping[str, float] | None = None,
     timings: Mapping[str, float] | None = None,
     peak_bytes: tuple[int, ...] = (),
+    costs: Costs | None = None,
 ) -> Plan:
-    """The plan that `assignment` is, with its costs; nothing is searched."""
-    costs = evaluate(graph, assignment, mesh, cluster, training=training)
+    """The plan that `assignment` is, with its `costs`, which are evaluated if they are not known; nothing is searched."""
+    costs = costs or evaluate(graph, assignment, mesh, cluster, training=training)
     folded = as_planned(fold(graph), graph, assignment)
     candidates = annotate(graph, mesh, folded, near=assignment.strategies)
     return Plan(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
@@ -101,12 +101,12 @@ class Solver:
         best = (self._as_written(stages) if self.budget.is_spent else None) or self._best(stages)
         self.is_searched |= best.is_searched
         plans = {}
-        for number, (graph, assignment) in zip(numbers, best.parts):
+        for number, (graph, assignment), costs in zip(numbers, best.parts, best.costs or [None] * len(numbers)):
             for item in (item for item in graph.of_kind("parameter") if item.fqn in self.shared):
                 self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
             plans[number] = plan_of(
                 graph, assignment, self.mesh, self.cluster, training=self._training(number), memory_limit_bytes=self.limit_bytes,
-                found_by="search",
+                found_by="search", costs=costs,
             )  # fmt: skip
         return plans
 
@@ -149,7 +149,7 @@ class Solver:
             free = self._unlimited(asked)
             if best is not None and free.cost_s >= best.cost_s:
                 continue
-            found = None
+            free, found = self._priced(free, asked), None
             if not is_hopeless:
                 try:
                     found = self._saving(asked, free, pressure)
@@ -183,8 +183,8 @@ class Solver:
             regions = self._regions(one.graph)[: one.most_saved]
             asked.append(replace(one, wishes=replace(one.wishes, recomputed=regions)))
             parts.append((one.graph, replace(own, recomputed=regions)))
-        written = _Found(tuple(parts), math.inf, is_searched=False)
-        if self._fits(written, asked):
+        written = self._priced(_Found(tuple(parts), math.inf, is_searched=False), asked)
+        if self._fits(written):
             return written
         return self._filled([written], asked) if self.can_move_state else None
 
@@ -209,11 +209,11 @@ class Solver:
     def _saving(self, stages: Stages, free: "_Found", pressure: float) -> "_Found":
         """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank alike under more
         pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts."""
-        if self._fits(free, stages):
+        if self._fits(free):
             return replace(free, is_free=not any(one.wishes.recomputed or one.wishes.offloaded for one in stages))
         known = self.known.setdefault(_key(stages), [])
         alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
-        fitting = [one for one in (other.of_others(stages) for other in alike) if self._fits(one, stages)]
+        fitting = [one for one in (self._priced(other.of_others(stages), stages) for other in alike) if self._fits(one)]
         if not fitting:
             fitting = [self._search(stages, self.limit_bytes, pressure)]
             known += fitting
@@ -243,11 +243,14 @@ class Solver:
     def _filled(self, found: Iterable["_Found"], stages: Stages) -> "_Found | None":
         """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
         best: _Found | None = None
-        for one in (other.of_others(stages) for other in found):
-            parts = [Part(graph, own, wanted.wishes.training) for (graph, own), wanted in zip(one.parts, stages)]
-            made = fill(parts, self.mesh, self.cluster, self.limit_bytes)
-            if made is not None and (best is None or made[1] < best.cost_s):
-                best = replace(one, parts=tuple((part.graph, part.assignment) for part in made[0]), cost_s=made[1])
+        for one in (other if other.costs else other.of_others(stages) for other in found):
+            known = zip(one.parts, stages, one.costs or [None] * len(stages))
+            parts = [Part(graph, own, wanted.wishes.training, costs) for (graph, own), wanted, costs in known]
+            made = fill(parts, self.mesh, self.cluster, self.limit_bytes) or ()
+            cost_s = sum(part.costs.step_s for part in made)
+            if made and (best is None or cost_s < best.cost_s):
+                pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.costs for part in made)
+                best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
         return best
 
     def _unlimited(self, stages: Stages) -> "_Found":
@@ -260,10 +263,13 @@ class Solver:
             found.append(self.free[key].of_others((one,)))
         return _Found(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
 
-    def _fits(self, found: "_Found", stages: Stages) -> bool:
-        priced = zip(found.parts, stages)
-        costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.wishes.training) for (graph, own), one in priced)
-        return sum(one.total_memory_bytes for one in costs) <= self.limit_bytes
+    def _priced(self, found: "_Found", stages: Stages) -> "_Found":
+        pairs = zip(found.parts, stages)
+        costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.wishes.training) for (graph, own), one in pairs)
+        return replace(found, costs=tuple(costs))
+
+    def _fits(self, found: "_Found") -> bool:
+        return sum(one.total_memory_bytes for one in found.costs) <= self.limit_bytes
 
     def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
         """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not those of a step."""
@@ -310,7 +316,8 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 @dataclass(frozen=True, eq=False)
 class _Found:
     """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
-    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by hand."""
+    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by hand; costs: of
+    the parts, or () if nobody asked."""
 
     parts: tuple[tuple[Graph, Assignment], ...]
     cost_s: float
@@ -318,11 +325,12 @@ class _Found:
     is_free: bool = False
     is_short: bool = False
     is_searched: bool = True
+    costs: tuple[Costs, ...] = ()
 
     def of_others(self, stages: Stages) -> "_Found":
         """The same for stages alike."""
         pairs = zip(self.parts, stages)
-        return replace(self, parts=tuple((one.graph, renamed(own, like, one.graph, one.wishes)) for (like, own), one in pairs))
+        return replace(self, parts=tuple((one.graph, renamed(own, like, one.graph, one.wishes)) for (like, own), one in pairs), costs=())
 
 
 def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:

@@ -41,9 +41,9 @@ def test_no_subset_makes_it_fit_with_less(kind: str) -> None:
     unknown = replace(CPU, host_bandwidth_bytes_per_s=0.0)
     for share in (0.0, 0.1, 0.35, 0.6, 0.8, 1.0):
         limit = most - share * (most - least)
-        (found,), step_s = fill([part], MESH, CPU, limit)
+        (found,) = fill([part], MESH, CPU, limit)
         costs = evaluate(graph, found.assignment, MESH, CPU)
-        assert costs.total_memory_bytes <= limit and step_s == costs.step_s
+        assert costs.total_memory_bytes <= limit and found.costs == costs
         assert costs.state_on_host_bytes == min(one.state_on_host_bytes for one in every if one.total_memory_bytes <= limit)
         assert (fill([part], MESH, unknown, limit) is None) == (share > 0)
 
@@ -52,15 +52,15 @@ def test_stages_of_a_device_share_its_memory() -> None:
     """One of them may have all of the state that goes."""
     graph, kinds = traced("mlp"), ("ddp", "zero3")
     parts = [Part(graph, by_hand("mlp", kind), TRAINING) for kind in kinds]
-    every = [[part.with_state_on_host(names).costs(MESH, CPU) for names in subsets(graph)] for part in parts]
+    every = [[evaluate(graph, replace(part.assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)] for part in parts]
     pairs = list(product(*every))
     sizes = [tuple(sum(getattr(one, what) for one in pair) for what in ("total_memory_bytes", "state_on_host_bytes")) for pair in pairs]
     most, least = max(sizes)[0], min(sizes)[0]
     for share in (0.2, 0.5, 0.9):
         limit = most - share * (most - least)
-        found, step_s = fill(parts, MESH, CPU, limit)
-        costs = [part.costs(MESH, CPU) for part in found]
-        assert sum(one.total_memory_bytes for one in costs) <= limit and step_s == sum(one.step_s for one in costs)
+        found = fill(parts, MESH, CPU, limit)
+        costs = [evaluate(graph, part.assignment, MESH, CPU) for part in found]
+        assert sum(one.total_memory_bytes for one in costs) <= limit and [part.costs for part in found] == costs
         moved, best = sum(one.state_on_host_bytes for one in costs), min(moved for size, moved in sizes if size <= limit)
         brought = sum(one.memory_bytes.get("fetched", 0) for one in costs)
         assert best <= moved <= best + brought
