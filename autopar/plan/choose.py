@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plan.assemble import make_plan
 from autopar.plan.budget import TIME_LIMIT_S, Budget, Progress
-from autopar.plan.fitting import Predict, Recorded, fitting
+from autopar.plan.fitting import Predict, fitting
 from autopar.plan.in_stages import Asked, plan_in_stages
 from autopar.plan.plan import Plan
 from autopar.plan.rarely_collected import rarely_collected
@@ -54,8 +54,8 @@ def choose_plan(
     """
     limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
     budget, asked = Budget.of(time_limit_s, progress), Asked(num_microbatches, schedule)
-    recorded = predict and Recorded(lambda plan: budget.run("peak", partial(predict, plan)))
-    ways = _Ways(graph, mesh, cluster, Wishes(pins or {}, stored or {}, limit, training), asked, recorded)
+    timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
+    ways = _Ways(graph, mesh, cluster, Wishes(pins or {}, stored or {}, limit, training), asked, timed)
     if ways.has_stages and not trains:
         raise AutoparError(
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
@@ -75,7 +75,7 @@ class _Ways:
     cluster: Cluster
     wishes: Wishes
     asked: Asked
-    predict: Recorded | None
+    predict: Predict | None
 
     @property
     def has_stages(self) -> bool:
@@ -90,9 +90,8 @@ class _Ways:
     def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
         """`plan_in_stages`."""
         return plan_in_stages(
-            self.graph, self.mesh, self.cluster, self.wishes, self.asked, budget=budget, cutoff_s=cutoff_s, predict=self.predict,
-            least_ratio=1.0 if self.predict is None else self.predict.least_ratio,
-        )  # fmt: skip
+            self.graph, self.mesh, self.cluster, self.wishes, self.asked, budget=budget, cutoff_s=cutoff_s, predict=self.predict
+        )
 
     def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
         """The best plan of `make_plan` that fits; the first search leaves time for others, should its plan not fit."""

@@ -56,26 +56,28 @@ class Asked:
         return self.num_microbatches is None and self.schedule is None
 
 
-def sweep_stages(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, budget: Budget
-) -> tuple[Model, list[Staged]]:
-    """The points by hand that fit, fastest first. MicrobatchError if the batch cannot be cut as asked, MeshError for a pipeline axis that
-    is not the first."""
+def model_in_stages(graph: Graph, asked: Asked) -> Model:
+    """What is swept. MicrobatchError if the batch cannot be cut as asked."""
     training_graph = loss_only(graph)
     if asked.num_microbatches is not None:
         microbatched(training_graph, asked.num_microbatches)  # says what is wrong with it
-    model = model_of(training_graph, fold(training_graph))
+    return model_of(training_graph, fold(training_graph))
+
+
+def sweep_stages(
+    model: Model, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, budget: Budget
+) -> list[Staged]:  # fmt: skip
+    """The points by hand that fit, fastest first. MeshError for a pipeline axis that is not the first."""
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if asked.schedule is None else (asked.schedule,)
     counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
-    found = budget.run(
+    return budget.run(
         "stages by hand",
         lambda: sweep(
             model, meshes, cluster, training=wishes.training, limit_bytes=wishes.memory_limit_bytes, num_microbatches=counts,
             schedules=schedules, deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         ),
     )  # fmt: skip
-    return model, found
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
@@ -93,33 +95,29 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 def plan_in_stages(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, budget: Budget, cutoff_s: float = math.inf,
-    predict: Predict | None = None, least_ratio: float = 1.0,
+    predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
 
     Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late is better than none.
     Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
-    none fits. predict: as in `choose_plan`; least_ratio: of estimate to peak, of plans that were predicted before.
+    none fits. predict: as in `choose_plan`.
     """
-    best, recorded, limit_bytes = None, Recorded(predict, least_ratio=least_ratio), wishes.memory_limit_bytes
+    best, recorded, limit_bytes = None, Recorded(predict), wishes.memory_limit_bytes
+    model = model_in_stages(graph, asked)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break
         factor = min(_LOWERED, recorded.least_ratio) if budget.is_spent else _LOWERED
         within = replace(wishes, memory_limit_bytes=limit_bytes * factor**number)
-        model, by_hand = sweep_stages(graph, mesh, cluster, within, asked, budget)
+        by_hand = sweep_stages(model, mesh, cluster, within, asked, budget)
         found = by_hand
         for lighter in _lighter(within, cluster):
-            found = found or sweep_stages(graph, mesh, cluster, lighter, asked, budget)[1]
+            found = found or sweep_stages(model, mesh, cluster, lighter, asked, budget)
         points = _worth_searching(found, cutoff_s)
         if by_hand and not points:
             return None
-        candidates = []
-        if budget.is_spent and not number and recorded.least_ratio < 1:  # there is no time for plans that hardly fit
-            lower = replace(wishes, memory_limit_bytes=limit_bytes * recorded.least_ratio)
-            points = [point for point in points if max(point.rank_bytes) <= lower.memory_limit_bytes] or points
-            candidates = _candidates(model, points, graph, cluster, lower, budget)
-        candidates = candidates or _candidates(model, points, graph, cluster, within, budget)
+        candidates = _candidates(model, points, graph, cluster, within, budget)
         if not candidates and not number:
             break
         best = best_fitting(candidates, limit_bytes, predict and recorded)

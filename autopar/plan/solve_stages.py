@@ -316,8 +316,8 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 @dataclass(frozen=True, eq=False)
 class _Found:
     """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
-    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by hand; costs: of
-    the parts, or () if nobody asked."""
+    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by
+    hand; costs: of the parts, or () if nobody asked."""
 
     parts: tuple[tuple[Graph, Assignment], ...]
     cost_s: float

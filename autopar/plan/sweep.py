@@ -1,7 +1,7 @@
 """Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches, priced alike."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -71,6 +71,9 @@ class Staged:
         return ",".join(words)
 
 
+Profiled = tuple[HandPlan, Assignment, Blocks]
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be recomputed."""
@@ -82,6 +85,7 @@ class Model:
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
     of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
+    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)  # those made so far, which no memory limit changes
 
     @property
     def num_samples(self) -> int:
@@ -212,10 +216,17 @@ def _on(
 
 def profiled(
     model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
-) -> Iterator[tuple[HandPlan, Assignment, Blocks]]:
+) -> list[Profiled]:
     """The plans as assignments of the outline's short graph, and what each block of the whole model costs under them."""
-    if not plans:
-        return
+    key = plans, num, mesh, cluster.to_json(), training
+    if key not in model.profiles:
+        model.profiles[key] = list(_profiled(model, outline, plans, num, mesh, cluster, training)) if plans else []
+    return model.profiles[key]
+
+
+def _profiled(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> Iterator[Profiled]:
     short = outline.short
     candidates = annotate(short.graph, mesh, short.folded)
     index = _index(model, short)

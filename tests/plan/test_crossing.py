@@ -16,7 +16,7 @@ from autopar.models import build_model
 from autopar.plan.budget import Budget
 from autopar.plan.crossing import _WORTH, _alike, _Pipeline, _values, choose_crossing
 from autopar.plan.cut_as import Cut, crossing_layouts, cut_as
-from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
+from autopar.plan.in_stages import Asked, model_in_stages, plan_in_stages, sweep_stages
 from autopar.plan.setting import Wishes
 from autopar.plan.sweep import Staged
 from autopar.sbp.annotate import even_layouts
@@ -46,7 +46,8 @@ def graphs() -> dict[str, Graph]:
 
 
 def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
-    model, found = sweep_stages(graph, parse_mesh(mesh), cluster, WISHES, ASKED, Budget.of())
+    model = model_in_stages(graph, ASKED)
+    found = sweep_stages(model, parse_mesh(mesh), cluster, WISHES, ASKED, Budget.of())
     return cut_as(model, found[0]), found[0]
 
 

@@ -20,7 +20,7 @@ from autopar.models import build_model
 from autopar.plan.budget import Budget
 from autopar.plan.choose import choose_plan
 from autopar.plan.cut_as import crossing_layouts, cut_as, restricted
-from autopar.plan.in_stages import Asked, plan_in_stages, sweep_stages
+from autopar.plan.in_stages import Asked, model_in_stages, plan_in_stages, sweep_stages
 from autopar.plan.plan import Plan, plan_of
 from autopar.plan.setting import Wishes
 from autopar.plan.staged import StagedPlan, loads
@@ -42,7 +42,8 @@ def wishes(limit: float = float("inf")) -> Wishes:
 
 
 def points(graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: Asked | None = None) -> tuple[Model, list[Staged]]:
-    return sweep_stages(graph, mesh, V100, wishes(limit), asked or Asked(), Budget.of())
+    model = model_in_stages(graph, asked or Asked())
+    return model, sweep_stages(model, mesh, V100, wishes(limit), asked or Asked(), Budget.of())
 
 
 def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
