@@ -23,6 +23,7 @@ from autopar.plan.setting import Setting, Wishes
 from autopar.plan.solve_mesh import ANY, Solved, solve_mesh
 from autopar.plan.tuned import Tried, Tuned, tuned
 from autopar.plan.unfolded import bound_unfolded
+from autopar.search.deadline import NEVER
 
 # An open mesh is searched on so many meshes at most.
 _MOST_MESHES = 4
@@ -87,11 +88,15 @@ def _solve_all(
     if wishes.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
     limit, training = wishes.memory_limit_bytes, wishes.training
+    has_other = to_beat_s < math.inf  # a plan, which is returned where none is found here
+    deadline = budget.deadline if has_other else NEVER
     by_hand = budget.run(
-        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training)
+        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline)
     )
     if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
         raise InfeasibleError(f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here")
+    if budget.is_spent and by_hand.best is None and has_other:
+        raise InfeasibleError(f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched")
     if budget.is_spent and by_hand.best is not None:
         return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, training)}
     found: dict[Mesh, Solved] = {}

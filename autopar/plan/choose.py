@@ -25,7 +25,7 @@ _FREE = 0.1
 # Stages and microbatches change the training loop: they are chosen where they gain more than this part of a step.
 _WORTH = 0.05
 # Of the time that is left: for stages on an open mesh, and for plans without stages on a mesh that is given.
-_SHARE_OF_STAGES, _SHARE_OF_WHOLE = 0.5, 0.75
+_SHARE_OF_STAGES, _SHARE_OF_WHOLE = 0.75, 0.75
 # Of the time of a plan: for its first search; the rest is for others, if it does not fit.
 _SHARE_OF_FIRST = 0.5
 

@@ -36,7 +36,7 @@ _NEARLY = 1.25
 # Points by hand that a plan shows.
 _MOST_SHOWN = 8
 # Of the time that is left: for the sweep, and for the search of a point.
-_SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.5
+_SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.9
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
 # Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor; after the

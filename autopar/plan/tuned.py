@@ -17,6 +17,7 @@ from autopar.plan.store import HandCosts
 from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.signature import Candidates
+from autopar.search.deadline import NEVER, Deadline
 from autopar.search.table import cost_of, memory_of
 
 
@@ -48,16 +49,20 @@ def tuned(
     memory_limit_bytes: float = math.inf,
     training: Training = WHOLE_BATCH,
     kinds: tuple[str, ...] = ("data", "tensor"),
+    deadline: Deadline = NEVER,
 ) -> Tuned:
     """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each factorisation
     into dp x tp (tp inner).
 
-    `kinds`: "data" for those that split the batch alone, "tensor" for the others. MeshError if the devices do not fit the cluster.
+    `kinds`: "data" for those that split the batch alone, "tensor" for the others. After `deadline` no other factorisation is tried.
+    MeshError if the devices do not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
     outline = outlined(graph, folded)
     found: dict[tuple[Mesh, HandPlan], tuple[Tried, Assignment]] = {}
     for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
+        if found and deadline.is_past:
+            break
         choices = _plans(grid) if isinstance(mesh, Mesh) else _plans_by_name(grid)
         plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
         for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
