@@ -139,7 +139,7 @@ class Solver:
         failure: InfeasibleError | None = None
         pressure = _pressure((one.wishes.training for one in stages), self.limit_bytes)
         for asked in self._ways(stages):
-            if self.budget.is_spent and (best or failure or not self.is_pinned):
+            if self.is_late or (self.budget.is_spent and (best or failure)):
                 break
             is_last_resort = all(len(one.wishes.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
@@ -150,6 +150,8 @@ class Solver:
             if best is not None and free.cost_s >= best.cost_s:
                 continue
             free, found = self._priced(free, asked), None
+            if self.is_late and not self._fits(free):
+                break
             if not is_hopeless:
                 try:
                     found = self._saving(asked, free, pressure)
@@ -167,9 +169,9 @@ class Solver:
         return best
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether parameters are to be stored in a layout that the plan by hand may not have."""
-        return bool(self.wishes.pins or self.wishes.stored or self.tied)
+    def is_late(self) -> bool:
+        """Whether the plan by hand is to do, since the budget is spent: unless parameters are stored in layouts that it may not have."""
+        return self.budget.is_spent and not (self.wishes.pins or self.wishes.stored or self.tied)
 
     def _as_written(self, stages: Stages) -> "_Found | None":
         """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,
@@ -233,6 +235,8 @@ class Solver:
         best = self._filled([free, *known], stages)
         near = (pressure / _LITTLE_TIGHTER, _LITTLE_TIGHTER * pressure)
         if best is None or not (best.cost_s <= _NEARLY * free.cost_s or any(near[0] <= one.pressure <= near[1] for one in known)):
+            if self.is_late:
+                return best
             try:
                 known.append(self._search(stages, self.limit_bytes, pressure, is_on_host=True))
             except InfeasibleError:
