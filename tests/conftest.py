@@ -10,17 +10,19 @@ from tests.workers import Ranks
 
 torch.set_num_threads(1)
 
-# Tests, or single cases of them, that `make test` leaves to `make test-more`, a line each, by measured times.
-THOROUGH = Path(__file__).with_name("thorough.txt")
+# Tests, or single cases of them, that `make test` leaves to `make test-more`, and that this leaves to `make test-full`, a line each, by
+# measured times.
+THOROUGH, LONG = (Path(__file__).with_name(name) for name in ("thorough.txt", "long.txt"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark those of `thorough.txt`."""
-    listed = set(THOROUGH.read_text().splitlines())
-    for item in items:
-        if item.nodeid in listed or item.nodeid.split("[")[0] in listed:
-            item.add_marker("thorough")
+    """Mark those of `thorough.txt` and of `long.txt`."""
+    for path, mark in ((THOROUGH, "thorough"), (LONG, "slow")):
+        listed = set(path.read_text().splitlines())
+        for item in items:
+            if item.nodeid in listed or item.nodeid.split("[")[0] in listed:
+                item.add_marker(mark)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from types import FunctionType
 import pytest
 
 import autopar
-from tests.conftest import THOROUGH
+from tests.conftest import LONG, THOROUGH
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "autopar").rglob("*.py"))
@@ -137,10 +137,11 @@ def test_words(path):
     assert not REGISTRY_HOST.search(text), f"{path}: names a package registry"
 
 
-def test_every_test_that_is_named_as_thorough_is_there() -> None:
-    for line in THOROUGH.read_text().splitlines():
+@pytest.mark.parametrize("listing", [THOROUGH, LONG], ids=lambda path: path.stem)
+def test_every_test_that_is_named_as_thorough_or_long_is_there(listing: Path) -> None:
+    for line in listing.read_text().splitlines():
         path, name = line.split("[")[0].split("::")
-        assert name in {function.name for function in functions(ROOT / path)}, f"{THOROUGH}: {line} is no test"
+        assert name in {function.name for function in functions(ROOT / path)}, f"{listing}: {line} is no test"
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
