@@ -14,21 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.codegen.agree import agreed_graph, check_same, on_every_rank, on_first_rank
-from autopar.codegen.groups import with_axis_names
-from autopar.codegen.module import ShardedModule, shard_module
-from autopar.codegen.peak import rank_peaks
-from autopar.costmodel.cluster import Cluster, load_cluster
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
-from autopar.ir.skeleton import skeleton
-from autopar.ir.trace_loss import LossFunction, traced
+from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
-from autopar.plan import staged, store
-from autopar.plan.choose import choose_plan
-from autopar.plan.plan import Plan
-from autopar.plan.schedule import NAMES as SCHEDULES
-from autopar.plan.staged import StagedPlan
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.choose import choose_plan
+from autopar.plans import serialise, staged_plan
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.process_groups import with_axis_names
+from autopar.runtime.rank_agreement import agreed_graph, check_same, on_every_rank, on_first_rank
+from autopar.runtime.sharded_module import ShardedModule, shard_module
+from autopar.schedule.orders import NAMES as SCHEDULES
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
@@ -125,14 +125,14 @@ class _Planner:
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
             text, is_own = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps()), True
-        return on_every_rank(self.mesh, "reading the plan", lambda: staged.loads(text, graph, mesh_of(self.mesh), is_own=is_own))
+        return on_every_rank(self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own))
 
     def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else dict(self.wishes)
         wishes["trains"] = trains
         if self.given is None:
             return _planned(graph, mesh_of(self.mesh), self.cluster, wishes)
-        cluster, asked = staged.made_for(self.given)  # new shapes are planned for what the given plan was made for
+        cluster, asked = staged_plan.made_for(self.given)  # new shapes are planned for what the given plan was made for
         return _planned(graph, mesh_of(self.mesh), cluster, wishes | asked)
 
 
@@ -143,16 +143,16 @@ def _settled(
     """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
     flat = _device_mesh((devices.num_devices,))
     if plan is not None:
-        return on_every_rank(flat, "reading the plan", lambda: staged.mesh_in(_text_of(plan))), plan
+        return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
     found = _cluster(cluster, flat.device_type)
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, wishes).dumps())
-    plan = on_every_rank(flat, "reading the plan", lambda: staged.loads(text, graph, devices, is_own=True))
+    plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(text, graph, devices, is_own=True))
     return plan.mesh, plan
 
 
 def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
-    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else store.read(plan)
+    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
 
 
 def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan | StagedPlan:

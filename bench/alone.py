@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.search.bounds.lagrange import by_elimination, by_messages, maximise, memory_only
+from autopar.search.bounds.squeeze_state import cheapest, trivial_bound
+from autopar.search.bounds.trws import pass_messages
+from autopar.search.coordinate_descent import descend, landscape, own_starts
+from autopar.search.cp_sat.refine import refine
 from autopar.search.deadline import Deadline
-from autopar.search.descent import descend, landscape, own_starts
-from autopar.search.eliminate import Limits, elimination_order
-from autopar.search.lagrange import by_elimination, by_messages, maximise, memory_only
-from autopar.search.messages import pass_messages
-from autopar.search.refine import refine
+from autopar.search.min_plus.eliminate import Limits, elimination_order
 from autopar.search.solve import solve
-from autopar.search.squeezed import cheapest, trivial_bound
 from autopar.search.table import CostTable, cost_of, memory_of
 from bench.problem import Problem
 

@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from autopar.codegen.peak import rank_peaks
-from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
-from autopar.ir.cut import StageGraph
-from autopar.ir.fold import fold
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
-from autopar.ir.loss_only import loss_only
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Devices, Mesh
-from autopar.plan.cut_as import Cut, crossing_layouts, cut_as, restricted
-from autopar.plan.plan import plan_of
-from autopar.plan.staged import PIPELINE, StagedPlan
-from autopar.plan.sweep import Model, Staged, grids, in_flight, model_of, waiting
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as, restricted
+from autopar.planner.pipeline.sweep import Model, Staged, grids, in_flight, model_of, waiting
+from autopar.plans.plan import plan_of
+from autopar.plans.staged_plan import PIPELINE, StagedPlan
 from bench.every_stage import Written, every_plan
 
 # Tensors are split within so many nodes.

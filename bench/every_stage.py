@@ -7,15 +7,15 @@ from itertools import chain, combinations
 
 import numpy as np
 
-from autopar.costmodel.hardware import Cluster
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
-from autopar.costmodel.transfer import transfer
 from autopar.mesh import Mesh
-from autopar.plan.hand import HandPlan, format_hand_plan
-from autopar.plan.partition import Blocks, Partition, partition
-from autopar.plan.schedule import Schedule, can_run
-from autopar.plan.sweep import Model, Staged, as_run, in_flight, profiled, rank_bytes, time_of, waiting
+from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
+from autopar.planner.pipeline.partition import Blocks, Partition, partition
+from autopar.planner.pipeline.sweep import Model, Staged, as_run, in_flight, profiled, rank_bytes, time_of, waiting
 from autopar.sbp.assignment import Assignment
+from autopar.schedule.orders import Schedule, can_run
 
 CUTS = ("even", "balanced")
 RECOMPUTED = ("none", "all", "fewest")

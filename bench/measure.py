@@ -13,20 +13,20 @@ from time import monotonic, process_time
 from typing import Any, TypeVar
 
 import autopar
-from autopar.codegen.peak import rank_peaks
-from autopar.costmodel.cluster import Cluster, load_cluster
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import WHOLE_BATCH
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh, as_mesh, parse_mesh
-from autopar.plan.assemble import make_plan
-from autopar.plan.budget import Budget
-from autopar.plan.choose import choose_plan
-from autopar.plan.plan import Plan
-from autopar.plan.setting import Wishes
-from autopar.plan.solve_mesh import solve_mesh
-from autopar.plan.staged import StagedPlan
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.budget import Budget
+from autopar.planner.choose import choose_plan
+from autopar.planner.layouts.search_mesh import solve_mesh
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.problem import Wishes
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
 from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
 from bench.alone import PARTS, binding_limit

@@ -14,22 +14,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.module import run
-from autopar.codegen.peak import Peak, predict_peak
-from autopar.codegen.step import close_step, open_step
-from autopar.costmodel.cluster import load_cluster
-from autopar.costmodel.recomputable import recomputable
-from autopar.costmodel.storages import count_storages
+from autopar.costmodel.activations.count_storages import count_storages
+from autopar.costmodel.activations.recomputable import recomputable
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
-from autopar.ir.fold import fold
-from autopar.ir.skeleton import skeleton
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
-from autopar.plan.assemble import make_plan
-from autopar.plan.budget import Budget
-from autopar.plan.hand import hand_plan, parse_hand_plan
-from autopar.plan.plan import Plan, plan_of
-from autopar.sbp.annotate import annotate
+from autopar.peak_memory.predict import Peak, predict_peak
+from autopar.planner.budget import Budget
+from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.plans.plan import Plan, plan_of
+from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.sharded_module import run
+from autopar.sbp.candidates import annotate
 from bench.memory_stages import KINDS as MESHES_AND_SCHEDULES
 from bench.memory_stages import RANKS, measure_stages, stages_name
 from bench.memory_stages import TEXT as STAGES_TEXT
@@ -37,8 +37,8 @@ from bench.memory_stages import table_row as stages_row
 from bench.report import Cells, Table, add
 from bench.report import Row as Saved
 from bench.rows import parser, selected
-from tests.codegen.split import load_program, microbatch
-from tests.codegen.staged import Sample
+from tests.runtime.split import load_program, microbatch
+from tests.runtime.staged import Sample
 from tests.workers import Ranks, device_mesh
 from tests.zoo import Case
 
@@ -51,7 +51,7 @@ TEXT = """Tensors are counted, storage by storage, on CPU: nothing was measured 
 takes besides is not in it. Most bytes that a rank has allocated at one time in a step, among them its parts of
 parameters, gradients and AdamW's state, and the whole batch. Measured on 4 gloo ranks, every allocation counted,
 once there is optimizer state: of each phase the least of 3 steps, for gloo's threads let go of some buffers a
-moment late; of the ranks the one that has most. Predicted: `codegen.peak`, without data or ranks; the phase is
+moment late; of the ranks the one that has most. Predicted: `peak_memory.predict`, without data or ranks; the phase is
 that of the step in which it expects the peak. The search's estimate is a sum over choices: gradients count as if
 they were all there while all activations are, and what is made for a moment does not. "searched" is under a memory
 limit of 0.8 of what the fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches"

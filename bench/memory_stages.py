@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.peak import Peak, predict_peaks
-from autopar.codegen.pipeline_stage import RunningStage
-from autopar.codegen.train import Trainer
-from autopar.costmodel.cluster import load_cluster
-from autopar.costmodel.recomputable import recomputable
-from autopar.costmodel.storages import Storages, count_storages
+from autopar.costmodel.activations.count_storages import Storages, count_storages
+from autopar.costmodel.activations.recomputable import recomputable
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
-from autopar.ir.fold import fold
-from autopar.ir.skeleton import skeleton
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
 from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
-from autopar.plan.choose import choose_plan
-from autopar.plan.plan import plan_of
-from autopar.plan.staged import StagedPlan
+from autopar.peak_memory.predict import Peak, predict_peaks
+from autopar.planner.choose import choose_plan
+from autopar.plans.plan import plan_of
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.torch_stage import RunningStage
+from autopar.runtime.pipeline.trainer import Trainer
 from bench.report import Row
-from tests.codegen.staged import Sample, under
+from tests.runtime.staged import Sample, under
 from tests.workers import Ranks
 
 NUM_STEPS = 3

@@ -23,11 +23,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.codegen.pipeline_stage import LocalStage, Wire, Work
-from autopar.codegen.stages import StageRunner, measured_timeline
-from autopar.plan.schedule import Schedule
-from autopar.plan.simulate import StageTimes, simulate
-from autopar.plan.timeline import Timeline
+from autopar.runtime.pipeline.run_schedule import StageRunner, measured_timeline
+from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import StageTimes, simulate
+from autopar.schedule.timeline import Timeline
 from bench.models import WORKLOADS
 from bench.report import Cells, Row, Table, add
 from bench.rows import parser, selected

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from autopar.costmodel.cluster import load_cluster
-from autopar.costmodel.decode import encode
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.price import price
-from autopar.ir.fold import fold
+from autopar.costmodel.pricing.encode_decode import encode
+from autopar.costmodel.pricing.price import price
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
+from autopar.ir.folding.segments import ends_apart, segmented
 from autopar.ir.graph import Graph
-from autopar.ir.segment import ends_apart, segmented
-from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
-from autopar.models import Example, build_model
-from autopar.plan.hand import hand_plans
-from autopar.sbp.annotate import annotate
+from autopar.models.catalogue import Example, build_model
+from autopar.planner.handwritten.hand_plan import hand_plans
+from autopar.sbp.candidates import annotate
 from autopar.search.table import CostTable
 from bench.suite import Case
 

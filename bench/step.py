@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.codegen.count import count_collectives
+from autopar.verify.count_collectives import count_collectives
 from bench.models import WORKLOADS, Workload
 from bench.report import Cells, Row, Table, add
 from bench.rows import parser, selected

@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
-from autopar.codegen.count import count_collectives
 from autopar.mesh import parse_mesh
 from autopar.sbp.redistribute import Collective
+from autopar.verify.count_collectives import count_collectives
 
 TOLERANCE = 1e-3
 LEARNING_RATE = 3e-4

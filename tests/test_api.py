@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from tests.workers import Ranks, device_mesh
 from tests.zoo import MLP, build
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PUBLIC_NAMES = {"compile", "plan"}
 
 FILE_CAP, FILE_MEDIAN = 400, 150
+FOLDER_CAP, LARGE_FOLDERS = 14, {"sbp/rules"}  # a file for each family of ops
 FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
 VAGUE = {"helper", "helpers", "info", "mgr", "misc", "tmp", "util", "utils"}
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|raise NotImplemented" + r"Error")
@@ -90,7 +92,7 @@ def test_public_names():
 
 
 def test_plan_is_the_function_and_not_the_package_of_that_name():
-    importlib.import_module("autopar.plan.plan")
+    importlib.import_module("autopar.plans.plan")
     assert isinstance(autopar.plan, FunctionType)
 
 
@@ -108,6 +110,13 @@ def test_files_and_functions_stay_small(path):
     assert len(path.read_text().splitlines()) <= FILE_CAP
     long = [f"{node.name} ({length(node)})" for node in functions(path) if length(node) > FUNCTION_CAP]
     assert not long, f"{path}: longer than {FUNCTION_CAP} lines: {', '.join(long)}"
+
+
+def test_folders_stay_small_and_names_say_which_module_is_meant():
+    modules = [path.relative_to(ROOT / "autopar") for path in PACKAGE if not path.stem.startswith("__")]
+    folders = Counter(str(path.parent) for path in modules)
+    assert not {name: count for name, count in folders.items() if count > FOLDER_CAP and name not in LARGE_FOLDERS}
+    assert not [name for name, count in Counter(path.stem for path in modules).items() if count > 1]
 
 
 def test_typical_sizes():

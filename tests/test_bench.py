@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 import autopar
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import WHOLE_BATCH
 from autopar.mesh import as_mesh
 from bench import by_hand, measure, report, scaling, search, spawn

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.hardware import Cluster, LinkLevel
-from autopar.ir.fold import fold
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
-from autopar.plan.assemble import make_plan
-from autopar.plan.hand import HandPlan
-from autopar.plan.plan import Plan
-from autopar.plan.store import HandCosts
-from autopar.plan.tuned import Tried, tuned
+from autopar.planner.handwritten.hand_plan import HandPlan
+from autopar.planner.handwritten.tune import Tried, tuned
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.plans.plan import Plan
+from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy

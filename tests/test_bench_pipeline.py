@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.plan.schedule import Schedule
-from autopar.plan.simulate import StageTimes, simulate
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import StageTimes, simulate
 from bench import pipeline, report
 
 

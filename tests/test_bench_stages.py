@@ -2,12 +2,12 @@
 
 import pytest
 
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import WHOLE_BATCH
-from autopar.ir.fold import fold
-from autopar.ir.loss_only import loss_only
+from autopar.ir.folding.fold import fold
+from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Mesh
-from autopar.plan.sweep import grids, model_of, sweep
+from autopar.planner.pipeline.sweep import grids, model_of, sweep
 from bench.by_hand import NEAR, is_dear, plan_by_hand
 from bench.every_stage import every_plan
 from bench.problem import example_of, graph_of

@@ -11,7 +11,7 @@ import torch
 
 from autopar.cli import main
 from autopar.cli.main import parse_bytes
-from autopar.cli.verify import difference
+from autopar.verify.one_step import difference
 
 FILE = """
 import torch

@@ -10,9 +10,9 @@ import pytest
 from autopar.explain.report import report
 from autopar.explain.text import format_report
 from autopar.mesh import Mesh
-from autopar.plan.plan import plan_of
-from autopar.plan.store import HandCosts
-from tests.plan.cases import CPU, MESH, by_hand, hand_made, traced
+from autopar.plans.plan import plan_of
+from autopar.plans.serialise import HandCosts
+from tests.planner.cases import CPU, MESH, by_hand, hand_made, traced
 from tests.zoo import ZOO
 
 GOLDEN = """\

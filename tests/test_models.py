@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ir.skeleton import skeleton
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
-from autopar.models import MODELS, build_model
+from autopar.models.catalogue import MODELS, build_model
 
 # Published sizes in millions: the papers' tables, for the language models but Alpa's the released checkpoints.
 MILLIONS = {

@@ -24,7 +24,7 @@ GRACE_S = 5.0  # after the first failure: time for the other ranks to answer bef
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
 PRELOAD = [
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor", "torch.export", "autopar.codegen.train", "autopar.plan.choose", "tests.workers",
+    "torch.distributed.tensor", "torch.export", "autopar.runtime.pipeline.trainer", "autopar.planner.choose", "tests.workers",
     "transformers.integrations.moe", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5", "transformers.models.vit.modeling_vit",
 ]  # fmt: skip

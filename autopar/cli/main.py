@@ -10,32 +10,32 @@ from contextlib import contextmanager
 from rich.console import Console
 from torch import nn
 
-from autopar.cli.target import load_target
-from autopar.cli.verify import DTYPES, verify
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
-from autopar.codegen.peak import rank_peaks
-from autopar.costmodel.cluster import Cluster, load_cluster
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
-from autopar.ir.fold import fold
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
-from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_devices
-from autopar.models import MODELS, Example
-from autopar.plan import staged
-from autopar.plan.choose import choose_plan
-from autopar.plan.factorise import factorise
-from autopar.plan.hand import NO_STYLES, hand_plan, parse_hand_plan
-from autopar.plan.hf import hf_styles
-from autopar.plan.plan import Plan, plan_of
-from autopar.plan.schedule import NAMES as SCHEDULES
-from autopar.plan.staged import PIPELINE, StagedPlan
-from autopar.plan.staged_text import plan_json, plan_trace
-from autopar.plan.store import read, write
-from autopar.sbp.annotate import annotate
+from autopar.models.catalogue import MODELS, Example
+from autopar.models.target import load_target
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.choose import choose_plan
+from autopar.planner.handwritten.hand_plan import NO_STYLES, hand_plan, parse_hand_plan
+from autopar.planner.handwritten.hf_tp_plan import hf_styles
+from autopar.planner.layouts.mesh_shapes import factorise
+from autopar.plans import staged_plan
+from autopar.plans.plan import Plan, plan_of
+from autopar.plans.serialise import read, write
+from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.plans.staged_text import plan_json, plan_trace
+from autopar.sbp.candidates import annotate
+from autopar.schedule.orders import NAMES as SCHEDULES
+from autopar.verify.one_step import DTYPES, verify
 
 _TARGET = f"a built-in model ({', '.join(MODELS)}) or path.py:function, where function() returns (model, args, kwargs)"
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -156,7 +156,7 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
     tell("trace")
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
     if getattr(options, "plan", None):
-        return staged.loads(read(options.plan), graph, options.mesh)
+        return staged_plan.loads(read(options.plan), graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
         _check_whole(options)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from autopar.codegen.liveness import with_releases
 from autopar.codegen.program import (
     Again,
     AnyStep,
@@ -21,8 +22,7 @@ from autopar.codegen.program import (
     reads,
     writes,
 )  # fmt: skip
-from autopar.codegen.release import with_releases
-from autopar.costmodel.probe import footprint
+from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
 from autopar.mesh import Mesh

@@ -12,7 +12,7 @@ import torch
 
 from autopar.codegen.program import Variable
 from autopar.errors import AutoparError
-from autopar.ir.text import printable
+from autopar.ir.print_graph import printable
 from autopar.mesh import Mesh
 from autopar.sbp.placement import Placement
 

@@ -4,18 +4,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costmodel.collective import collective_time
-from autopar.costmodel.compute import local_shapes, op_time
-from autopar.costmodel.conversion import kept_bytes
-from autopar.costmodel.hardware import Cluster, check_mesh
-from autopar.costmodel.inner import inner_collectives
+from autopar.costmodel.activations.activation_offload import is_moved, movings
+from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
+from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, inside_shares, region_of_ops, savings
+from autopar.costmodel.activations.transients import largest_transient, transient_bytes
+from autopar.costmodel.cluster.hardware import Cluster, check_mesh
+from autopar.costmodel.collective_time import collective_time
+from autopar.costmodel.conversion_cost import kept_bytes
+from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
-from autopar.costmodel.moving import is_moved, movings
-from autopar.costmodel.on_host import brought_shares, moving_s, optimizer_bytes
-from autopar.costmodel.probe import Footprint, footprints
-from autopar.costmodel.saving import NOWHERE, Saving, inside_shares, region_of_ops, savings
+from autopar.costmodel.roofline import local_shapes, op_time
+from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.costmodel.transient import largest_transient, transient_bytes
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions

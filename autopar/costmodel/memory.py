@@ -3,9 +3,9 @@
 import math
 from functools import cache
 
-from autopar.costmodel.compute import weight_share
-from autopar.costmodel.hardware import Cluster
-from autopar.costmodel.probe import footprint, saved_by_local_op
+from autopar.costmodel.activations.autograd_footprint import footprint, saved_by_local_op
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.roofline import weight_share
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Input, Op
 from autopar.sbp.placement import I, Layout, local_shape
@@ -14,7 +14,7 @@ from autopar.sbp.signature import Strategy
 Shapes = tuple[tuple[int, ...], ...]
 
 # Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers, workspaces, what the
-# allocator cannot use between blocks. Tensors made for a moment are counted by `codegen.peak`. A round number, not measured.
+# allocator cannot use between blocks. Tensors made for a moment are counted by `peak_memory.predict`. A round number, not measured.
 SPARE_MEMORY = 0.1
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import Costs, PlannedCollective
-from autopar.costmodel.hardware import Cluster
 from autopar.costmodel.training import Training
-from autopar.ir.fold import Folded
+from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, short_dtype
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from tabulate import tabulate
 
 from autopar.explain.report import CollectiveRow, InputRow, OpRow, Report
-from autopar.ir.text import printable
+from autopar.ir.print_graph import printable
 
 MOST_UNDIVIDED = 20  # lines; the JSON has them all
 FROM_FILE = "Taken from the plan's file"

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import nn
 
-from autopar.ir.convert import Region, convert_region
-from autopar.ir.emitter import Emitter, Origin
-from autopar.ir.expand import expander
-from autopar.ir.functionalise import View, read
+from autopar.ir.export.from_fx import Region, convert_region
+from autopar.ir.export.functionalise import View, read
+from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.graph import Graph
-from autopar.ir.inputs import flat_arguments, read_placeholders
-from autopar.ir.normalise import normalise
-from autopar.ir.outline import Outline, export_outline
+from autopar.ir.outline.export_once import Outline, export_outline
+from autopar.ir.outline.inline_bodies import expander
+from autopar.ir.passes.normalise import normalise
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import to_graph
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.errors import PinError
-from autopar.ir.fold import Folded
+from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, format_layout, is_even, parse_layout

@@ -5,15 +5,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.search.bound import squeeze
-from autopar.search.check import checked
-from autopar.search.close import close
-from autopar.search.combine import combine
-from autopar.search.core import core
+from autopar.search.bounds.close_gap import close
+from autopar.search.bounds.combine import combine
+from autopar.search.bounds.squeeze import squeeze
+from autopar.search.bounds.squeeze_state import Squeezed, cheapest, is_solved, num_entries, proven, trivial_bound
+from autopar.search.check_table import checked
+from autopar.search.coordinate_descent import descend, landscape, own_starts
+from autopar.search.cp_sat.refine import WORKER, refine
 from autopar.search.deadline import NEVER, Deadline
-from autopar.search.descent import descend, landscape, own_starts
-from autopar.search.refine import WORKER, refine
-from autopar.search.squeezed import Squeezed, cheapest, is_solved, num_entries, proven, trivial_bound
+from autopar.search.min_plus.sparse_core import core
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
 # What one elimination may take: about a twentieth of the time limit, at 2e9 additions a second, and no more than half a second.

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from autopar.codegen.peak import rank_peaks
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices
-from autopar.plan.choose import choose_plan
-from autopar.plan.plan import Plan
-from autopar.plan.staged import StagedPlan
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.choose import choose_plan
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
 from bench.models import GPT
 from bench.papers.compare import traced
 from bench.papers.section import Paper, table

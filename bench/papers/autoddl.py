@@ -8,13 +8,13 @@ from itertools import product
 
 import torch
 
-from autopar.costmodel.cluster import Cluster, load_cluster
-from autopar.costmodel.hardware import LinkLevel
-from autopar.costmodel.presets import NETWORK_LATENCY_S
+from autopar.costmodel.cluster.hardware import LinkLevel
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
+from autopar.costmodel.cluster.presets import NETWORK_LATENCY_S
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
-from autopar.plan.plan import Plan
-from autopar.vision import Classifier, vgg13
+from autopar.models.vision import Classifier, vgg13
+from autopar.plans.plan import Plan
 from bench.models import GPT
 from bench.papers.compare import compare, traced
 from bench.papers.grid import bytes_by_layer, grid_of, linear_ops, shape_of

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from autopar.costmodel.cluster import Cluster
-from autopar.ir.fold import fold
+from autopar.costmodel.cluster.load_cluster import Cluster
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
-from autopar.ir.skeleton import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import Devices
-from autopar.plan.assemble import make_plan
-from autopar.plan.budget import Budget
-from autopar.plan.plan import Plan
-from autopar.plan.tuned import Tried, tuned
+from autopar.planner.budget import Budget
+from autopar.planner.handwritten.tune import Tried, tuned
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
-from autopar.plan.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.sbp.assignment import Conversion, conversions, uses_of
 from autopar.sbp.placement import S
 from autopar.sbp.redistribute import Collective, collectives_of, redistribute

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 import autopar
-from autopar.models import build_model
+from autopar.models.catalogue import build_model
 from bench.papers.section import Paper, table
 from bench.report import Row
 

@@ -6,12 +6,12 @@ from itertools import product
 
 import torch
 
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph, Op
-from autopar.plan.plan import Plan
+from autopar.models.vision import Classifier, resnet50
+from autopar.plans.plan import Plan
 from autopar.sbp.placement import format_layout
-from autopar.vision import Classifier, resnet50
 from bench.papers.compare import compare, traced
 from bench.papers.section import Paper, table
 from bench.report import Row

@@ -13,14 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autopar.codegen.emit import emit
-from autopar.codegen.load import compile_source, namespace
 from autopar.codegen.lower import lower
 from autopar.codegen.names import axis_names, code, variable
 from autopar.codegen.program import Program
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from tests.plan.cases import by_hand, traced
+from autopar.runtime.load_program import compile_source, namespace
+from tests.planner.cases import by_hand, traced
 
 CODE = "self.ran.append(1)"
 HARMLESS = Mesh((2, 2), ("dp", "tp"))

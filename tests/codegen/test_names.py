@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.codegen.count import count_collectives
+from autopar.verify.count_collectives import count_collectives
 from tests.workers import Ranks, device_mesh
 
 MODULES = ("a\nraise SystemExit", "class", "print", "None", "a-b", "a_b", "axis_dp", "x1@2", "\x1b[2J")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.fold import Folded
+from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Slot, Value
 
 

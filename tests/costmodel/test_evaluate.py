@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import Costs, evaluate
-from autopar.costmodel.presets import PRESETS
 from autopar.costmodel.training import Training
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.mesh import parse_mesh
-from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import I, R, S
 from autopar.sbp.signature import Signature, Strategy
 from tests.costmodel.build import layer_stack

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.costmodel.cluster import load_cluster
+from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
-from autopar.ir.fold import fold
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
-from autopar.plan.hand import hand_plan, parse_hand_plan
-from autopar.sbp.annotate import annotate
+from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
+from autopar.sbp.candidates import annotate
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS = 2048, 51200, 1536, 16, 16
 

@@ -5,16 +5,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes
-from autopar.costmodel.presets import PRESETS
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
-from autopar.sbp.annotate import annotate
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.collectives import Axis
+from autopar.sbp.candidates import annotate
+from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, S
 from autopar.sbp.signature import Signature, Strategy

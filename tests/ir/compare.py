@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph, Value
-from autopar.ir.inputs import flat_arguments
-from autopar.ir.run import run
+from autopar.ir.run_graph import run
 
 
 def bindings(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """A model exported in parts beside the same model exported as a whole."""
 
-from autopar.ir.capture import export
-from autopar.ir.outline import Outline, export_outline
-from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.export.run_export import export
+from autopar.ir.outline.export_once import Outline, export_outline
+from autopar.ir.print_graph import fingerprint, format_graph
 from autopar.ir.trace import outline_to_graph
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.ir.text import fingerprint, format_graph
+from autopar.ir.print_graph import fingerprint, format_graph
 from autopar.ir.trace import trace
 from tests import zoo
 from tests.ir.compare import assert_same_as_model

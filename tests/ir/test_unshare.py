@@ -8,8 +8,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.ir.skeleton import skeleton
-from tests.codegen.test_sharing import Block, Called, build
+from autopar.ir.export.meta_copy import skeleton
+from tests.runtime.test_sharing import Block, Called, build
 from tests.zoo import HIDDEN
 
 

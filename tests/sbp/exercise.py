@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup  # the ranks of tests/sbp/simulate.py
 
 from autopar.ir.graph import Op
-from autopar.sbp.annotate import signatures_of, strategies_of
+from autopar.sbp.candidates import signatures_of, strategies_of
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Signature, Strategy

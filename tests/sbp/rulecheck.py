@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Op, Slot, Value, resolve
-from autopar.sbp.annotate import signatures_of
-from autopar.sbp.collectives import Axis, dual
+from autopar.sbp.candidates import signatures_of
+from autopar.sbp.convert import Axis, dual
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import is_even
 from autopar.sbp.signature import Signature, Strategy

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded  # ranks as threads, for tests only
 
-from autopar.sbp.collectives import Axis, joint_axis
+from autopar.sbp.convert import Axis, joint_axis
 from autopar.sbp.placement import Layout, Placement
 
 Coordinate = tuple[int, ...]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.sbp.annotate import strategies_of
+from autopar.sbp.candidates import strategies_of
 from autopar.sbp.rules.conv import RULES
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import strategies_of
+from autopar.sbp.candidates import strategies_of
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import I, S
 from autopar.sbp.rules import index

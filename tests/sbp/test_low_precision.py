@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.local_ops.norm import rms_norm
+from autopar.sbp.local_ops.local_norm import rms_norm
 from tests.sbp import rulecheck
 from tests.sbp.exercise import exercise
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import signatures_of, strategies_of
+from autopar.sbp.candidates import signatures_of, strategies_of
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op
 

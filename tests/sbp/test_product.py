@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import signatures_of, strategies_of
-from autopar.sbp.rules.product import RULES, parse_equation
+from autopar.sbp.candidates import signatures_of, strategies_of
+from autopar.sbp.rules.matmul import RULES, parse_equation
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op
 

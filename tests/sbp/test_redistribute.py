@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from autopar.sbp.collectives import dual
+from autopar.sbp.convert import dual
 from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
 from autopar.sbp.redistribute import CONVERSIONS, Collective, Step, collectives_of, redistribute
 from tests.sbp.simulate import Coordinate, Parts, cut, join

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import strategies_of
+from autopar.sbp.candidates import strategies_of
 from tests.sbp.rulecheck import check_strategy, make_op, offered
 from tests.sbp.samples import f64, ints, mask
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.sbp.annotate import strategies_of
+from autopar.sbp.candidates import strategies_of
 from autopar.sbp.local_ops import LOCAL_OPS
 from tests.sbp.exercise import check, f64
 from tests.sbp.rulecheck import make_op

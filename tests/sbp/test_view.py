@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.sbp.annotate import strategies_of
+from autopar.sbp.candidates import strategies_of
 from autopar.sbp.rules import cast, view
 from autopar.sbp.rules.view import dim_groups
 from tests.sbp.rulecheck import check_rule, check_strategy, make_op, offered

@@ -1,6 +1,6 @@
 """The truth about chains of blocks: all copies written out."""
 
-from autopar.search.chain import Chains
+from autopar.search.min_plus.repeat_power import Chains
 from autopar.search.table import CostTable, Edge, Node
 
 

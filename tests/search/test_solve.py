@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.search.bound import squeeze
-from autopar.search.check import checked
+from autopar.search.bounds.lagrange import least_memory
+from autopar.search.bounds.squeeze import squeeze
+from autopar.search.check_table import checked
 from autopar.search.deadline import NEVER, Deadline
-from autopar.search.eliminate import Limits, elimination_order
-from autopar.search.lagrange import least_memory
+from autopar.search.min_plus.eliminate import Limits, elimination_order
 from autopar.search.solve import solve
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables

@@ -1,1 +1,1 @@
-"""Passes: Graph -> Graph, each valid in, valid out; their order is in ir/normalise.py."""
+"""Passes: Graph -> Graph, each valid in, valid out; their order is in ir/passes/normalise.py."""

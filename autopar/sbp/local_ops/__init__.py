@@ -2,17 +2,27 @@
 
 from collections.abc import Mapping
 
-from autopar.sbp.local_ops import attention, conv, cross_entropy, embedding, grouped, loss, norm, reduce, softmax
+from autopar.sbp.local_ops import (
+    cross_entropy,
+    grouped_mm,
+    local_attention,
+    local_conv,
+    local_embedding,
+    local_loss,
+    local_norm,
+    local_softmax,
+    mean,
+)
 from autopar.sbp.local_ops.local_op import LocalOp
 
 LOCAL_OPS: Mapping[str, LocalOp] = {
-    **attention.LOCAL_OPS,
-    **conv.LOCAL_OPS,
+    **local_attention.LOCAL_OPS,
+    **local_conv.LOCAL_OPS,
     **cross_entropy.LOCAL_OPS,
-    **embedding.LOCAL_OPS,
-    **grouped.LOCAL_OPS,
-    **loss.LOCAL_OPS,
-    **norm.LOCAL_OPS,
-    **reduce.LOCAL_OPS,
-    **softmax.LOCAL_OPS,
+    **local_embedding.LOCAL_OPS,
+    **grouped_mm.LOCAL_OPS,
+    **local_loss.LOCAL_OPS,
+    **local_norm.LOCAL_OPS,
+    **mean.LOCAL_OPS,
+    **local_softmax.LOCAL_OPS,
 }

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.collectives import Axis, all_reduce
-from autopar.sbp.local_ops.arguments import local_input_shape, num_ranks, rank_index, role_axes, sum_dtype
+from autopar.sbp.convert import Axis, all_reduce
+from autopar.sbp.local_ops._arguments import local_input_shape, num_ranks, rank_index, role_axes, sum_dtype
+from autopar.sbp.local_ops._reductions import max_over, sum_over
 from autopar.sbp.local_ops.local_op import LocalOp
-from autopar.sbp.local_ops.reductions import max_over, sum_over
 from autopar.sbp.placement import I
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Strategy

@@ -11,10 +11,10 @@ from autopar.sbp.rules import (
     embedding,
     index,
     loss,
+    matmul,
     norm,
     pointwise,
     pool,
-    product,
     random,
     recurrent,
     reduce,
@@ -25,7 +25,7 @@ from autopar.sbp.signature import Signature
 
 _FAMILIES = (
     *(pointwise, cast, view, reduce, index, create),
-    *(product, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
+    *(matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.ir.graph import Op
 from autopar.sbp.placement import I, P, S
-from autopar.sbp.rules.dims import carry, keeps_sums
+from autopar.sbp.rules._dims import carry, keeps_sums
 from autopar.sbp.signature import Signature
 
 

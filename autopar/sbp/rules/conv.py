@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import S
-from autopar.sbp.rules.letters import Term, products
-from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.rules._einsum import Term, products
 from autopar.sbp.signature import Signature
 
 NAMES = ("input", "weight", "bias")

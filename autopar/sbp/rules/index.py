@@ -11,7 +11,7 @@ import torch
 
 from autopar.ir.graph import Op, Slot, arguments_of
 from autopar.sbp.placement import P, Placement, R, S
-from autopar.sbp.rules.dims import Shape, aligned, dim_of, other_dims
+from autopar.sbp.rules._dims import Shape, aligned, dim_of, other_dims
 from autopar.sbp.signature import Signature
 
 Rule = Callable[[Op], Iterable[Signature]]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import I, P, R, S
-from autopar.sbp.rules.letters import Term, broadcast_term, place
-from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.rules._einsum import Term, broadcast_term, place
 from autopar.sbp.signature import Signature
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's Reduction

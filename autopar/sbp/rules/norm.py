@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import I, R, S
-from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.rules._by_name import signature, tensor_of
 from autopar.sbp.signature import Signature
 
 CHANNELS = ("weight", "bias", "running_mean", "running_var")  # arguments with one number per channel

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.ir.graph import Op, Slot, arguments_of
 from autopar.sbp.placement import P, R, S
-from autopar.sbp.rules.dims import broadcast_splits, keeps_sums, other_dims, overloads
+from autopar.sbp.rules._dims import broadcast_splits, keeps_sums, other_dims, overloads
 from autopar.sbp.signature import Signature
 
 Rule = Callable[[Op], Iterable[Signature]]

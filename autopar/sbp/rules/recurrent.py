@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, Slot, arguments_of
 from autopar.sbp.placement import Placement, R, S
-from autopar.sbp.rules.named import signature, tensor_of
+from autopar.sbp.rules._by_name import signature, tensor_of
 from autopar.sbp.signature import Signature
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import P, S
-from autopar.sbp.rules.dims import carry, dim_of, keeps_sums, other_dims
+from autopar.sbp.rules._dims import carry, dim_of, keeps_sums, other_dims
 from autopar.sbp.signature import Signature
 
 Rule = Callable[[Op], Iterable[Signature]]

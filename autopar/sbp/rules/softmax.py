@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import I, S
-from autopar.sbp.rules.named import signature
+from autopar.sbp.rules._by_name import signature
 from autopar.sbp.signature import Signature
 
 

@@ -1,0 +1,86 @@
+"""What it costs to keep in the host's memory what backward needs: the time that computing does not hide, and what stays on the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.costmodel.activations.autograd_footprint import Footprint
+from autopar.costmodel.activations.saved_activations import NOWHERE, Regions, Saving, region_of_ops
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.roofline import shapes_time
+from autopar.ir.graph import Graph, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Of a byte that an offloaded region keeps: seconds of forward and of backward that wait for it, and how much of it counts as being on
+    the device."""
+
+    forward_s: float
+    backward_s: float
+    share: float
+
+
+def movings(
+    graph: Graph, known: Mapping[str, Footprint], recomputed: Regions, offloaded: Regions, found: Mapping[str, tuple[Saving, ...]],
+    cluster: Cluster,
+) -> tuple[Moving, ...]:  # fmt: skip
+    """For each of the `offloaded` regions, which are in graph order.
+
+    Time: a region's bytes leave while it and what follows compute, until the next region needs the way to the host; they come back while
+    backward computes what lies behind the region, to the end of the next, at whose beginning they are fetched. What the last one keeps is
+    fetched when it is wanted. No second of computing hides two transfers. bytes / bandwidth beyond those seconds is waited for; per byte,
+    this is the same for every layout that splits computing and bytes alike, so it is taken from the whole graph on one device: it is a sum
+    over ops and conversions, which a table can hold.
+    Memory: a region and its neighbour are there at a time. The two largest count, shared like the inside of recomputed regions.
+    """
+    if not offloaded:
+        return ()
+    sizes = _sizes(graph, known, recomputed, offloaded, found)
+    largest = [size == max(sizes) for size in sizes]
+    share = min(2, sum(largest)) / sum(largest)
+    rates = _waited_for(graph, recomputed, offloaded, sizes, cluster)
+    return tuple(Moving(*waited, share * is_one) for waited, is_one in zip(rates, largest))
+
+
+def is_moved(op: Op, recomputed: Mapping[str, int], offloaded: Mapping[str, int]) -> bool:
+    """Whether what `op` itself keeps is on the host: it is in an offloaded region, and in none that is recomputed."""
+    return op.name in offloaded and op.name not in recomputed
+
+
+def _sizes(
+    graph: Graph, known: Mapping[str, Footprint], recomputed: Regions, offloaded: Regions, found: Mapping[str, tuple[Saving, ...]]
+) -> list[int]:
+    """Bytes that each region moves when nothing is split."""
+    places, again = region_of_ops(offloaded), region_of_ops(recomputed)
+    sizes = [0] * len(offloaded)
+    for op in graph.ops:
+        if is_moved(op, again, places):
+            kept = sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs)
+            sizes[places[op.name]] += kept + known[op.name].internal_bytes
+    values = {value.name: value for op in graph.ops for value in op.outputs}
+    for name in found.keys() & values.keys():
+        for saving in found[name]:
+            if saving.moved_in != NOWHERE and not saving.is_source_on_host:
+                sizes[saving.moved_in] += values[name].num_bytes
+    return sizes
+
+
+def _waited_for(
+    graph: Graph, recomputed: Regions, offloaded: Regions, sizes: Sequence[int], cluster: Cluster
+) -> Iterator[tuple[float, float]]:
+    """Seconds per byte that forward and backward wait."""
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    begins, ends = [position[region[0]] for region in offloaded], [position[region[-1]] + 1 for region in offloaded]
+    again = region_of_ops(recomputed)
+    times = [shapes_time(op, _shapes(op.inputs), _shapes(op.outputs), cluster) for op in graph.ops]
+    for number, size in enumerate(sizes):
+        is_last = number + 1 == len(sizes)
+        forward_s = sum(times[at][0] for at in range(begins[number], len(times) if is_last else begins[number + 1]))
+        behind = range(ends[number], ends[number] if is_last else ends[number + 1])
+        backward_s = sum(times[at][1] + times[at][0] * (graph.ops[at].name in again) for at in behind)
+        needed_s = size * cluster.host_s_per_byte
+        yield tuple(max(0.0, needed_s - hidden_s) / max(size, 1) for hidden_s in (forward_s, backward_s))
+
+
+def _shapes(values: Sequence) -> tuple[tuple[int, ...], ...]:
+    return tuple(value.shape for value in values)

@@ -1,0 +1,159 @@
+"""What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the meta device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.ir.graph import Graph, Op, Slot, Value, resolve
+from autopar.sbp.assignment import uses_of
+from autopar.sbp.convert import Axis
+from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.localize import localize
+from autopar.sbp.placement import local_shape
+from autopar.sbp.signature import Strategy
+from autopar.torch_compat import pytree
+
+Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of the whole op.
+    alias_of: for each output the input whose memory it shares, -1 if it has its own. is_assumed: not asked of the op.
+    """
+
+    saved_inputs: frozenset[int]
+    saved_outputs: frozenset[int]
+    internal_bytes: int
+    alias_of: tuple[int, ...]
+    is_assumed: bool = False
+
+    @property
+    def is_view(self) -> bool:
+        """Whether running the op moves no bytes."""
+        return bool(self.alias_of) and min(self.alias_of) >= 0
+
+
+def footprint(op: Op) -> Footprint:
+    """The footprint of `op`; nothing is saved where no output needs a gradient."""
+    is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
+    return _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)
+
+
+def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
+    """The footprint of every op by name; of those that repeat, asked of their representatives."""
+    same = representative or {}
+    found: dict[str, Footprint] = {}
+    for op in graph.ops:
+        if same.get(op.name, op.name) == op.name:
+            found[op.name] = footprint(op)
+    return {op.name: found[same.get(op.name, op.name)] for op in graph.ops}
+
+
+def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
+    """Classes of parameters each member of which is read once, by an op that saves it for backward: these may be gathered again there.
+
+    What is read several times is kept, as FSDP keeps what its root holds.
+    """
+    known, readings = footprints(graph, representative), uses_of(graph)
+    classes: dict[str, bool] = {}
+    for item in graph.of_kind("parameter"):
+        uses, name = readings.get(item.value.name, []), representative[item.value.name]
+        found = known.get(uses[0].user) if len(uses) == 1 else None
+        is_fit = found is not None and not found.is_assumed and uses[0].slot in found.saved_inputs
+        classes[name] = classes.get(name, True) and is_fit
+    return frozenset(name for name, is_fit in classes.items() if is_fit)
+
+
+def spec(value: Value) -> Spec:
+    """What a tensor without data is made from."""
+    return value.shape, value.dtype, value.needs_grad
+
+
+@cache
+def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
+    if target.startswith("aten.scaled_dot_product_attention"):
+        return _attention(outputs, is_tracked)
+    try:
+        return _probe(target, args, kwargs, inputs)
+    except (RuntimeError, NotImplementedError):
+        # ops that look at values (nonzero, unique) have no meta kernel: assume that everything is kept
+        saved = frozenset(range(len(inputs))) if is_tracked else frozenset()
+        return Footprint(saved, frozenset(), 0, (-1,) * len(outputs), is_assumed=True)
+
+
+def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
+    """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta device the
+    unfused one would run."""
+    if not is_tracked:
+        return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
+    log_sum_exp_bytes = 4 * torch.Size(outputs[0][0][:-1]).numel()
+    return Footprint(frozenset((0, 1, 2)), frozenset((0,)), log_sum_exp_bytes, (-1,), is_assumed=True)
+
+
+def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Footprint:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    given = fill(args, tensors), {name: fill(value, tensors) for name, value in kwargs}
+    saved: list[torch.Tensor] = []
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results = pytree.tree_leaves(resolve(target)(*given[0], **given[1]))
+    results = [result for result in results if isinstance(result, torch.Tensor)]
+    inside, outside = _storages(tensors), _storages(results)
+    kept = {id(t.untyped_storage()): t for t in saved}
+    internal = sum(t.numel() * t.itemsize for key, t in kept.items() if key not in inside and key not in outside)
+    alias_of = tuple(inside.get(id(result.untyped_storage()), -1) for result in results)
+    outputs = frozenset(outside[key] for key in kept if key in outside and key not in inside)
+    return Footprint(frozenset(inside[key] for key in kept if key in inside), outputs, internal, alias_of)
+
+
+def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int | None:
+    """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps; `strategy` has a role.
+
+    None if it looks at values, which on the meta device there are none of. The axes of a role are taken as one: how they lie in the mesh
+    changes no size.
+    """
+    if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
+        return 0
+    sizes: dict[str, int] = {}
+    for size, signature in zip(mesh_shape, strategy.signatures):
+        if signature.role:
+            sizes[signature.role] = sizes.get(signature.role, 1) * size
+    shapes = (local_shape(value.shape, strategy.input_layout(i), mesh_shape) for i, value in enumerate(op.inputs))
+    specs = tuple((shape, value.dtype, value.needs_grad) for shape, value in zip(shapes, op.inputs))
+    call = localize(op, strategy, mesh_shape)
+    return _saved_by_local_op(op.target, *call, specs, tuple(sorted(sizes.items())), footprint(op).saved_inputs)
+
+
+@cache
+def _saved_by_local_op(
+    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], roles: tuple[tuple[str, int], ...], saved_inputs: frozenset[int]
+) -> int | None:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    axes = {role: (Axis(role, size, 0, None),) for role, size in roles}
+    kept: dict[int, torch.Tensor] = {}
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
+            LOCAL_OPS[target].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
+    except (RuntimeError, NotImplementedError):
+        return None
+    own = _storages([tensors[slot] for slot in saved_inputs])
+    return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Position of a tensor by the identity of its storage; the tensors hold their storages alive."""
+    return {id(tensor.untyped_storage()): position for position, tensor in enumerate(tensors)}
+
+
+def fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
+    """An op's argument with tensors in its slots."""
+    if isinstance(arg, Slot):
+        return tensors[arg.index]
+    if isinstance(arg, tuple):
+        return [fill(item, tensors) for item in arg]
+    return torch.device("meta") if isinstance(arg, torch.device) else arg

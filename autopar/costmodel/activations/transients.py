@@ -1,0 +1,137 @@
+"""The largest transient of a step: what one op has in memory for a moment, less what is counted but not there at that moment.
+
+The sum that is searched counts all gradients and all that is saved. While the backward of an op makes its gradients (and of a loss over a
+large vocabulary these are several copies of its float32 logits), the gradients of all parameters that are read up to there are still to
+come, and what later ops saved is gone. It is the op with which the sum is largest, all split alike.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from autopar.costmodel.activations.autograd_footprint import Footprint, Spec, fill, spec
+from autopar.costmodel.activations.count_storages import count_storages
+from autopar.costmodel.activations.saved_activations import Regions, region_of_ops
+from autopar.costmodel.roofline import family
+from autopar.ir.graph import Graph, Op, Value, resolve
+from autopar.sbp.assignment import uses_of
+from autopar.torch_compat import pytree
+
+Shapes = tuple[tuple[int, ...], ...]
+
+# No op takes more than so many times its operands; those whose operands are smaller are not asked.
+_MOST = 6
+
+
+@dataclass(frozen=True)
+class Transient:
+    """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the parameters whose
+    gradients are to come. Both empty if the sum is larger without."""
+
+    ops: Mapping[str, float]
+    pending: frozenset[str]
+
+
+def largest_transient(
+    graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
+) -> Transient:
+    """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none is to come.
+
+    A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest in each.
+    """
+    if not any(isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs):
+        return Transient({}, frozenset())
+    saved, last = _saved_behind(graph, known, regions, offloaded), _last_readers(graph) if num_microbatches == 1 else {}
+    to_come = list(accumulate(_by_position(graph, last)))
+    parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
+    best, found = 0, Transient({}, frozenset())
+    for position in range(len(graph.ops) - 1, -1, -1):
+        op, counted = graph.ops[position], saved[position] + to_come[position]
+        if known[op.name].is_view or _MOST * _operand_bytes(op) - counted <= best:
+            continue
+        size = _transient(op, parameters)
+        if size - counted > best:
+            pending = frozenset(name for name, reader in last.items() if reader <= position)
+            best, found = size - counted, Transient({op.name: 1 - saved[position] / size}, pending)
+    return found
+
+
+def transient_bytes(op: Op, inputs: Shapes, outputs: Shapes, parameters: frozenset[str]) -> float:
+    """Bytes of the transient on local shapes: split as the largest of what the op reads and makes."""
+    sizes = [value.num_bytes for value in (*op.inputs, *op.outputs)]
+    largest = sizes.index(max(sizes))
+    whole = math.prod((*op.inputs, *op.outputs)[largest].shape)
+    return _transient(op, parameters) * math.prod((*inputs, *outputs)[largest]) / max(whole, 1)
+
+
+def _operand_bytes(op: Op) -> int:
+    return sum(value.num_bytes for value in (*op.inputs, *op.outputs))
+
+
+def _saved_behind(graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions) -> Sequence[int]:
+    """For each op, bytes of their own that later ops save and that are counted."""
+    apart = region_of_ops(regions).keys() | region_of_ops(offloaded).keys()
+    own = [
+        sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs) + known[op.name].internal_bytes
+        if op.name not in apart
+        else 0
+        for op in graph.ops
+    ]
+    return [sum(own) - through for through in accumulate(own)]
+
+
+def _last_readers(graph: Graph) -> dict[str, int]:
+    """Position of the last op that reads each trained parameter: from its backward on there is a gradient."""
+    number, uses = {op.name: position for position, op in enumerate(graph.ops)}, uses_of(graph)
+    names = [item.value.name for item in graph.of_kind("parameter") if item.value.needs_grad]
+    return {name: max((number.get(use.user, 0) for use in uses.get(name, ())), default=0) for name in names}
+
+
+def _by_position(graph: Graph, last: Mapping[str, int]) -> list[int]:
+    """Bytes of the parameters that each op is the last to read."""
+    found = [0] * len(graph.ops)
+    for item in graph.of_kind("parameter"):
+        if item.value.name in last:
+            found[last[item.value.name]] += item.value.num_bytes
+    return found
+
+
+def _transient(op: Op, parameters: frozenset[str]) -> int:
+    """Bytes of the whole op."""
+    is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
+    inputs = tuple((value.shape, value.dtype, is_tracked and value.needs_grad and value.name not in parameters) for value in op.inputs)
+    return _measured(op.target, op.args, op.kwargs, inputs, tuple(map(spec, op.outputs)))
+
+
+@cache
+def _measured(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> int:
+    """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes, and all between."""
+    if family(target) == "aten.scaled_dot_product_attention":  # fused; on the meta device the unfused one would run
+        return sum(_num_bytes(one) for one in (*inputs, *outputs) if one[2])
+    try:
+        return _run(target, args, kwargs, inputs)
+    except (RuntimeError, NotImplementedError):
+        return 0  # ops that look at values
+
+
+def _num_bytes(one: Spec) -> int:
+    return math.prod(one[0]) * one[1].itemsize
+
+
+def _run(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> int:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
+    with torch.enable_grad(), count_storages(tensors) as storages:
+        results = resolve(target)(*fill(args, tensors), **{name: fill(value, tensors) for name, value in kwargs})
+        results = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        forward, start = storages.peak_bytes - storages.num_bytes, storages.num_bytes
+        tracked, wanted = [x for x in results if x.requires_grad], [x for x in tensors if x.requires_grad]
+        if not tracked or not wanted:
+            return forward
+        storages.restart()
+        torch.autograd.grad(tracked, wanted, [torch.empty_like(x) for x in tracked], allow_unused=True)
+        return max(forward, storages.peak_bytes - start)

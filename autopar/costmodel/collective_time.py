@@ -1,0 +1,128 @@
+"""Time of one collective: alpha-beta formulas on the link levels that its groups span.
+
+Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (ring, pairwise exchange);
+NCCL's documentation of ring and double binary tree; hierarchical: reduce-scatter inside, all-reduce across, all-gather inside, each level
+at its own rate. All groups of the same mesh axes run at the same time, so each device has its fair share of a link.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.mesh import Mesh
+from autopar.sbp.redistribute import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """At one link level a group joins `num_children` blocks, each holding `num_inside` of its members."""
+
+    num_children: int
+    num_inside: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """An algorithm takes `alpha_s + beta_s_per_byte * num_bytes`."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+@cache
+def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Span, ...]:
+    """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out row-major.
+
+    >>> node, network = LinkLevel(8, 1e-6, 1e11), LinkLevel(0, 1e-5, 1e10)
+    >>> [span.num_children for span in spans((node, network), (4, 8), (0,))]  # stride 8: over the network only
+    [4]
+    >>> [span.num_children for span in spans((node, network), (32,), (0,))]
+    [8, 4]
+    >>> [span.num_children for span in spans((node, network), (4, 8), (0, 1))]
+    [8, 4]
+    """
+    others = tuple(0 if axis not in axes else slice(None) for axis in range(len(mesh_shape)))
+    members = np.arange(math.prod(mesh_shape), dtype=np.int64).reshape(mesh_shape)[others].ravel()
+    found, inside, capacity = [], 1, 1
+    for level in levels:
+        capacity = capacity * level.size or int(members[-1]) + 1
+        block_sizes = np.unique(members // capacity, return_counts=True)[1]
+        # groups that do not fill their blocks evenly are priced as the fullest block
+        num_children = -(-int(block_sizes.max()) // inside)
+        if num_children > 1:
+            found.append(Span(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
+            inside *= num_children
+    return tuple(found)
+
+
+def _flat_rate(found: tuple[Span, ...]) -> float:
+    """Bytes/s of a ring over all members: of the devices of a block only one sends outwards at a time, with the shares of them all."""
+    return min(span.bandwidth_bytes_per_s * span.num_inside for span in found)
+
+
+def _ring(found: tuple[Span, ...], size: int) -> Pieces:
+    """Half a ring all-reduce: n - 1 steps, each as late as its slowest link."""
+    return Pieces((size - 1) * max(span.latency_s for span in found), (size - 1) / size / _flat_rate(found))
+
+
+def _hierarchical(found: tuple[Span, ...]) -> Pieces:
+    """Half a hierarchical all-reduce: a ring at each level on what the levels inside have scattered."""
+    alpha = sum((span.num_children - 1) * span.latency_s for span in found)
+    beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in found)
+    return Pieces(alpha, beta)
+
+
+def _tree(found: tuple[Span, ...]) -> Pieces:
+    """All-reduce by a pipelined double binary tree: up and down once, each byte over each link twice."""
+    alpha = sum(2 * (span.num_children - 1).bit_length() * span.latency_s for span in found)
+    return Pieces(alpha, 2 / _flat_rate(found))
+
+
+def _exchange(found: tuple[Span, ...]) -> Pieces:
+    """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level where they meet."""
+    size = found[-1].num_children * found[-1].num_inside
+    peers = [(span.num_children - 1) * span.num_inside for span in found]
+    alpha = sum(count * span.latency_s for count, span in zip(peers, found))
+    return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, found)))
+
+
+def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    return math.prod([mesh_shape[axis] for axis in axes])
+
+
+@cache
+def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str) -> tuple[Pieces, ...]:
+    """The algorithms for collective `kind` on mesh axes of more than one device together."""
+    found = spans(levels, mesh_shape, axes)
+    if kind == "all_to_all":
+        return (_exchange(found),)
+    half = (_ring(found, _num_members(mesh_shape, axes)), _hierarchical(found))
+    if kind == "all_reduce":
+        return tuple(Pieces(2 * p.alpha_s, 2 * p.beta_s_per_byte) for p in half) + (_tree(found),)
+    assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
+    return half
+
+
+def collective_times(
+    cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str, num_bytes: np.ndarray, *, latency_share: float = 1.0
+) -> np.ndarray:
+    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on one device.
+
+    latency_share: what part of the latency a member of a larger collective stands for.
+    """
+    if _num_members(mesh_shape, axes) == 1:
+        return np.zeros(np.shape(num_bytes))
+    choices = algorithms(cluster.levels, mesh_shape, axes, kind)
+    best = np.min([p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices], axis=0)
+    return best * cluster.kind_factors.get(kind, 1.0)
+
+
+def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:
+    """Seconds of one collective."""
+    num_bytes = np.float64(collective.num_bytes)
+    return float(collective_times(cluster, mesh.shape, collective.axes, collective.kind, num_bytes, latency_share=latency_share))

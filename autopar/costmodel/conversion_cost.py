@@ -1,0 +1,207 @@
+"""What it costs to turn one layout of a value into another, for many pairs of layouts at once."""
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+
+from autopar.costmodel.activations.saved_activations import NOWHERE, Saving
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import collective_times
+from autopar.costmodel.memory import local_bytes, memory_layout
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Value
+from autopar.sbp.assignment import latency_share
+from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of, kind_of
+from autopar.sbp.redistribute import CONVERSIONS, live_axes, moves
+
+Layouts = tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Collectives that take the same time on values of the same size: the buffer is the value's bytes over `divisor`."""
+
+    kind: str
+    axes: tuple[int, ...]
+    divisor: int
+    phase: str
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row. used: the k
+    that occur."""
+
+    kinds: tuple[Kind, ...]
+    rows: np.ndarray  # i64[patterns, most collectives of a pattern]
+    pattern: np.ndarray  # i64[sources, targets]
+    used: tuple[int, ...]
+
+
+class _Patterns:
+    """The patterns met so far on one mesh, by number: very many pairs of layouts share them."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        self.mesh_shape = mesh_shape
+        self.numbers: dict[int, int] = {}  # packed codes -> number
+        self.kinds: dict[Kind, int] = {}
+        self.rows = np.full((0, 0), -1, dtype=np.int64)
+
+    def number(self, packed: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        """i64[patterns]: the numbers of patterns given as packed and as plain codes."""
+        keys = packed.tolist()
+        new = [position for position, key in enumerate(keys) if key not in self.numbers]
+        if new:
+            self._add([keys[position] for position in new], codes[new].tolist())
+        return np.array([self.numbers[key] for key in keys], dtype=np.int64)
+
+    def _add(self, keys: list[int], codes: list[list[int]]) -> None:
+        found = [[self.kinds.setdefault(k, len(self.kinds)) for k in _pattern_kinds(tuple(row), self.mesh_shape)] for row in codes]
+        width = max(self.rows.shape[1], *map(len, found))
+        rows = [row + [-1] * (width - len(row)) for row in found]
+        known = np.pad(self.rows, ((0, 0), (0, width - self.rows.shape[1])), constant_values=-1)
+        self.rows = np.concatenate([known, np.array(rows, dtype=np.int64).reshape(len(rows), width)])
+        self.numbers.update(zip(keys, range(len(self.numbers), len(self.numbers) + len(keys))))
+
+
+_patterns = cache(_Patterns)
+
+
+def _pattern_kinds(codes: Codes, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
+    """The collectives between two layouts, given as their codes one after the other; as `collectives_of`, for any shape."""
+    found: list[Kind] = []
+    for axes, have, want, before in moves(codes[: len(mesh_shape)], codes[len(mesh_shape) :]):
+        phases = CONVERSIONS[kind_of(have), kind_of(want)]
+        members = live_axes(axes, mesh_shape)
+        if members and phases != ("", ""):
+            # the larger side is split by the other axes, and by these only if it is on both sides
+            parts = [size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)]
+            found += [Kind(kind, members, math.prod(parts), phase) for kind, phase in zip(phases, ("forward", "backward")) if kind]
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> Recipe:
+    """The collectives of every pair, whatever the value.
+
+    The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims share a pattern.
+    """
+    ndim = len(mesh_shape)
+    both = np.broadcast_arrays(_codes(sources, ndim)[:, None], _codes(targets, ndim)[None])
+    pairs = np.concatenate(both, axis=-1).reshape(-1, 2 * ndim)
+    first_equal = (pairs[:, :, None] == pairs[:, None, :]).argmax(axis=-1)
+    renamed = np.where(pairs >= 0, first_equal, pairs)
+    packed = (renamed - USED) @ (2 * ndim - USED) ** np.arange(2 * ndim)  # USED is the lowest code
+    found, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
+    known = _patterns(mesh_shape)
+    numbers = known.number(found, renamed[examples])
+    used = np.unique(known.rows[numbers])
+    return Recipe(
+        tuple(known.kinds), known.rows, numbers[pattern].reshape(len(sources), len(targets)), tuple(used[used >= 0].tolist())
+    )
+
+
+def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
+    """i64[layouts, axes]"""
+    return np.array([codes_of(layout) for layout in layouts], dtype=np.int64).reshape(-1, ndim)
+
+
+def conversion_times(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster, *, latency_share: float = 1.0
+) -> np.ndarray:
+    """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
+    found = recipe(sources, targets, mesh_shape)
+    times = np.zeros(len(found.kinds) + 1)  # the last stays 0, for the padding
+    for position in found.used:
+        kind = found.kinds[position]
+        if kind.phase == "forward" or value.needs_grad:
+            num_bytes = np.float64(value.num_bytes // kind.divisor)
+            times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share)
+    return times[found.rows].sum(axis=-1)[found.pattern]
+
+
+def parameter_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
+    """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others (`assignment.buckets`)."""
+    alone = conversion_times(value, sources, targets, mesh_shape, cluster)
+    together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
+    return np.where(only_reduces_gradient(sources, targets), together, alone)
+
+
+@lru_cache(maxsize=256)
+def only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
+    """bool[sources, targets]: whether every axis stays or goes from I to R."""
+    ndim = max(map(len, sources + targets), default=0)
+    src, dst = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]
+    return ((src == dst) | ((src == WHOLE) & (dst == USED))).all(axis=-1)
+
+
+def copy_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_held: bool) -> np.ndarray:
+    """f64[sources, targets]: what backward keeps of a value that is saved once it is converted: one rank's part.
+
+    is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is nothing is added.
+    """
+    copies = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
+    return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
+
+
+@lru_cache(maxsize=256)
+def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
+    """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or pending."""
+    ndim = max(map(len, sources + targets), default=0)
+    mine, theirs = (_codes(tuple(map(memory_layout, layouts)), ndim) for layouts in (sources, targets))
+    return (mine[:, None] == theirs[None]).all(axis=-1)
+
+
+def kept_bytes(
+    value: Value,
+    sources: Layouts,
+    targets: Layouts,
+    mesh_shape: tuple[int, ...],
+    saving: Saving,
+    training: Training,
+    *,
+    is_parameter: bool,
+    is_stored: bool,
+    again: np.ndarray | bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """f64[sources, targets]: what is kept of a value from forward to backward, what more while its region runs again, and what of each
+    microbatch goes to the host.
+
+    is_stored: sources are layouts of an input. again: bool[sources, targets], whether a parameter is regathered.
+    """
+    ways = value, sources, targets, mesh_shape
+    kept = inside = moved = np.zeros((len(sources), len(targets)))
+    if is_parameter:
+        copies = copy_bytes(*ways, is_held=True)
+        if saving.is_saved or training.num_microbatches > 1:
+            kept = copies
+        if training.num_microbatches > 1 and value.needs_grad:
+            kept = kept + _accumulated_bytes(*ways, is_stored=is_stored)
+        return np.where(again, 0.0, kept), np.where(again & (saving.region != NOWHERE), copies, 0.0), moved
+    if saving.is_entering and not saving.is_held:
+        kept = kept + _local_bytes(value, sources, mesh_shape)[:, None]
+    if saving.is_saved:
+        kept = kept + copy_bytes(*ways, is_held=saving.is_held or saving.is_entering)
+    if saving.is_saved_inside:
+        inside = copy_bytes(*ways, is_held=saving.is_held_inside)
+    if saving.is_source_moved and not saving.is_source_on_host:
+        moved = moved + _local_bytes(value, sources, mesh_shape)[:, None]
+    if saving.is_moved:
+        moved = moved + copy_bytes(*ways, is_held=saving.is_source_on_host or saving.is_source_moved)
+    return training.num_in_flight * kept, inside, moved
+
+
+def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool) -> np.ndarray:
+    """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where it is stored: these
+    come to be when those are led back, one after the other."""
+    found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
+    if is_stored:
+        return np.maximum(0.0, found - _local_bytes(value, sources, mesh_shape)[:, None])
+    return np.where(np.array([[src == dst for dst in targets] for src in sources]), 0.0, found)
+
+
+def _local_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """f64[layouts]: one rank's part."""
+    return np.array([local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64)

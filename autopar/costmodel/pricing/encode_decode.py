@@ -1,0 +1,79 @@
+"""Between a choice of the table (one index an entity) and an assignment of the whole graph."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.costmodel.pricing.flows import Entity
+from autopar.costmodel.pricing.options import Stored
+from autopar.costmodel.pricing.price import Priced
+from autopar.errors import PlanError
+from autopar.ir.folding.fold import Folded, value_classes
+from autopar.ir.graph import Graph, Value
+from autopar.sbp.assignment import Assignment, uses_of
+from autopar.search.table import CostTable
+
+
+def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, ...]) -> Assignment:
+    """The assignment that gives every member of a class the option chosen for the class."""
+    chosen = {(entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)}
+    classes = value_classes(graph, folded)
+    return Assignment(
+        strategies={op.name: chosen["op", folded.representative[op.name]] for op in graph.ops},
+        layouts={item.value.name: chosen["input", classes[item.value.name]].layout for item in graph.inputs},
+        kept={name: chosen["kept", classes[name]] for name, uses in uses_of(graph).items() if len(uses) > 1},
+        outputs={value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)},
+        regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
+        recomputed=priced.recomputed,
+        offloaded=priced.offloaded,
+        state_on_host=priced.state_on_host,
+    )
+
+
+def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:
+    """The choice of the table for an assignment, read off the representatives.
+
+    Where the assignment keeps no layout for a value with several uses, the cheapest one given its neighbours is taken.
+    PlanError if it takes an option that was not a candidate.
+    """
+    members = _members(graph, folded)
+    found = [_index(entity, assignment, members.get((entity.kind, entity.name), (entity.name,))) for entity in priced.entities]
+    for node, index in enumerate(found):
+        if index is None:
+            found[node] = _cheapest(priced.table, node, found)
+    return tuple(found)
+
+
+def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """(kind, class) of kept and output entities -> the names of the values they stand for."""
+    members: dict[tuple[str, str], tuple[str, ...]] = {}
+    classes = value_classes(graph, folded)
+    several = [("kept", name) for name, uses in uses_of(graph).items() if len(uses) > 1]
+    outputs = [("output", value.name) for value in graph.outputs if isinstance(value, Value)]
+    for kind, name in several + outputs:
+        members[kind, classes[name]] = members.get((kind, classes[name]), ()) + (name,)
+    return members
+
+
+def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> int | None:
+    """Number of the option taken; None if the assignment leaves it open."""
+    taken = {"op": assignment.strategies, "input": assignment.layouts, "kept": assignment.kept, "output": assignment.outputs}[entity.kind]
+    option = next((taken[name] for name in names if name in taken), None)
+    if entity.kind == "input":
+        option = Stored(option, entity.name in assignment.regathered)
+    if option in entity.options:
+        return entity.options.index(option)
+    if entity.kind == "kept":
+        return None
+    offered = "; ".join(map(str, entity.options[:8])) + ("; ..." if len(entity.options) > 8 else "")
+    raise PlanError(f"{entity.kind} %{entity.name}: expected one of its {len(entity.options)} candidates ({offered}), found {option}")
+
+
+def _cheapest(table: CostTable, node: int, found: list[int | None]) -> int:
+    cost_s = np.array(table.nodes[node].cost_s)
+    for edge in table.edges:
+        if edge.a == node and found[edge.b] is not None:
+            cost_s += edge.cost_s[:, found[edge.b]]
+        elif edge.b == node and found[edge.a] is not None:
+            cost_s += edge.cost_s[found[edge.a]]
+    return int(cost_s.argmin())

@@ -1,0 +1,264 @@
+"""What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.costmodel.activations.activation_offload import Moving, movings
+from autopar.costmodel.activations.autograd_footprint import footprints, regatherable
+from autopar.costmodel.activations.saved_activations import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
+from autopar.costmodel.activations.transients import Transient, largest_transient
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.pricing.options import Offered, Options, Stored, offered
+from autopar.costmodel.state_offload import brought_shares
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.folding.fold import Folded, value_classes
+from autopar.ir.graph import Graph, Value
+from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
+from autopar.sbp.placement import Layout
+from autopar.sbp.signature import Candidates
+
+
+@dataclass(frozen=True)
+class Entity:
+    """One thing to choose for all members of a class. kind "op": options are strategies; "input": what is stored; "kept" and "output":
+    layouts (see `Assignment`). `name` is that of the class: its representative op or value.
+    """
+
+    kind: str
+    name: str
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "stored" of an input; "layout" of the others."""
+
+    node: int
+    port: str = "layout"
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its region 0 or NOWHERE.
+    gives_gradient: whether a gradient comes back."""
+
+    value: str
+    src: End
+    dst: End
+    saving: Saving
+    gives_gradient: bool
+
+
+@dataclass(slots=True)
+class Count:
+    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
+    times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
+    times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts;
+    num_pending: gradients that are to come when the largest is there."""
+
+    times: int = 0
+    num_inside: int = 0
+    share: float = 0.0
+    num_moved: int = 0
+    moved_share: float = 0.0
+    moved_s: float = 0.0
+    num_on_host: int = 0
+    brought_share: float = 0.0
+    transient_share: float = 0.0
+    num_pending: int = 0
+
+    def add(self, other: "Count") -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Flows:
+    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how many ops or inputs are
+    of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of parameters; `values`: the class of a value
+    -> its representative."""
+
+    entities: tuple[Entity, ...]
+    counts: Mapping[Flow, Count]
+    members: Mapping[str, Count]
+    offered: Mapping[End, Offered]
+    parameters: frozenset[str]
+    values: Mapping[str, Value]
+
+    def is_stored(self, flow: Flow) -> bool:
+        """Whether the value leaves from where it is stored or handed in."""
+        return self.entities[flow.src.node].kind == "input"
+
+
+Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
+    of each parameter whose optimizer state is on the host the share of it that counts; and the largest transient."""
+
+    recomputed: Mapping[str, int]
+    offloaded: Mapping[str, int]
+    shares: Sequence[float]
+    movings: Sequence[Moving]
+    brought: Mapping[str, float]
+    transient: Transient
+
+    def count(self, region: int, moved_in: int) -> Count:
+        """One occurrence."""
+        found = Count(1) if region == NOWHERE else Count(1, 1, self.shares[region])
+        if moved_in != NOWHERE:
+            moving = self.movings[moved_in]
+            found.num_moved, found.moved_share, found.moved_s = 1, moving.share, moving.forward_s + moving.backward_s
+        return found
+
+    def count_of(self, name: str) -> Count:
+        """One occurrence of an op or an input."""
+        if name in self.brought or name in self.transient.pending:
+            is_away, is_pending = name in self.brought, name in self.transient.pending
+            return Count(1, num_on_host=int(is_away), brought_share=self.brought.get(name, 0.0), num_pending=int(is_pending))
+        region = self.recomputed.get(name, NOWHERE)
+        found = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
+        found.transient_share = self.transient.ops.get(name, 0.0)
+        return found
+
+
+def find_flows(
+    graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = (),
+    training: Training = WHOLE_BATCH, state_on_host: Collection[str] = (),
+) -> Flows:  # fmt: skip
+    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
+    classes = value_classes(graph, folded)
+    entities = _chosen(graph, folded, candidates, classes)
+    nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
+    sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
+    known = footprints(graph, folded.representative)
+    found = savings(graph, known, recomputed, offloaded)
+    places = _Places(
+        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, training.num_waiting),
+        movings(graph, known, recomputed, offloaded, found, cluster), brought_shares(graph, state_on_host),
+        largest_transient(graph, known, recomputed, offloaded, training.num_microbatches),
+    )  # fmt: skip
+    counts: defaultdict[Flow, Count] = defaultdict(Count)
+    for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():
+        kept = End(nodes["kept", name]) if len(read_by) > 1 else None
+        for flow, count in zip(_flows(name, sources[name], kept, [readers[reader] for reader in read_by], alike), each):
+            counts[flow].add(count)
+    values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
+    parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
+    ends = _offered(entities, counts)
+    members = _members(graph, folded, places)
+    return Flows(tuple(_with_kept_options(entities, ends)), counts, members, ends, parameters, values)
+
+
+def _alike(
+    graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], places: _Places
+) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
+    """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there are."""
+    alike: dict[tuple, list[Count]] = {}
+    for name, uses in uses_of(graph).items():
+        read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
+        kept = tuple(_numberless(saving) for saving in found[name])
+        counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
+        for count, saving in zip(counts, found[name]):
+            count.add(places.count(saving.region, saving.moved_in))
+    return alike
+
+
+def _numberless(saving: Saving) -> Saving:
+    """The same in any region."""
+    return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
+
+
+def _members(graph: Graph, folded: Folded, places: _Places) -> dict[str, Count]:
+    members: defaultdict[str, Count] = defaultdict(Count)
+    for name in (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs)):
+        members[folded.representative[name]].add(places.count_of(name))
+    return dict(members)
+
+
+def _flows(
+    value: str, src: End, kept: End | None, readers: Sequence[tuple[End, bool]], savings: Sequence[Saving]
+) -> Iterator[Flow]:
+    """The flows of one value, by its kept layout if it has one; in the order of its conversions."""
+    if kept is not None:
+        yield Flow(value, src, kept, savings[0], any(gives for _, gives in readers))
+        src, savings = kept, savings[1:]
+    yield from (Flow(value, src, end, saving, gives) for (end, gives), saving in zip(readers, savings))
+
+
+def _values(graph: Graph) -> list[Value]:
+    return [item.value for item in graph.inputs] + [value for op in graph.ops for value in op.outputs]
+
+
+def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mapping[str, str]) -> list[Entity]:
+    """The entities; the kept ones still without options."""
+    ops = [Entity("op", op.name, candidates.strategies[op.name]) for op in graph.ops if folded.representative[op.name] == op.name]
+    names, again = [item.value.name for item in graph.inputs], regatherable(graph, folded.representative)
+    inputs = [Entity("input", n, _stored(candidates.layouts[n], n in again)) for n in names if folded.representative[n] == n]
+    several = {classes[name]: None for name, uses in uses_of(graph).items() if len(uses) > 1}
+    outputs: dict[str, Entity] = {}
+    for value in graph.outputs:
+        if isinstance(value, Value):
+            outputs.setdefault(classes[value.name], Entity("output", classes[value.name], candidates.outputs[value.name]))
+    return ops + inputs + [Entity("kept", name, ()) for name in several] + list(outputs.values())
+
+
+def _stored(layouts: tuple[Layout, ...], is_regatherable: bool) -> tuple[Stored, ...]:
+    """Each layout, and those that have something to gather once more, regathered."""
+    again = [layout for layout in layouts if is_regatherable and any(placement.is_split for placement in layout)]
+    return (*map(Stored, layouts), *(Stored(layout, is_regathered=True) for layout in again))
+
+
+def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, End]:
+    """Where the values of each class are made."""
+    names = [item.value.name for item in graph.inputs if ("input", item.value.name) in nodes]
+    sources = {name: End(nodes["input", name], "stored") for name in names}
+    for op in graph.ops:
+        if ("op", op.name) in nodes:
+            sources.update((value.name, End(nodes["op", op.name], "out", index)) for index, value in enumerate(op.outputs))
+    return sources
+
+
+def _readers(
+    graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int]
+) -> dict[Reader, tuple[End, bool]]:
+    """Where each reader meets what it reads, and whether a gradient comes back."""
+    ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
+    found: dict[Reader, tuple[End, bool]] = {}
+    for index, value in enumerate(graph.outputs):
+        if isinstance(value, Value):
+            found["output", index] = End(nodes["output", classes[value.name]]), True
+    for index in range(len(graph.mutations)):
+        found["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False
+    for op in ops.values():
+        for slot in range(len(op.inputs)):
+            found[op.name, slot] = End(nodes["op", op.name], "in", slot), gives_gradient(Use(op.name, slot), ops)
+    return found
+
+
+def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Offered]:
+    """The layouts at every end. A kept layout is one the value can be made in or can be wanted in."""
+    found: dict[End, Offered] = {}
+    known: dict[tuple[int, str, int], Offered] = {}  # equal ops have the same tuple of strategies
+    kept: dict[End, dict[Layout, None]] = {}
+    for flow in flows:
+        for end in (flow.src, flow.dst):
+            options = entities[end.node].options
+            if entities[end.node].kind == "kept":
+                kept.setdefault(end, {})
+            elif end not in found:
+                key = id(options), end.port, end.index
+                found[end] = known[key] = known.get(key) or offered(options, end.port, end.index)
+        for mine, other in ((flow.src, flow.dst), (flow.dst, flow.src)):
+            if mine in kept:
+                kept[mine].update(dict.fromkeys(found[other].layouts))
+    return found | {end: offered(tuple(layouts), end.port, end.index) for end, layouts in kept.items()}
+
+
+def _with_kept_options(entities: Sequence[Entity], ends: Mapping[End, Offered]) -> Iterator[Entity]:
+    for node, entity in enumerate(entities):
+        yield replace(entity, options=ends[End(node)].layouts) if entity.kind == "kept" else entity

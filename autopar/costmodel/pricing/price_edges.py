@@ -1,0 +1,141 @@
+"""What every pair of choices costs together: the conversions of the values that go from one to the other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costmodel.activations.saved_activations import NOWHERE, Saving
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.conversion_cost import conversion_times, kept_bytes, only_reduces_gradient, parameter_times
+from autopar.costmodel.pricing.flows import Flow, Flows
+from autopar.costmodel.pricing.options import Offered
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Value
+from autopar.mesh import Mesh
+from autopar.search.table import Edge, Node
+
+Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
+Prices = tuple[np.ndarray, ...]  # f64 seconds, bytes, bytes while its region runs again, and bytes that a microbatch moves to the host
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the price of a flow depends on: nameless `value` goes from the layouts `src` to the layouts `dst`."""
+
+    value: Value
+    src: Offered
+    dst: Offered
+    saving: Saving
+    is_parameter: bool
+    is_stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's second node to
+    its first if it is turned."""
+
+    meeting: Meeting
+    count: tuple[float, ...]  # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
+    is_turned: bool
+
+
+def price_edges(
+    flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
+) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
+    """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones share their arrays."""
+    parts = _parts(flows, training.num_microbatches)
+    meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
+    prices = {meeting: _price(meeting, mesh, cluster, training) for meeting in meetings}
+    known: dict[tuple[Part, ...], Matrices] = {}
+    zeros: dict[tuple[int, int], np.ndarray] = {}
+    nodes, edges = list(nodes), []
+    for (a, b), found in sorted(parts.items(), key=lambda item: item[0]):
+        if a == b:
+            nodes[a] = _with_own(nodes[a], found, prices)
+            continue
+        if found not in known:
+            known[found] = _spread(found, prices, zeros)
+        edges.append(Edge(a, b, *known[found]))
+    return tuple(nodes), tuple(edges)
+
+
+def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[Part, ...]]:
+    """Pair of entities -> the flows between them."""
+    found: dict[tuple[int, int], tuple[Part, ...]] = {}
+    for flow, count in flows.counts.items():
+        a, b = flow.src.node, flow.dst.node
+        pair = min(a, b), max(a, b)
+        numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
+        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), numbers, a > b))
+    return found
+
+
+def _meeting(flow: Flow, flows: Flows) -> Meeting:
+    value = flows.values[flow.value]
+    value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
+    ends = flows.offered[flow.src], flows.offered[flow.dst]
+    return Meeting(value, *ends, flow.saving, flow.value in flows.parameters, flows.is_stored(flow))
+
+
+def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
+    """f64[src.layouts, dst.layouts]: the conversion, and what backward keeps of it.
+
+    Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or in a region, in
+    backward again; where its part for weights comes later, these run the reading op once more and so gather twice, but in a region.
+    """
+    pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
+    again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
+    is_bucketed = is_parameter and meeting.is_stored
+    if is_bucketed:
+        again &= ~only_reduces_gradient(*pair)  # nothing is gathered that could be gathered again
+    cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
+    is_repeated = again if is_parameter else np.ones_like(again)
+    twice = again if is_parameter else np.full_like(again, meeting.saving.region != NOWHERE)
+    if twice.any():
+        num_again = 2 if is_parameter and training.num_waiting and meeting.saving.region == NOWHERE else 1
+        again_s = num_again * conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster)
+        cost_s = cost_s + np.where(twice, again_s, 0.0)
+    kept = kept_bytes(
+        meeting.value, *pair, mesh.shape, meeting.saving, training,
+        is_parameter=is_parameter, is_stored=meeting.is_stored, again=again,
+    )  # fmt: skip
+    return np.where(is_repeated, training.num_microbatches, 1) * cost_s, *kept
+
+
+def _matrices(part: Part, prices: Mapping[Meeting, Prices]) -> Matrices:
+    """The part's seconds and bytes for each pair of layouts."""
+    cost_s, kept, inside, moved = prices[part.meeting]
+    times, share, moved_share, moved_s = part.count
+    return times * cost_s + moved_s * moved, times * kept + share * inside + moved_share * moved
+
+
+def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Prices]) -> Node:
+    """The node with the flows from its entity to itself."""
+    cost_s, memory = node.cost_s, node.memory_bytes
+    for part in parts:
+        at = part.meeting.src.index, part.meeting.dst.index
+        cost_s, memory = (own + found[at] for own, found in zip((cost_s, memory), _matrices(part, prices)))
+    return Node(node.name, cost_s, memory)
+
+
+def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+    """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing else."""
+    first, *others = [_spread_one(part, prices, zeros) for part in parts]
+    for more in others:
+        first = first[0] + more[0], first[1] + more[1]
+    return first
+
+
+def _spread_one(part: Part, prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
+    at = part.meeting.src.index, part.meeting.dst.index
+    rows, columns = at[::-1] if part.is_turned else at
+    shape = len(rows), len(columns)
+    found = []
+    for small in _matrices(part, prices):
+        if small.any():
+            found.append((small.T if part.is_turned else small)[np.ix_(rows, columns)])
+        else:
+            found.append(zeros.setdefault(shape, np.zeros(shape)))
+    return found[0], found[1]

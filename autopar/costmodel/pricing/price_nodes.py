@@ -1,0 +1,126 @@
+"""What every option costs by itself: an op under a strategy, an input in a layout."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+
+import numpy as np
+
+from autopar.costmodel.activations.transients import transient_bytes
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import collective_time
+from autopar.costmodel.inner_collectives import inner_collectives
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
+from autopar.costmodel.pricing.flows import Count, End, Flows
+from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
+from autopar.costmodel.roofline import shapes_time
+from autopar.costmodel.state_offload import moving_s, optimizer_bytes
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Graph, Input, Op, nameless
+from autopar.mesh import Mesh
+from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.placement import local_shape
+from autopar.sbp.signature import Strategy
+from autopar.search.table import Node
+
+Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
+
+
+def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
+    """A node an entity, without what flows cost; equal ones share their arrays."""
+    ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
+    known: dict[tuple, Prices] = {}
+    nodes = []
+    for number, entity in enumerate(flows.entities):
+        if entity.kind == "op":
+            op, count = ops[entity.name], flows.members[entity.name]
+            key = nameless(op), id(entity.options), astuple(count)
+            found = known.get(key) or _price_ops(op, count, entity.options, number, flows, mesh, cluster, training)
+        elif entity.kind == "input":
+            item, count = inputs[entity.name], flows.members[entity.name]
+            key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
+            found = known.get(key) or _price_inputs(item, count, entity.options, mesh, cluster, training)
+        else:
+            key = (len(entity.options),)
+            found = known.get(key) or (np.zeros(key), np.zeros(key))
+        known[key] = found
+        nodes.append(Node(f"{entity.kind} {entity.name}", *found))
+    return nodes
+
+
+def _price_ops(
+    op: Op, count: Count, strategies: Sequence[Strategy], number: int, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training
+) -> Prices:
+    """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
+    what others keep may be on the host."""
+    weights = flows.parameters if count.transient_share else None
+    prices = _price_op(op, strategies, _operands(op, number, flows), mesh, cluster, weights)
+    forward_s, backward_s, saved, waiting, transient = prices.T
+    times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
+    times_s = times_s + count.moved_s * saved
+    kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
+    held = kept * saved + training.num_waiting * count.times * waiting + count.transient_share * transient
+    return training.num_microbatches * times_s, np.ascontiguousarray(held)
+
+
+def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:
+    """The layouts of the op's inputs and outputs; of an output that nothing reads there is no flow."""
+    options = flows.entities[node].options
+    ends = [End(node, port, i) for port, values in (("in", op.inputs), ("out", op.outputs)) for i in range(len(values))]
+    found = [flows.offered.get(end) or offered(options, end.port, end.index) for end in ends]
+    return found[: len(op.inputs)], found[len(op.inputs) :]
+
+
+def _price_op(
+    op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster,
+    parameters: frozenset[str] | None,
+) -> np.ndarray:  # fmt: skip
+    """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the gradient that a
+    weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local shapes and roles share a price."""
+    values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
+    shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
+    numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
+    first, index = distinct(np.stack([*numbers, _roles(op, strategies)], axis=1))
+    prices = []
+    for position in first:
+        local = tuple(own[row[position]] for own, row in zip(shapes, numbers))
+        inputs, outputs = local[: len(op.inputs)], local[len(op.inputs) :]
+        kept = saved_by_op(op, strategies[position], inputs, outputs, mesh.shape), waiting_bytes(op, outputs)
+        transient = 0.0 if parameters is None else transient_bytes(op, inputs, outputs, parameters)
+        prices.append((*shapes_time(op, inputs, outputs, cluster), *kept, transient))
+    found = np.array(prices, dtype=np.float64)[index]
+    if op.target in LOCAL_OPS:
+        found[:, :2] += _inner_times(op, strategies, mesh, cluster)
+    return found
+
+
+def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
+    """i64[strategies]: equal where the axes take the same roles."""
+    if op.target not in LOCAL_OPS:
+        return np.zeros(len(strategies), dtype=np.int64)
+    numbers: dict[tuple[str, ...], int] = {}
+    taken = (tuple(signature.role for signature in strategy.signatures) for strategy in strategies)
+    return np.array([numbers.setdefault(roles, len(numbers)) for roles in taken], dtype=np.int64)
+
+
+def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    """f64[strategies, 2]: seconds of the collectives that the op issues itself, in forward and in backward."""
+    found = np.zeros((len(strategies), 2))
+    for row, strategy in zip(found, strategies):
+        for collective in inner_collectives(op, strategy, mesh.shape):
+            row[int(collective.phase == "backward")] += collective_time(cluster, mesh, collective)
+    return found
+
+
+def _price_inputs(
+    item: Input, count: Count, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training
+) -> Prices:
+    """The class of an input; the state of some may wait on the host."""
+    layouts = [option.layout for option in options]
+    cost_s = [update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
+    kinds = [input_bytes(item, layout, mesh.shape, training) for layout in layouts]
+    memory = [count.times * sum(found.values()) - count.num_pending * found.get("gradients", 0) for found in kinds]
+    prices = count.times * np.array(cost_s), np.array(memory, dtype=np.float64)
+    if not count.num_on_host:
+        return prices
+    state = np.array([optimizer_bytes(item, layout, mesh.shape, training) for layout in layouts], dtype=np.float64)
+    return prices[0] + count.num_on_host * moving_s(1.0, cluster) * state, prices[1] + (count.brought_share - count.num_on_host) * state

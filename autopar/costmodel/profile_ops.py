@@ -1,0 +1,159 @@
+"""What an assignment costs op by op: the figures from which stages of a pipeline are cut."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.costmodel.activations.autograd_footprint import footprints
+from autopar.costmodel.activations.saved_activations import savings
+from autopar.costmodel.activations.transients import largest_transient, transient_bytes
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import collective_time
+from autopar.costmodel.conversion_cost import kept_bytes
+from autopar.costmodel.inner_collectives import inner_collectives
+from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes, waiting_bytes
+from autopar.costmodel.roofline import local_shapes, shapes_time, weight_share
+from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
+from autopar.sbp.redistribute import again_in_backward, collectives_together, redistribute
+
+_BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A parameter or buffer that ops at `positions` read: each stage that has one of them holds it."""
+
+    positions: tuple[int, ...]
+    state_bytes: float
+    once_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
+    and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a
+    step, what gathers parameters, reduces their gradients and updates them, at their only reader. state_bytes: parameters, gradients,
+    optimizer and gathered copies, there too, and the largest transient of an op. saved_bytes: what a microbatch keeps for backward.
+    waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before the op and
+    read by it or later.
+    """
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
+    split_s: np.ndarray
+    once_s: np.ndarray
+    state_bytes: np.ndarray
+    saved_bytes: np.ndarray
+    waiting_bytes: np.ndarray
+    crossing_bytes: np.ndarray
+    shared: tuple[Shared, ...] = field(default=())
+
+
+def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Profile:
+    """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has in flight; with
+    several, gathered parameters stay for all of them, and so do the gradients that add up."""
+    training = replace(training, num_in_flight=1)
+    number = {op.name: position for position, op in enumerate(graph.ops)}
+    columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}
+    for position, op in enumerate(graph.ops):
+        strategy = assignment.strategies[op.name]
+        shapes = local_shapes(op, strategy, mesh.shape)
+        forward_s, backward_s = shapes_time(op, *shapes, cluster)
+        columns["forward_s"][position] += forward_s
+        columns["backward_s"][position] += backward_s
+        columns["weight_s"][position] += backward_s * weight_share(op)
+        columns["waiting_bytes"][position] += waiting_bytes(op, shapes[1])
+        columns["saved_bytes"][position] += saved_by_op(op, strategy, *shapes, mesh.shape)
+        for collective in inner_collectives(op, strategy, mesh.shape):
+            columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
+    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    known, found = footprints(graph), conversions(graph, assignment)
+    transient = largest_transient(graph, known, (), (), training.num_microbatches)
+    for name, savings_of in savings(graph, known).items():
+        for one, saving in zip(found[name], savings_of):
+            kept = kept_bytes(
+                one.value, (one.src,), (one.dst,), mesh.shape, saving, training,
+                is_parameter=name in parameters, is_stored=one is found[name][0], again=one.is_regathered,
+            )[0]  # fmt: skip
+            times = _times(one, mesh, cluster, is_saved=saving.is_saved)
+            if name in parameters and not one.is_regathered:
+                stored[name][0] += float(kept[0, 0])
+                stored[name][1] += sum(times.values())
+                continue
+            position = min((number[use.user] for use in one.uses if use.user in number), default=len(graph.ops) - 1)
+            columns["saved_bytes"][position] += float(kept[0, 0])
+            for phase, time_s in times.items():
+                columns[f"{phase}_s"][position] += time_s
+    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored, transient.pending)
+    for name, share in transient.ops.items():
+        op, strategy = graph.ops[number[name]], assignment.strategies[name]
+        size = transient_bytes(op, *local_shapes(op, strategy, mesh.shape), frozenset(parameters))
+        state_bytes[number[name]] += share * size
+    crossing_bytes = _crossing(graph, assignment, mesh, number)
+    return Profile(once_s=once_s, state_bytes=state_bytes, shared=shared, crossing_bytes=crossing_bytes, **columns)
+
+
+def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> dict[str, float]:
+    """Seconds of the conversion in forward, in backward and of what a split backward does twice."""
+    times = {"forward": 0.0, "backward": 0.0, "split": 0.0}
+    steps = redistribute(one.src, one.dst)
+    for step in steps:
+        for collective in collectives_together(step, [one.value], mesh.shape):
+            times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=one.latency_share)
+    if one.is_regathered and is_saved:
+        times["split"] = sum(collective_time(cluster, mesh, c) for c in again_in_backward(steps, one.value, mesh.shape))
+        times["backward"] += times["split"]
+    return times
+
+
+def _of_inputs(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training,
+    number: Mapping[str, int], stored: Mapping[str, list[float]], pending: frozenset[str],
+) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:  # fmt: skip
+    """once_s and state_bytes of what one op reads, and what several do."""
+    once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
+    uses, brought = uses_of(graph), brought_shares(graph, assignment.state_on_host)
+    for item in graph.inputs:
+        layout = assignment.layouts[item.value.name]
+        gathered_bytes, gathered_s = stored[item.value.name]
+        kinds = input_bytes(item, layout, mesh.shape, training)
+        held = sum(kinds.values()) - (kinds["gradients"] if item.value.name in pending else 0) + gathered_bytes
+        time_s = update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s + gathered_s
+        if item.value.name in brought:
+            state = optimizer_bytes(item, layout, mesh.shape, training)
+            held -= (1 - brought[item.value.name]) * state
+            time_s += moving_s(state, cluster)
+        positions = sorted({number[use.user] for use in uses.get(item.value.name, ()) if use.user in number}) or [0]
+        if len(positions) > 1:
+            shared.append(Shared(tuple(positions), held, time_s))
+        else:
+            state_bytes[positions[0]] += held
+            once_s[positions[0]] += time_s
+    return once_s, state_bytes, tuple(shared)
+
+
+def _crossing(graph: Graph, assignment: Assignment, mesh: Mesh, number: Mapping[str, int]) -> np.ndarray:
+    produced = produced_layouts(graph, assignment)
+    change = np.zeros(len(graph.ops) + 2)
+    for value, made, read in _lifetimes(graph, number):
+        size = local_bytes(value.shape, value.dtype.itemsize, memory_layout(produced[value.name]), mesh.shape)
+        change[made + 1] += size
+        change[read + 1] -= size
+    return np.cumsum(change)[: len(graph.ops)]
+
+
+def _lifetimes(graph: Graph, number: Mapping[str, int]) -> Iterator[tuple]:
+    """(value that an op makes, position of the op, position of its last reader). What needs no gradient is made anew where it is read."""
+    uses = uses_of(graph)
+    for position, op in enumerate(graph.ops):
+        for value in op.outputs:
+            readers = [number.get(use.user, len(graph.ops) - 1) for use in uses.get(value.name, ())]
+            if readers and value.needs_grad:
+                yield value, position, max(readers)

@@ -1,0 +1,20 @@
+"""A step time that no plan can beat, without looking at any strategy."""
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.memory import update_bytes
+from autopar.costmodel.roofline import shapes_time
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.sbp.placement import I
+
+
+def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> float:
+    """Every op and update split evenly over all devices, communication free.
+
+    A device computes and moves at least its share of an op, and the roofline is monotone in both.
+    """
+    whole = (I,) * mesh.ndim
+    ops_s = (sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster)) for op in graph.ops)
+    updated = sum(update_bytes(item, whole, mesh.shape, training) for item in graph.inputs)
+    return (sum(ops_s) + updated / cluster.memory_bandwidth_bytes_per_s) / mesh.num_devices

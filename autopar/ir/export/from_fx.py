@@ -1,0 +1,196 @@
+"""From the exported fx graph to functional ops: regions inlined, tuples unpacked, in-place writes and views resolved."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autopar.errors import TraceError
+from autopar.ir.call_args import map_leaves
+from autopar.ir.export import functionalise, inplace_ops
+from autopar.ir.export.functionalise import Storage, View, read, whole
+from autopar.ir.export.infer_metas import Meta
+from autopar.ir.export.op_builder import Emitter, Origin, stem_of
+from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
+from autopar.ir.export.view_ops import part_steps, step_of
+from autopar.ir.graph import Value
+from autopar.ir.outline.export_once import INNER
+from autopar.ir.outline.opaque_calls import TARGET as CALL
+from autopar.torch_compat import HigherOrderOperator
+
+# Ops that only check or describe; their results are not used.
+_NOISE = frozenset(
+    ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
+     "aten.sym_constrain_range_for_size.default", "_guards_fn")
+)  # fmt: skip
+# Where they return their input itself, they do nothing.
+_IDENTITIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "alias.default", "contiguous.default", "dropout.default", "feature_dropout.default", "to.dtype", "to.dtype_layout", "to.device",
+        "to.other", "type_as.default", "detach_.default", "lift_fresh.default", "requires_grad_.default",
+    )
+)  # fmt: skip
+_GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
+_PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
+
+
+# (call of a module that stands in the graph as one op, region it is in, where to emit) -> what its results stand for.
+Expand = Callable[[Node, "Region", Emitter], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode it runs.
+
+    `expand` converts calls of modules that were exported by themselves. In the body of one, `inside` is the FQN of its module and `line`
+    the model's line that called it.
+    """
+
+    module: GraphModule
+    env: dict[Node, Any]
+    is_no_grad: bool
+    expand: Expand | None = None
+    inside: str = ""
+    line: str = ""
+
+
+def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
+    """Emit the ops of the region; `region.env` must hold its placeholders. Returns what its outputs stand for."""
+    for node in region.module.graph.nodes:
+        if node.op == "output":
+            return tuple(map_leaves(node.args[0], lambda leaf: region.env[leaf] if isinstance(leaf, Node) else leaf))
+        if node.op == "get_attr":
+            region.env[node] = getattr(region.module, node.target)
+        elif node.op == "call_function":
+            region.env[node] = _convert_call(node, region, emitter)
+    raise AssertionError("an fx graph ends in an output node")
+
+
+def _target_of(node: Node) -> str:
+    """The path below torch.ops, e.g. "aten.add.Tensor"."""
+    if isinstance(node.target, HigherOrderOperator):
+        return f"higher_order.{node.target.name()}"
+    return str(node.target)
+
+
+def origin_of(node: Node, region: Region) -> Origin:
+    """Its name, module and line; numbers that only tell names of one graph apart are left out, as the emitter has its own."""
+    module = module_of(node.meta.get("nn_module_stack"))
+    if region.inside:
+        module = region.inside + module.removeprefix(INNER)
+    line = line_of_stack(node.meta.get("stack_trace") or "") or region.line
+    return Origin(stem_of(node.name), module, line, region.is_no_grad)
+
+
+def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
+    if node.target is operator.getitem:
+        return region.env[node.args[0]][node.args[1]]
+    target = _target_of(node)
+    if target in _NOISE:
+        return None
+    if target == CALL and region.expand is not None:
+        return region.expand(node, region, emitter)
+    at = origin_of(node, region)
+    if target.startswith("higher_order."):
+        return _inline(node, target, region, emitter)
+    _check_sizes(node, target)
+    return _convert_op(node, target, region, emitter, at)
+
+
+def _check_sizes(node: Node, target: str) -> None:
+    for value in _values_of(node):
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            raise TraceError(
+                f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan needs fixed shapes: "
+                "keep the computation in tensors, e.g. torch.where with a mask instead of item(), nonzero() or boolean indexing"
+            )
+
+
+def _values_of(node: Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+
+
+def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[Any, ...]:
+    """Convert the body of a grad-mode or disabled autocast region in place."""
+    if target == _GRAD_MODE:
+        is_no_grad, body, inputs = not node.args[0], node.args[1], node.args[2:]
+    elif target == _AUTOCAST:
+        is_no_grad, body, inputs = region.is_no_grad, node.args[4], node.args[5:]
+    else:
+        raise TraceError(f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a mesh")
+    module = region.env[body]
+    if target == _AUTOCAST and node.args[2]:
+        where = next((_quote(inner) for inner in module.graph.nodes if inner.meta.get("stack_trace")), "the model")
+        raise TraceError(f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead")
+    placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
+    env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
+    return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), emitter)
+
+
+def _quote(node: Node) -> str:
+    return quote_stack(node.meta.get("stack_trace") or "") or node.name
+
+
+def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:
+    written = inplace_ops.written_argument(node.target)
+    aliased = _aliased_input(node)
+    if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
+        return region.env[node.args[0]]
+    bound = map_leaves(tuple(node.args), lambda leaf: _bind(leaf, region.env, emitter, at))
+    named = {name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at)) for name, value in node.kwargs.items()}
+    if written:
+        return inplace_ops.convert_write(target, region.env[node.args[0]], bound, named, emitter, at)
+    if inplace_ops.updates_statistics(target, bound):
+        return inplace_ops.convert_batch_norm(
+            target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, emitter, at
+        )
+    outputs = emitter.emit(target, bound, named, at=at, fallback=_fallback(node))
+    if aliased is None and (shared := _shared_storages(node, region.env)):
+        for storage in shared:
+            storage.owner = storage.owner or f"a tensor that {target} gave a view of"
+        return tuple(whole(value, shared[0].owner) for value in outputs)
+    views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
+    return views if emitter.ops[-1].is_tuple else views[0]
+
+
+def _bind(leaf: Any, env: Mapping[Node, Any], emitter: Emitter, at: Origin) -> Any:
+    if not isinstance(leaf, Node):
+        return leaf
+    found = env[leaf]
+    return read(found, emitter, replace(at, name=stem_of(leaf.name))) if isinstance(found, View) else found
+
+
+def _fallback(node: Node) -> tuple[Meta, ...]:
+    return tuple(Meta(tuple(v.shape), v.dtype, False) for v in _values_of(node) if isinstance(v, torch.Tensor))
+
+
+def _aliased_input(node: Node) -> Node | None:
+    """The input whose memory the (first) output shares: the storages of the traced fake tensors say so."""
+    outputs = [value for value in _values_of(node) if isinstance(value, torch.Tensor)]
+    if not outputs:
+        return None
+    storage = outputs[0].untyped_storage()._cdata
+    inputs = [arg for arg in node.args[:1] if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
+    return next((arg for arg in inputs if arg.meta["val"].untyped_storage()._cdata == storage), None)
+
+
+def _shared_storages(node: Node, env: Mapping[Node, Any]) -> list[Storage]:
+    """Of the inputs that outputs of an op on several tensors are views of, as in broadcast_tensors: writes to them are refused."""
+    memory = {value.untyped_storage()._cdata for value in _values_of(node) if isinstance(value, torch.Tensor)}
+    inputs = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), torch.Tensor)]
+    return [env[item].storage for item in inputs if item.meta["val"].untyped_storage()._cdata in memory]
+
+
+def _views(target: str, args: tuple[Any, ...], outputs: tuple[Value, ...], base: View | None) -> tuple[View, ...]:
+    if base is None:
+        return tuple(whole(value) for value in outputs)
+    is_cut = target.startswith(_PARTS)
+    steps = part_steps(target, args, outputs) if is_cut else (step_of(target, args, args[0], outputs[0]),)
+    version = base.storage.version
+    return tuple(functionalise.View(base.storage, (*base.steps, step), value, version) for step, value in zip(steps, outputs))

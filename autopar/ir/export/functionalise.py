@@ -1,0 +1,90 @@
+"""In-place ops as functional ones: each storage has a current value, and views of it are taken again after a write."""
+
+from dataclasses import dataclass
+
+from autopar.errors import TraceError
+from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.view_ops import Step
+from autopar.ir.graph import Value, resolve
+
+
+@dataclass
+class Storage:
+    """Memory that tensors share. `owner` says whose it is: "" for memory of the call itself, else e.g. "parameter w"."""
+
+    value: Value
+    version: int = 0
+    owner: str = ""
+
+
+@dataclass
+class View:
+    """A tensor of the traced program: `steps` lead from its storage to `value`, which was right at `version`."""
+
+    storage: Storage
+    steps: tuple[Step, ...]
+    value: Value
+    version: int
+
+
+def whole(value: Value, owner: str = "") -> View:
+    """A tensor with memory of its own."""
+    return View(Storage(value, 0, owner), (), value, 0)
+
+
+def read(view: View, emitter: Emitter, at: Origin) -> Value:
+    """The current value; the view is taken again if its storage was written since."""
+    if view.version != view.storage.version:
+        value = view.storage.value
+        for step in view.steps:
+            value = step.take(emitter, value, at)
+        view.value, view.version = value, view.storage.version
+    return view.value
+
+
+def write(view: View, value: Value, emitter: Emitter, at: Origin) -> None:
+    """Make `value` what the view shows, and carry it back to the storage. Raises TraceError where that is not possible."""
+    storage = view.storage
+    _check_writable(view, at)
+    bases = [storage.value]
+    for step in view.steps[:-1]:
+        bases.append(step.take(emitter, bases[-1], at))
+    result: Value | None = value
+    for base, step in zip(reversed(bases), reversed(view.steps)):
+        result = step.put(emitter, base, result, at) if result is not None else None
+    if result is None:
+        chain = " of ".join(step.target for step in reversed(view.steps))
+        raise TraceError(f"{at.line}: cannot write in place through {chain}; use the out-of-place operation here")
+    storage.value, storage.version = result, storage.version + 1
+    view.value, view.version = value, storage.version
+
+
+def _check_writable(view: View, at: Origin) -> None:
+    current = view.storage.value
+    is_detached = any(step.target.startswith("aten.detach") for step in view.steps)
+    if current.needs_grad and (at.is_no_grad or is_detached):
+        raise TraceError(
+            f"{at.line}: a tensor that needs a gradient is changed in place behind autograd's back; use the out-of-place operation here"
+        )
+    if view.storage.owner and not view.storage.owner.startswith("buffer"):
+        raise TraceError(
+            f"{at.line}: the forward changes {view.storage.owner} in place; only buffers may change: "
+            "work on a clone, or register the tensor as a buffer"
+        )
+
+
+def functional_target(target: str) -> str | None:
+    """The op that returns what an in-place op writes, or None.
+
+    >>> functional_target("aten.add_.Tensor")
+    'aten.add.Tensor'
+    """
+    namespace, name, overload = target.split(".")
+    special = {"normal_": "normal_functional", "bernoulli_": "bernoulli"}
+    stem = special.get(name, name.removesuffix("_"))
+    found = f"{namespace}.{stem}.{'p' if target == 'aten.bernoulli_.float' else overload}"
+    try:
+        resolve(found)
+    except AttributeError:
+        return None
+    return found

@@ -1,0 +1,80 @@
+"""Building a list of ops: unique names, inferred outputs, where each op comes from."""
+
+import builtins
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import TraceError
+from autopar.ir.call_args import take_slots
+from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Inference, Meta
+from autopar.ir.graph import Op, Value
+
+_NUMBERS = re.compile(r"(_\d+)+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an op comes from."""
+
+    name: str
+    module: str = ""
+    line: str = ""
+    is_no_grad: bool = False
+
+
+def stem_of(name: str) -> str:
+    """A name without the numbers that tell it from others of its kind.
+
+    >>> stem_of("conv2d_1_0")
+    'conv2d'
+    """
+    return _NUMBERS.sub("", name)
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """Collects `ops` in order. The only mutable thing in a conversion besides the storages of `functionalise`."""
+
+    ops: list[Op] = field(default_factory=list)
+    used_names: set[str] = field(default_factory=set)
+    next_number: dict[str, int] = field(default_factory=dict)
+    inference: Inference = field(default_factory=Inference)
+
+    def unique(self, wish: str) -> str:
+        """A fresh Python identifier close to `wish`, that of no builtin."""
+        stem = re.sub(r"\W", "_", wish).rstrip("_")
+        stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
+        count = self.next_number.get(stem, 1 if hasattr(builtins, stem) else 0)
+        while (name := f"{stem}_{count}" if count else stem) in self.used_names:
+            count += 1
+        self.next_number[stem] = count + 1
+        self.used_names.add(name)
+        return name
+
+    def emit(
+        self, target: str, args: Any, kwargs: dict[str, Any] | None = None, *, at: Origin, fallback: Sequence[Meta] = ()
+    ) -> tuple[Value, ...]:
+        """Append a call whose args hold `Value`s; `fallback` describes the outputs where the op cannot run on meta."""
+        kept = {name: value for name, value in (kwargs or {}).items() if name not in PLACEMENT_KWARGS}
+        slotted, named, inputs = take_slots(args, kept, lambda leaf: isinstance(leaf, Value))
+        metas, is_tuple = self._infer(target, slotted, named, inputs, at, fallback)
+        name = self.unique(at.name)
+        outputs = tuple(
+            Value(self.unique(f"{name}_out{i}") if is_tuple else name, meta.shape, meta.dtype, meta.needs_grad)
+            for i, meta in enumerate(metas)
+        )
+        self.ops.append(Op(name, target, slotted, named, inputs, outputs, at.is_no_grad, at.module, at.line, is_tuple))
+        return outputs
+
+    def _infer(self, target: str, args: Any, kwargs: Any, inputs: Any, at: Origin, fallback: Sequence[Meta]) -> tuple[Any, bool]:
+        try:
+            return self.inference.outputs(target, args, kwargs, inputs, at.is_no_grad)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
+            if not fallback:
+                raise TraceError(f"{target} at {at.line}: outputs cannot be inferred on the meta device: {error}") from error
+        needs_grad = not at.is_no_grad and any(value.needs_grad for value in inputs)
+        metas = tuple(Meta(m.shape, m.dtype, needs_grad and m.dtype.is_floating_point) for m in fallback)
+        return metas, len(fallback) > 1

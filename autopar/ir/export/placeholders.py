@@ -1,0 +1,110 @@
+"""The placeholders of an exported program as inputs of a Graph."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import Node
+
+from autopar.errors import TraceError
+from autopar.ir.export.functionalise import View, whole
+from autopar.ir.export.op_builder import Emitter
+from autopar.ir.graph import Input, Value
+from autopar.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its constant.
+
+    `state`: FQN of a parameter or buffer, by each of its names -> what stands for it.
+    """
+
+    inputs: list[Input] = field(default_factory=list)
+    views: dict[str, View] = field(default_factory=dict)
+    state: dict[str, View] = field(default_factory=dict)
+    env: dict[Node, Any] = field(default_factory=dict)
+    arguments: list[Any] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def mutations(self) -> tuple[tuple[str, Value], ...]:
+        """The buffers that were written, with their last values."""
+        buffers = [(item.fqn, self.views[item.value.name].storage) for item in self.inputs if item.kind == "buffer"]
+        return tuple((fqn, storage.value) for fqn, storage in buffers if storage.version > 0)
+
+
+def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[Any], emitter: Emitter) -> Placeholders:
+    """One Input for each tensor: tied parameters share one. `leaves` are the flat arguments of the call.
+
+    All parameters and buffers of the model come first, also those that the program does not know.
+    """
+    found = Placeholders()
+    _add_state(found, model, emitter)
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    remaining = iter(leaves)
+    for node, spec in zip(nodes, program.graph_signature.input_specs):
+        if spec.kind is InputKind.USER_INPUT:
+            _add_argument(found, node, next(remaining), emitter)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            _add_constant(found, node, spec, program, emitter)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            found.env[node] = found.state[spec.target or ""]
+        else:
+            raise TraceError(f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a mesh")
+    return found
+
+
+def _add_state(found: Placeholders, model: nn.Module, emitter: Emitter) -> None:
+    transient = {f"{path}.{name}".removeprefix(".") for path, module in model.named_modules(remove_duplicate=False)
+                 for name in module._non_persistent_buffers_set}  # fmt: skip
+    for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+        fqns: dict[int, list[str]] = {}
+        tensors = {}
+        for fqn, tensor in named(remove_duplicate=False):
+            fqns.setdefault(id(tensor), []).append(fqn)
+            tensors[id(tensor)] = tensor
+        for key, (first, *aliases) in fqns.items():
+            x = tensors[key]
+            value = Value(emitter.unique(first.replace(".", "_")), tuple(x.shape), x.dtype, x.requires_grad)
+            view = _add(found, Input(kind, value, first, tuple(aliases), first not in transient), f"{kind} {first}")
+            found.state.update((fqn, view) for fqn in (first, *aliases))
+
+
+def _add(found: Placeholders, item: Input, owner: str) -> View:
+    view = whole(item.value, owner)
+    found.inputs.append(item)
+    found.views[item.value.name] = view
+    return view
+
+
+def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, emitter: Emitter) -> None:
+    name = str(spec.target)
+    tensor = program.constants[name]
+    value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
+    # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is not.
+    owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
+    found.constants[value.name] = tensor
+    found.env[node] = _add(found, Input("constant", value, name), owner)
+
+
+def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        found.env[node] = leaf
+        found.arguments.append(leaf)
+        return
+    value = Value(emitter.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    found.arguments.append(value.name)
+    found.env[node] = _add(found, Input("argument", value, node.name), f"argument {node.name}")
+
+
+def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a call in the order of `spec`, whatever order its keywords are given in. ValueError if the call has another structure."""
+    names = spec.child(1).context if spec.num_children == 2 else []
+    ordered = {name: kwargs[name] for name in names if name in kwargs} | kwargs
+    leaves, found = pytree.tree_flatten((tuple(args), ordered))
+    if found != spec:
+        raise ValueError(f"the call does not have the structure the model was traced with: expected {spec}, found {found}")
+    return leaves

@@ -1,0 +1,99 @@
+"""Running torch.export on a model without changing the model, and saying what went wrong in the model's own words."""
+
+import inspect
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.errors import TraceError
+from autopar.ir.export.fake_device import as_if_on_cpu
+from autopar.ir.export.pytree_types import register_types
+from autopar.ir.export.source_lines import line_of_error
+from autopar.torch_compat import FakeTensor, pytree
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The training IR of the model's forward. Raises TraceError with the model's line."""
+    register_types((args, kwargs))
+    args, kwargs = pytree.tree_map(_separate, (args, kwargs))
+    # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
+    with torch.random.fork_rng(devices=()), _outputs_registered(model), _without_dump():
+        try:
+            return _export(model, args, kwargs)
+        except GuardOnDataDependentSymNode as error:
+            raise TraceError(_data_dependent(error)) from error
+        except Exception as error:
+            _check_signature(model, args, kwargs)
+            line, text = line_of_error(error)
+            where = f"{line}: `{text}`" if line else type(model).__name__
+            raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+    if not given and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return torch.export.export(model, args, kwargs, strict=False)
+    with as_if_on_cpu(model) as imagine:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, imagine, (args, kwargs))
+        return torch.export.export(model, args, kwargs, strict=False)
+
+
+def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """TraceError if that is why a call failed. Not asked before: decorators may take more than the signature they show."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(f"{type(model).__name__} cannot be called so: {error}; its forward takes {signature}") from error
+
+
+def _separate(leaf: Any) -> Any:
+    """A tensor object of its own for each leaf: export takes one object passed twice for one input."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _remedy(error: Exception) -> str:
+    if type(error).__name__ != "FakeTensorDeviceMismatchError":
+        return ""
+    return "; on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as buffers"
+
+
+def _data_dependent(error: Exception) -> str:
+    line, text = line_of_error(error)
+    return (
+        f"{line}: `{text}` branches on the values of a tensor; a plan needs one fixed program: "
+        "use torch.where or a mask, or decide it from shapes and Python values before the call"
+    )
+
+
+@contextmanager
+def _without_dump() -> Iterator[None]:
+    """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else is said on stderr
+    is passed on."""
+    said, dump = io.StringIO(), ""
+    try:
+        with redirect_stderr(said):
+            yield
+    except TraceError as error:
+        if (graph := getattr(error.__cause__, "partial_fx_graph", None)) is not None:
+            dump = f"{graph}\n"
+        raise
+    finally:
+        sys.stderr.write(said.getvalue().replace(dump, "") if dump else said.getvalue())
+
+
+@contextmanager
+def _outputs_registered(model: nn.Module) -> Iterator[None]:
+    """While tracing, register the types of what the model returns before export flattens it."""
+    hook = model.register_forward_hook(lambda module, args, output: register_types(output))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,84 @@
+"""View ops: how to take the view again, and how to write through it into the tensor it looks at."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.call_args import fill
+from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.graph import Slot, Value
+
+RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default",
+        "_unsafe_view.default",
+        "reshape.default",
+        "view_as.default",
+        "reshape_as.default",
+        "flatten.using_ints",
+        "unflatten.int",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "unsqueeze.default",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A view of one tensor: `Slot(0)` in `args` stands for it."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def take(self, emitter: Emitter, base: Value, at: Origin) -> Value:
+        """The view of `base`."""
+        named = {name: fill(value, (base,)) for name, value in self.kwargs}
+        return emitter.emit(self.target, fill(self.args, (base,)), named, at=at)[0]
+
+    def put(self, emitter: Emitter, base: Value, part: Value, at: Origin) -> Value | None:
+        """`base` with what this view shows replaced by `part`; None if this view cannot be written through."""
+        if self.target in RESHAPES:
+            return emitter.emit("aten.reshape.default", (part, base.shape), at=at)[0]
+        if self.target == "aten.detach.default":
+            return part
+        rest = self.args[1:]
+        if self.target in ("aten.transpose.int", "aten.t.default"):
+            return emitter.emit(self.target, (part, *rest), at=at)[0]
+        if self.target == "aten.permute.default":
+            dims = tuple(dim % len(base.shape) for dim in rest[0])
+            return emitter.emit(self.target, (part, tuple(dims.index(i) for i in range(len(dims)))), at=at)[0]
+        if self.target == "aten.slice.Tensor":
+            return emitter.emit("aten.slice_scatter.default", (base, part, *rest), at=at)[0]
+        if self.target == "aten.select.int":
+            return emitter.emit("aten.select_scatter.default", (base, part, *rest), at=at)[0]
+        return None
+
+
+def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> Step:
+    """The view that a call with `base` as its first argument takes."""
+    if target in RESHAPES:
+        return Step("aten.reshape.default", (Slot(0), output.shape))
+    if target in ("aten.expand.default", "aten.expand_as.default"):
+        return Step("aten.expand.default", (Slot(0), output.shape))
+    return Step(target, (Slot(0), *args[1:]))
+
+
+def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> tuple[Step, ...]:
+    """One view per output of a chunk, split or unbind of `Slot(0)`."""
+    dim = _dim_of(target, args)
+    if target.startswith("aten.unbind."):
+        return tuple(Step("aten.select.int", (Slot(0), dim, i)) for i in range(len(parts)))
+    steps, start = [], 0
+    for part in parts:
+        size = part.shape[dim]
+        steps.append(Step("aten.slice.Tensor", (Slot(0), dim, start, start + size)))
+        start += size
+    return tuple(steps)
+
+
+def _dim_of(target: str, args: tuple[Any, ...]) -> int:
+    position = 1 if target.startswith("aten.unbind.") else 2
+    return args[position] if len(args) > position else 0

@@ -1,0 +1,154 @@
+"""Which ops and inputs of a graph repeat: layers are found by structure alone, never by their names.
+
+A block of ops repeats when consecutive copies call the same ops on the same shapes (some with numbers of their own, see `_SCALED`), and
+each input of copy k comes from one of: the same place in copy k; the same place in copy k-1 (for copy 0: one value from before the
+region, which stands for it); one value that all copies share; or an input of the graph that each copy has for itself.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.call_args import map_leaves
+from autopar.ir.folding.match_blocks import Wiring, match_blocks, wire
+from autopar.ir.folding.periods import Run, find_runs
+from autopar.ir.graph import Graph, Op
+
+# With fewer products a block could not alternate column and row split, as a plan for two equal linear layers must.
+_MIN_PRODUCTS = 2
+
+
+# What layers may do with a number of their own (1 / sqrt(layer), a dropout rate) and be planned alike: neither what may be split nor what
+# it costs depends on how large the number is, only on whether it is nought. Each op is run with its own number.
+_PRODUCTS = frozenset(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"))
+_SCALED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "sub.Tensor", "dropout.default", "feature_dropout.default", "bernoulli.p", "layer_norm.default", "rms_norm.default",
+        "scaled_dot_product_attention.default", "group_norm.default", "batch_norm.default", "_native_batch_norm_legit_functional.default",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`count` consecutive copies of a block; `ops` are the names in the first copy."""
+
+    ops: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Folded:
+    """`representative` maps the name of each op and each input value to the member of its class in the first copy, or to itself."""
+
+    representative: Mapping[str, str]
+    repeats: tuple[Repeat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """`count` copies of `block` ops from op `first` on, and the classes they put ops and inputs into."""
+
+    first: int
+    block: int
+    count: int
+    classes: Mapping[str, str]
+
+    @property
+    def num_folded(self) -> int:
+        return self.block * (self.count - 1)
+
+
+def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
+    """Find the repeated blocks: the one that folds most first, then in the rest of the graph on both sides of it.
+
+    `labels`: input value -> text; what reads differently labelled inputs is not the same.
+    """
+    names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
+    representative = {name: name for name in names}
+    repeats: dict[int, Repeat] = {}
+    wiring = wire(graph)
+    signatures = _signatures(graph, labels or {})
+    pending = [(0, len(graph.ops))]
+    while pending:
+        start, stop = pending.pop()
+        region = _best_region(graph, wiring, signatures, start, stop, representative)
+        if region is None:
+            continue
+        representative.update(region.classes)
+        first, end = region.first, region.first + region.block * region.count
+        repeats[first] = Repeat(tuple(op.name for op in graph.ops[first : first + region.block]), region.count)
+        pending += [(start, first), (end, stop)]
+    return Folded(representative, tuple(repeats[first] for first in sorted(repeats)))
+
+
+def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
+    """Name of every value of `ops` and `inputs` -> name of the value that stands for it."""
+    by_name = {op.name: op for op in graph.ops}
+    classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
+    for op in graph.ops:
+        outputs = by_name[folded.representative[op.name]].outputs
+        classes.update((value.name, same.name) for value, same in zip(op.outputs, outputs))
+    return classes
+
+
+def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
+    """One number per op, equal for ops that are alike apart from where their inputs come from."""
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(_signature(op, labels), len(known)) for op in graph.ops], dtype=np.int64)
+
+
+def _signature(op: Op, labels: Mapping[str, str]) -> Any:
+    values = tuple((value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs))
+    # repr tells 1, 1.0 and True apart, which hashing does not.
+    arguments = map_leaves((op.args, tuple(value for _, value in op.kwargs)), lambda leaf: _kind_of(op.target, leaf))
+    return op.target, repr(arguments), tuple(name for name, _ in op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+
+
+def _kind_of(target: str, leaf: Any) -> Any:
+    """The argument, or of a number that is only multiplied, compared with random ones or kept from nought: its sign."""
+    is_scaled = (type(leaf) is float and target in _SCALED) or (type(leaf) in (int, float) and target in _PRODUCTS)
+    return leaf if not is_scaled or leaf == 0 or not math.isfinite(leaf) else (type(leaf).__name__, leaf > 0)
+
+
+def _best_region(
+    graph: Graph, wiring: Wiring, signatures: np.ndarray, start: int, stop: int, representative: Mapping[str, str]
+) -> _Region | None:
+    """The repeat within [start, stop) that leaves the fewest ops to decide, None if there is none."""
+    best: _Region | None = None
+    for run in find_runs(signatures[start:stop]):
+        if best is not None and best.num_folded >= run.stop - run.start - run.period:
+            continue
+        found = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
+        if found is not None and (best is None or found.num_folded > best.num_folded):
+            best = found
+    return best
+
+
+def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> _Region | None:
+    products = sum(wiring.is_product[run.start : run.start + run.period])
+    block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
+    best: _Region | None = None
+    for start, copies in _phases(wiring, run, block):
+        found = match_blocks(graph, wiring, start, block, copies)
+        if found is None:
+            continue
+        first, count, classes = found
+        is_better = best is None or count > best.count
+        if is_better and all(representative[name] in (name, same) for name, same in classes.items()):
+            best = _Region(first, block, count, classes)
+        if best is not None and best.count == copies:
+            return best
+    return best
+
+
+def _phases(wiring: Wiring, run: Run, block: int) -> Iterator[tuple[int, int]]:
+    """(first op, copies) for where a block may begin: most copies first, then fewest values alive from copy to copy."""
+    length = run.stop - run.start
+    starts = range(run.start, run.start + min(block, length - 2 * block + 1))
+    for first in sorted(starts, key=lambda first: (-((run.stop - first) // block), wiring.num_alive[first + block], first))[:8]:
+        yield first, (run.stop - first) // block

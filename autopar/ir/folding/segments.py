@@ -1,0 +1,81 @@
+"""Folds in which the copies of a repeat need not all be planned alike: the first and the last may differ from those between them."""
+
+from collections.abc import Sequence
+
+from autopar.ir.folding.fold import Folded, Repeat
+from autopar.ir.graph import Graph
+
+# Per repeat of a Folded, how many consecutive copies are of one kind.
+Segments = tuple[tuple[int, ...], ...]
+# (repeat, segment) pairs to which an op or input belongs.
+Places = frozenset[tuple[int, int]]
+
+
+def ends_apart(folded: Folded) -> Segments:
+    """The first copy, those between, and the last.
+
+    >>> from autopar.ir.folding.fold import Repeat
+    >>> ends_apart(Folded({}, (Repeat(("a",), 2), Repeat(("b",), 32))))
+    ((1, 1), (1, 30, 1))
+    """
+    return tuple((1, 1) if repeat.count == 2 else (1, repeat.count - 2, 1) for repeat in folded.repeats)
+
+
+def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
+    """`folded` with the copies of each repeat split into consecutive segments that are classes of their own.
+
+    `segments`: one tuple of positive sizes per repeat, summing to its count; (count,) leaves a repeat as it is. A class is represented by
+    its member in the first copy of the segment; what all copies share stays one class. ValueError for sizes that do not fit.
+    """
+    _check(folded, segments)
+    copies = copies_of(folded, graph)
+    starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in segments]
+    first: dict[tuple[str, Places], str] = {}
+    classes: dict[str, tuple[str, Places]] = {}
+    for name, found in sorted(copies.items(), key=lambda item: min(item[1])):
+        places = frozenset((repeat, _segment(starts[repeat], copy)) for repeat, copy in found)
+        classes[name] = folded.representative[name], places
+        first.setdefault(classes[name], name)
+    representative = {name: first[classes[name]] if name in classes else same for name, same in folded.representative.items()}
+    return Folded(representative, _repeats(folded, graph, segments))
+
+
+def _check(folded: Folded, segments: Segments) -> None:
+    counts = [repeat.count for repeat in folded.repeats]
+    if [sum(sizes) for sizes in segments] != counts or any(size < 1 for sizes in segments for size in sizes):
+        raise ValueError(f"segments of repeats: expected positive sizes that sum to {counts}, found {segments}")
+
+
+def _segment(starts: Sequence[int], copy: int) -> int:
+    return max(i for i, start in enumerate(starts) if start <= copy)
+
+
+def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
+    """Name of each op and input that has a class of several members -> the (repeat, copy) pairs it belongs to.
+
+    An input belongs to the copies that read it, also when it is not by that reading that it has its class: that only makes finer classes.
+    """
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    inputs = {item.value.name for item in graph.inputs}
+    repeated = {same for name, same in folded.representative.items() if name != same}
+    copies: dict[str, set[tuple[int, int]]] = {}
+    for number, repeat in enumerate(folded.repeats):
+        first, block = position[repeat.ops[0]], len(repeat.ops)
+        for i, op in enumerate(graph.ops[first : first + block * repeat.count]):
+            own = [value.name for value in op.inputs if value.name in inputs and folded.representative[value.name] in repeated]
+            for name in (op.name, *own):
+                copies.setdefault(name, set()).add((number, i // block))
+    return copies
+
+
+def _repeats(folded: Folded, graph: Graph, segments: Segments) -> tuple[Repeat, ...]:
+    """Each segment of more than one copy."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    repeats = []
+    for repeat, sizes in zip(folded.repeats, segments):
+        start, block = position[repeat.ops[0]], len(repeat.ops)
+        for size in sizes:
+            if size > 1:
+                repeats.append(Repeat(tuple(op.name for op in graph.ops[start : start + block]), size))
+            start += size * block
+    return tuple(repeats)

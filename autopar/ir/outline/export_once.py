@@ -1,0 +1,75 @@
+"""Exporting a model whose modules are partly alike: the model around them once, and each kind of them once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from autopar.errors import TraceError
+from autopar.ir.export.run_export import export
+from autopar.ir.outline.identical_modules import find_alike
+from autopar.ir.outline.opaque_calls import TARGET, Body, Record, Unsure, stand_ins, unnumbered
+from autopar.torch_compat import has_hooks_of_all_modules
+
+# A body is exported at the price of about three calls; with fewer calls each there is nothing to gain.
+_LEAST_CALLS = 3
+_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
+# Under which a module is exported, so that its own forward is called and nothing around it.
+INNER = "block"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`program` has an op for each call of a module: `calls` says which module and which of `bodies` that is. What a body's program
+    returns is its flat result; its modules and parameters are those of a module named "block"."""
+
+    program: ExportedProgram
+    calls: tuple[tuple[str, int], ...] = ()
+    bodies: tuple[tuple[Body, ExportedProgram], ...] = ()
+
+
+class _Alone(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(INNER, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block.forward(*args, **kwargs)
+
+
+def export_outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
+    """The training IR of the model's forward, with bodies where that is safe and faster. Errors as `export`."""
+    groups = () if has_hooks_of_all_modules() else find_alike(model)
+    if groups:
+        try:
+            return _export_parts(model, args, dict(kwargs), groups)
+        except (Unsure, TraceError):
+            pass  # if the model itself is at fault, the error is raised below, in its own words
+    return Outline(export(model, args, dict(kwargs)))
+
+
+def _export_parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Any) -> Outline:
+    with stand_ins(model, groups) as record:
+        program = export(model, args, kwargs)
+    _check(program, record)
+    bodies = tuple((body, _export_body(model.get_submodule(body.fqn), body)) for body in record.bodies.values())
+    return Outline(program, tuple(record.calls), bodies)
+
+
+def _check(program: ExportedProgram, record: Record) -> None:
+    if len(record.calls) < _LEAST_CALLS * len(record.bodies):
+        raise Unsure("most modules are called in a way of their own")
+    numbers = [node.args[1] for node in program.graph.nodes if str(node.target) == TARGET]
+    if numbers != list(range(len(record.calls))):
+        raise Unsure("modules are called whose results are not used, or called in a region of their own")
+
+
+def _export_body(module: nn.Module, body: Body) -> ExportedProgram:
+    with unnumbered(module, body.alike):
+        program = export(_Alone(module), body.args, dict(body.kwargs))
+    if any(spec.kind not in _KINDS for spec in program.graph_signature.input_specs):
+        raise Unsure("the module reads tensors that are not its parameters, buffers or arguments")
+    return program

@@ -1,0 +1,125 @@
+"""Putting the ops of a module's body in the place of each call of it."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from autopar.ir.export.from_fx import Expand, Region, convert_region, origin_of
+from autopar.ir.export.functionalise import View, whole
+from autopar.ir.export.op_builder import Emitter, stem_of
+from autopar.ir.export.placeholders import flat_arguments
+from autopar.ir.graph import Op, Value
+from autopar.ir.outline.export_once import INNER, Outline
+from autopar.ir.outline.opaque_calls import Body
+from autopar.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Ops of one call of module `fqn`, what they may read from outside, and what they return."""
+
+    fqn: str
+    ops: tuple[Op, ...]
+    outside: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
+    """Converts the calls of `outline`. `state`: FQN of each parameter and buffer of the model -> what stands for it.
+
+    The body is walked for the first call of a kind, and where memory is shared or written; else the ops of the first call are taken again
+    with other names.
+    """
+    examples: dict[Any, _Example | None] = {}
+
+    def expand(node: Node, region: Region, emitter: Emitter) -> tuple[Any, ...]:
+        fqn, number = outline.calls[node.args[1]]
+        inner = _region(node, region, fqn, *outline.bodies[number], state)
+        outside = [view for view in inner.env.values() if isinstance(view, View)]
+        key = (number, inner.line, _likeness(view.value for view in outside))
+        if (example := examples.get(key)) and _is_current(outside):
+            return _repeat(example, fqn, [view.value for view in outside], emitter)
+        start, before = len(emitter.ops), _memory(outside)
+        results = convert_region(inner, emitter)
+        made = tuple(view for item, view in zip(outline.bodies[number][0].outputs, results) if _is_made(item))
+        if key not in examples:
+            is_plain = before == _memory(outside) and _is_current(outside)
+            examples[key] = _example(fqn, emitter.ops[start:], outside, made) if is_plain else None
+        return made
+
+    return expand
+
+
+def _region(node: Node, outer: Region, fqn: str, body: Body, program: ExportedProgram, state: Mapping[str, View]) -> Region:
+    """The body as a region, with what its placeholders stand for in this call."""
+    order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
+    given = [outer.env[item] for item in node.args[0]]
+    leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in order])
+    placeholders = [inner for inner in program.graph.nodes if inner.op == "placeholder"]
+    env = {}
+    for inner, spec in zip(placeholders, program.graph_signature.input_specs):
+        is_argument = spec.kind is InputKind.USER_INPUT
+        env[inner] = next(leaves) if is_argument else state[fqn + (spec.target or "").removeprefix(INNER)]
+    line = origin_of(node, outer).line
+    return replace(outer, module=program.graph_module, env=env, inside=fqn, line=line)
+
+
+def _is_made(item: Any) -> bool:
+    return isinstance(item, tuple) and item[0] == "made"
+
+
+def _is_current(views: Iterable[View]) -> bool:
+    return all(view.version == view.storage.version for view in views)
+
+
+def _memory(views: Iterable[View]) -> list[Any]:
+    return [(view.storage.version, view.storage.owner, view.steps) for view in views]
+
+
+def _likeness(values: Iterable[Value]) -> Any:
+    """What the ops that read these may depend on: what the values are, and which of them are the same."""
+    first: dict[str, int] = {}
+    return tuple((value.shape, value.dtype, value.needs_grad, first.setdefault(value.name, len(first))) for value in values)
+
+
+def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequence[View]) -> _Example | None:
+    """None if a result is not memory of its own, made by these ops."""
+    made = {value.name for op in ops for value in op.outputs}
+    if any(view.steps or view.storage.owner or view.version != view.storage.version or view.value.name not in made for view in results):
+        return None
+    return _Example(fqn, tuple(ops), tuple(view.value for view in outside), tuple(view.value for view in results))
+
+
+def _repeat(example: _Example, fqn: str, outside: Sequence[Value], emitter: Emitter) -> tuple[View, ...]:
+    """Emit the ops of the example for another call, named as if they were converted anew."""
+    now = {old.name: new for old, new in zip(example.outside, outside)}
+    for op in example.ops:
+        name = emitter.unique(stem_of(op.name))
+        outputs = tuple(
+            Value(emitter.unique(f"{name}_out{i}") if op.is_tuple else name, old.shape, old.dtype, old.needs_grad)
+            for i, old in enumerate(op.outputs)
+        )
+        now.update((old.name, new) for old, new in zip(op.outputs, outputs))
+        module = fqn + op.module.removeprefix(example.fqn)
+        inputs = tuple(now[value.name] for value in op.inputs)
+        emitter.ops.append(Op(name, op.target, op.args, op.kwargs, inputs, outputs, op.is_no_grad, module, op.line, op.is_tuple))
+    return tuple(whole(now[value.name]) for value in example.results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """In the place of an argument: which of the op's tensors it is."""
+
+    position: int
+
+
+def _numbered(body: Body) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the body, its tensors numbered."""
+    number = itertools.count()
+    return pytree.tree_map_only(torch.Tensor, lambda _: _Given(next(number)), (body.args, dict(body.kwargs)))

@@ -1,0 +1,288 @@
+"""While a model is exported, modules that are alike are stood in for by one opaque op each, and what they are called with is recorded.
+
+The code around them runs as ever, once for each of them: it may treat the fifth in its own way. What is taken for granted is that a module
+is a function of its arguments, parameters and buffers. Whatever speaks against it raises Unsure: then the model is traced as it is.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.export.fake_device import imagine_like, imagined
+from autopar.ir.outline.identical_modules import Alike
+from autopar.torch_compat import FakeTensor, below_autograd, disable_proxy_modes_tracing, function_modes, pytree, without_function_modes
+
+TARGET = "autopar.block.default"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Unsure(BaseException):
+    """Standing in for a module may not give what the module gives. Not an Exception: a model that catches those must not go on."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A module called in one way. `outputs`: its flat result, a constant or, of a tensor, ("given", which tensor argument) or ("made",
+    which of the tensors that the op returns); `made` describes these."""
+
+    number: int
+    fqn: str
+    alike: Alike
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    made: str
+    spec: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """`calls`: for each op its module's FQN and the number of its body. `ambient`: the modes in which the model itself is called."""
+
+    bodies: dict[Any, Body] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    ambient: list[Any] = field(default_factory=list)
+
+
+class Index:
+    """In the place of an integer that numbers modules: it can be handed on, but its value cannot be asked for."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise Unsure("the module's forward depends on a number that is another one in each module of its kind")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = __lshift__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore
+    __str__ = __format__ = __round__ = __getattr__ = _refuse  # type: ignore[assignment]
+
+
+# The op is defined for tracing alone. `made` says what it returns, so that nothing else must be known.
+_LIBRARY = torch.library.Library("autopar", "DEF")
+_LIBRARY.define("block(Tensor[] inputs, int number, str made) -> Tensor[]")
+
+
+def _make(inputs: list[torch.Tensor], number: int, made: str) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        for shape, stride, dtype, device, _ in ast.literal_eval(made)
+    ]
+
+
+class _Opaque(torch.autograd.Function):
+    """The op with the outputs that `made` says need gradients; `anchor` is an input that does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, inputs: list[torch.Tensor], number: int, made: str) -> tuple[torch.Tensor, ...]:
+        with below_autograd():
+            outputs = torch.ops.autopar.block(inputs, number, made)
+        ctx.mark_non_differentiable(*(x for x, (*_, needs_grad) in zip(outputs, ast.literal_eval(made)) if not needs_grad))
+        return tuple(outputs)
+
+
+def _make_with_gradient(inputs: list[torch.Tensor], number: int, made: str) -> list[torch.Tensor]:
+    with without_function_modes():
+        return list(_Opaque.apply(torch.empty(0, requires_grad=True), inputs, number, made))
+
+
+torch.library.register_fake("autopar::block", _make, lib=_LIBRARY)
+_LIBRARY.impl("block", _make_with_gradient, "Autograd")
+
+
+@contextmanager
+def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
+    """Stand in for the members of `groups`. What is inside them is out of sight, and raises Unsure when the model reads it."""
+    record = Record()
+    members = {fqn: (model.get_submodule(fqn), alike) for alike in groups for fqn in alike.members}
+    insides = _insides(model, [module for module, _ in members.values()])
+    with ExitStack() as stack:
+        for (fqn, (module, alike)), inside in zip(members.items(), insides):
+            stack.enter_context(_kept(inside))
+            module.__dict__["forward"] = partial(_call, record, fqn, alike, partial(_original, inside))
+        everything = [item for inside in insides for item in inside]
+        _show(everything, "empty")
+        stack.callback(model.register_forward_pre_hook(lambda *_: record.ambient.append(_ambient())).remove)
+        stack.callback(model.register_forward_pre_hook(lambda *_: _show(everything, "watched")).remove)
+        stack.callback(model.register_forward_hook(lambda *_: _show(everything, "empty")).remove)
+        yield record
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A module out of sight: all its attributes, and what its tables are while the model runs and while it does not."""
+
+    module: nn.Module
+    attributes: Mapping[str, Any]
+    watched: Mapping[str, Any]
+    empty: Mapping[str, Any]
+
+
+def _insides(model: nn.Module, members: list[nn.Module]) -> list[list[_Hidden]]:
+    """For each member, itself and all modules in it that are not in the rest of the model as well."""
+    seen = {id(module) for module in members}
+    rest = [model]
+    for module in rest:
+        fresh = [child for child in module.children() if id(child) not in seen]
+        seen.update(map(id, fresh))
+        rest += fresh
+    outside = set(map(id, rest))
+    return [[_hide(inner) for inner in module.modules() if id(inner) not in outside] for module in members]
+
+
+def _hide(module: nn.Module) -> _Hidden:
+    attributes = dict(module.__dict__)
+    watched = {"_modules": _WatchedModules(module._modules)}
+    watched |= {name: _Watched(attributes[name]) for name in ("_parameters", "_buffers")}
+    return _Hidden(module, attributes, watched, {name: {} for name in watched})
+
+
+def _show(hidden: list[_Hidden], tables: str) -> None:
+    for item in hidden:
+        item.module.__dict__.update(getattr(item, tables))
+
+
+@contextmanager
+def _kept(hidden: list[_Hidden]) -> Iterator[None]:
+    """At the end, give the modules back the attributes they have now."""
+    now = [(item.module, dict(item.module.__dict__)) for item in hidden]
+    try:
+        yield
+    finally:
+        for module, attributes in now:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+@contextmanager
+def _original(hidden: list[_Hidden]) -> Iterator[nn.Module]:
+    """The first of the modules as it was, and all in it."""
+    with _kept(hidden):
+        for item in hidden:
+            item.module.__dict__.clear()
+            item.module.__dict__.update(item.attributes)
+        yield hidden[0].module
+
+
+class _Watched(dict):
+    """A table of parameters or buffers that cannot be read."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise Unsure("the model reads what is inside a module that it also calls")
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = items = keys = values = get = pop = update = _refuse  # type: ignore[assignment]
+
+    def __contains__(self, name: object) -> bool:
+        return self._refuse() if super().__contains__(name) else False
+
+
+class _WatchedModules(_Watched):
+    """A table of submodules that can be looked up, for their plain attributes, but not listed."""
+
+    __getitem__, __contains__ = dict.__getitem__, dict.__contains__  # type: ignore[assignment]
+
+
+def _ambient() -> Any:
+    modes = [type(mode) for mode in function_modes()]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_default_dtype(), modes
+
+
+def _call(record: Record, fqn: str, alike: Alike, original: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The forward that stands in for a module's own."""
+    if record.ambient != [_ambient()]:
+        raise Unsure("a module is called in another grad mode, autocast, default dtype or device than the model")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _check_apart(tensors)
+    same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
+    key = (id(alike), str(spec), same, tuple(_describe(leaf) for leaf in leaves))
+    if key not in record.bodies:
+        record.bodies[key] = _run_once(len(record.bodies), fqn, alike, original, args, kwargs)
+    body = record.bodies[key]
+    made = torch.ops.autopar.block(tensors, len(record.calls), body.made)
+    record.calls.append((fqn, body.number))
+    return pytree.tree_unflatten([_output(item, tensors, made) for item in body.outputs], body.spec)
+
+
+def _output(item: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Any:
+    return {"given": given, "made": made}[item[0]][item[1]] if isinstance(item, tuple) else item
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, FakeTensor):
+        return "tensor", tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device), leaf.requires_grad
+    if type(leaf) not in _PLAIN:
+        raise Unsure(f"a module is called with a {type(leaf).__name__}")
+    return type(leaf), repr(leaf)
+
+
+def _check_apart(tensors: list[torch.Tensor]) -> None:
+    if len({x.untyped_storage()._cdata for x in tensors}) < len({id(x) for x in tensors}):
+        raise Unsure("tensors that go into or come out of a module share memory")
+
+
+def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], args: Any, kwargs: Any) -> Body:
+    """Run the module on tensors like the given ones, unseen by the trace, to learn what it returns."""
+    with _unseen(original, alike) as module:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, imagine_like, (args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        before = _attributes(module)
+        result, output_spec = pytree.tree_flatten(module.forward(*args, **kwargs))
+        if _attributes(module) != before or pytree.tree_flatten((args, kwargs))[1] != spec:
+            raise Unsure("the module changes its attributes or its arguments")
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(x._version for x in given):
+        raise Unsure("the module writes to its arguments")
+    made = [x for x in result if isinstance(x, torch.Tensor) and not any(x is y for y in given)]
+    _check_apart([*given, *made])
+    outputs = tuple(_place(item, given, made) for item in result)
+    text = repr([(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device), x.requires_grad) for x in made])
+    return Body(number, fqn, alike, args, kwargs, outputs, text, output_spec)
+
+
+@contextmanager
+def _unseen(original: Callable[[], Any], alike: Alike) -> Iterator[nn.Module]:
+    """The module as it was, but on tensors without contents; what it does is not traced."""
+    with (
+        disable_proxy_modes_tracing(), without_function_modes(),
+        original() as module, unnumbered(module, alike), imagined(module, imagine_like),
+    ):  # fmt: skip
+        yield module
+
+
+def _place(item: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> Any:
+    for kind, tensors in (("given", given), ("made", made)):
+        for index, x in enumerate(tensors):
+            if item is x:
+                return kind, index
+    if type(item) not in _PLAIN:
+        raise Unsure(f"the module returns a {type(item).__name__}")
+    return item
+
+
+@contextmanager
+def unnumbered(module: nn.Module, alike: Alike) -> Iterator[None]:
+    """Put an `Index` in the place of each of the module's `alike.numbers`."""
+    places = [(module.get_submodule(path).__dict__, name) for path, name in alike.numbers]
+    values = [table[name] for table, name in places]
+    try:
+        for table, name in places:
+            table[name] = Index()
+        yield
+    finally:
+        for (table, name), value in zip(places, values):
+            table[name] = value
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Tells whether an attribute was set, or a list or table in one grew."""
+    found = []
+    for inner in module.modules():
+        for name, value in inner.__dict__.items():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
+            found.append((name, id(value), [id(item) for item in inside]))
+    return found

@@ -1,0 +1,131 @@
+"""One spelling for each thing: all views that regroup dims are `reshape`, all that reorder them `permute`, all casts `to.dtype`,
+all cuts `split_with_sizes`, `slice` or `select`; sizes, dims and bounds are resolved, so that no -1 is left.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from autopar.ir.call_args import fill
+from autopar.ir.export.view_ops import RESHAPES
+from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
+
+
+def canonicalise(graph: Graph) -> Graph:
+    """Rewrite each op by itself; values stay as they are."""
+    return replace(graph, ops=tuple(_canonical(op) for op in graph.ops))
+
+
+def _canonical(op: Op) -> Op:
+    rewrite = _REWRITES.get(op.target)
+    return _resolve_dims(rewrite(op) if rewrite else op)
+
+
+def _unary(op: Op, target: str, *args: object, **kwargs: object) -> Op:
+    return replace(op, target=target, args=(Slot(0), *args), kwargs=tuple(kwargs.items()), inputs=op.inputs[:1])
+
+
+def _reshape(op: Op) -> Op:
+    return _unary(op, "aten.reshape.default", op.outputs[0].shape)
+
+
+def _expand(op: Op) -> Op:
+    return _unary(op, "aten.expand.default", op.outputs[0].shape)
+
+
+def _cast(op: Op) -> Op:
+    return _unary(op, "aten.to.dtype", op.outputs[0].dtype)
+
+
+def _permute(op: Op) -> Op:
+    # Sizes that are all different tell where each dim went.
+    probe = torch.empty(tuple(range(2, 2 + len(op.inputs[0].shape))), device="meta")
+    moved = resolve(op.target)(*fill(op.args, (probe,)), **dict(op.kwargs))
+    return _unary(op, "aten.permute.default", tuple(size - 2 for size in moved.shape))
+
+
+def _split(op: Op) -> Op:
+    dim = arguments_of(op)["dim"] % len(op.inputs[0].shape)
+    return _unary(op, "aten.split_with_sizes.default", tuple(part.shape[dim] for part in op.outputs), dim)
+
+
+def _slice(op: Op) -> Op:
+    named = arguments_of(op)
+    dim = named["dim"] % len(op.inputs[0].shape)
+    size = op.inputs[0].shape[dim]
+    start, end, _ = slice(named["start"], named["end"]).indices(size)
+    steps = (named["step"],) if named["step"] != 1 else ()
+    return _unary(op, "aten.slice.Tensor", dim, start, max(start, end), *steps)
+
+
+def _slice_scatter(op: Op) -> Op:
+    named = arguments_of(op)
+    dim = named["dim"] % len(op.inputs[0].shape)
+    start, end, _ = slice(named["start"], named["end"]).indices(op.inputs[0].shape[dim])
+    steps = (named["step"],) if named["step"] != 1 else ()
+    return replace(op, args=(Slot(0), Slot(1), dim, start, max(start, end), *steps), kwargs=())
+
+
+def _narrow(op: Op) -> Op:
+    named = arguments_of(op)
+    dim = named["dim"] % len(op.inputs[0].shape)
+    start = named["start"] % max(op.inputs[0].shape[dim], 1)
+    return _unary(op, "aten.slice.Tensor", dim, start, start + named["length"])
+
+
+def _select(op: Op) -> Op:
+    named = arguments_of(op)
+    dim = named["dim"] % len(op.inputs[0].shape)
+    return _unary(op, "aten.select.int", dim, named["index"] % op.inputs[0].shape[dim])
+
+
+def _fill_new(op: Op) -> Op:
+    """`x.new_zeros(...)` depends on nothing of x but its dtype, which is known."""
+    value = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1}.get(op.target, arguments_of(op).get("fill_value"))
+    output = op.outputs[0]
+    return replace(op, target="aten.full.default", args=(output.shape, value), kwargs=(("dtype", output.dtype),), inputs=())
+
+
+def _cat(op: Op) -> Op:
+    """Empty tensors, such as a cache before its first token, add nothing."""
+    parts = tuple(value for value in op.inputs if 0 not in value.shape) or op.inputs[:1]
+    dim = arguments_of(op)["dim"] % len(parts[0].shape)
+    return replace(op, args=(tuple(Slot(i) for i in range(len(parts))), dim), kwargs=(), inputs=parts)
+
+
+def _resolve_dims(op: Op) -> Op:
+    """Count dims from the front. Ops that add a dim count differently and are left alone."""
+    if not op.inputs or op.target == "aten.stack.default":
+        return op
+    ndim = len(op.inputs[0].shape)
+    names = [arg.name for arg in resolve(op.target)._schema.arguments]
+    args = tuple(_front(arg, ndim) if name == "dim" else arg for name, arg in zip(names, op.args))
+    return replace(op, args=args, kwargs=tuple((name, _front(arg, ndim) if name == "dim" else arg) for name, arg in op.kwargs))
+
+
+def _front(dim: object, ndim: int) -> object:
+    if isinstance(dim, tuple):
+        return tuple(_front(item, ndim) for item in dim)
+    return dim % ndim if isinstance(dim, int) and ndim else dim
+
+
+def _rows(rewrite: Callable[[Op], Op], *names: str) -> Mapping[str, Callable[[Op], Op]]:
+    return {f"aten.{name}": rewrite for name in names}
+
+
+_REWRITES: Mapping[str, Callable[[Op], Op]] = {
+    **dict.fromkeys(RESHAPES, _reshape),
+    **_rows(_expand, "expand.default", "expand_as.default", "broadcast_to.default"),
+    **_rows(_cast, "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default"),
+    **_rows(_permute, "permute.default", "transpose.int", "t.default", "numpy_T.default", "mT.default", "swapaxes.default"),
+    **_rows(_permute, "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "moveaxis.intlist"),
+    **_rows(_split, "chunk.default", "split.Tensor", "split.sizes", "split_with_sizes.default", "tensor_split.sections"),
+    **_rows(_split, "tensor_split.indices", "unsafe_split.Tensor", "unsafe_chunk.default"),
+    **_rows(_slice, "slice.Tensor"),
+    **_rows(_slice_scatter, "slice_scatter.default"),
+    **_rows(_narrow, "narrow.default"),
+    **_rows(_select, "select.int"),
+    **_rows(_fill_new, "new_zeros.default", "new_ones.default", "new_full.default"),
+    **_rows(_cat, "cat.default", "concat.default", "concatenate.default"),
+}

@@ -1,0 +1,35 @@
+"""The passes that make traced graphs small and alike; each takes a valid Graph and returns a valid Graph that computes the same."""
+
+from collections.abc import Callable
+
+from autopar.ir.graph import Graph
+from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
+from autopar.ir.passes.canonicalise import canonicalise
+from autopar.ir.passes.common_subexpressions import merge_duplicates
+from autopar.ir.passes.dead_code import drop_dead
+from autopar.ir.passes.drop_identities import drop_identities
+from autopar.ir.passes.merge_reshapes import merge_reshapes
+from autopar.ir.passes.row_gather import read_own_rows
+from autopar.ir.passes.split_constants import split_constants
+from autopar.ir.passes.unflatten_matmul import unflatten_products
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    unfold_broadcasts,
+    canonicalise,
+    drop_identities,
+    unflatten_products,
+    merge_reshapes,
+    drop_identities,  # a merged reshape may lead back to where it began
+    read_own_rows,
+    drop_dead,
+    merge_duplicates,
+    split_constants,
+    drop_dead,
+)
+
+
+def normalise(graph: Graph) -> Graph:
+    """Run all passes in order."""
+    for function in PASSES:
+        graph = function(graph)
+    return graph

@@ -1,0 +1,167 @@
+"""A graph cut into consecutive stages, as the pipeline runs them.
+
+What a stage makes and a later one reads crosses every cut between them: it is an output of the stages before each cut and an input of
+those after, also of a stage that only passes it on. Arguments, buffers and constants are on every stage that reads them, parameters too
+(a tied one on several). What follows from arguments, buffers and constants alone (masks, rotary angles, shifted labels) is small and
+needs no gradient: it does not cross but is made again on each stage that reads it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.errors import UnsupportedOp
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.interpret import constants_for
+from autopar.ir.passes.rewire import is_random
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage. `receives` and `sends` name the values that cross the cut before and after it; the next stage's `receives` are `sends`.
+
+    In `graph`, `inputs` begin with the received values (kind "argument", the value's name as FQN) and hold the inputs the stage reads;
+    `arguments` names the arguments among them, in that order. `outputs` are what is sent, of the last stage the model's own outputs.
+    Parameters and buffers that no op reads are on the first stage.
+    """
+
+    graph: Graph
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+
+
+def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
+    """`graph` as len(starts) + 1 stages; `starts` names the first op of each stage but the first, in graph order.
+
+    ValueError for starts that are no ops or out of order. UnsupportedOp for a buffer that one stage writes and another reads.
+    """
+    bounds = _bounds(graph, starts)
+    made = {v.name: index for index, (start, stop) in enumerate(pairwise(bounds)) for op in graph.ops[start:stop] for v in op.outputs}
+    remade = _made_of_arguments(graph)
+    blocks = [_block(graph, made, remade, index, len(starts)) for index in range(len(starts) + 1)]
+    readers = _readers(graph, blocks, made)
+    _check_buffers(graph, readers)
+    crossing = _crossing(graph, made, readers, remade, len(blocks))
+    return tuple(_stage(graph, index, blocks, made, readers, crossing) for index in range(len(blocks)))
+
+
+def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
+    """Ops at which a stage may start, in graph order: the first of each copy of each repeat, and what comes after the last repeat."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    points, end = set(), 0
+    for repeat in folded.repeats:
+        first, block = position[repeat.ops[0]], len(repeat.ops)
+        end = first + block * repeat.count
+        points.update(range(first, end + 1, block) if repeat is folded.repeats[-1] else range(first, end, block))
+    return tuple(graph.ops[point].name for point in sorted(points) if 0 < point < len(graph.ops))
+
+
+def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
+    """Positions between which the stages lie: 0, where each later one starts, the number of ops."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    unknown = [name for name in starts if name not in position]
+    if unknown:
+        raise ValueError(f"stages start at ops of the graph, found {', '.join(unknown)}; cut_points lists good ones")
+    bounds = (0, *(position[name] for name in starts), len(graph.ops))
+    if any(left >= right for left, right in pairwise(bounds)):
+        raise ValueError(
+            f"stages start at ops in graph order, each with at least one op; found starts {', '.join(starts)} at {list(bounds[1:-1])} of "
+            f"{len(graph.ops)} ops"
+        )
+    return bounds
+
+
+def _made_of_arguments(graph: Graph) -> frozenset[str]:
+    """Values that follow from arguments, constants and buffers that are not written, without a gradient and without a random number."""
+    written = {fqn for fqn, _ in graph.mutations}
+    known = {item.value.name for item in graph.inputs if item.kind != "parameter" and item.fqn not in written and not item.value.needs_grad}
+    found: set[str] = set()
+    for op in graph.ops:
+        if all(v.name in known for v in op.inputs) and not is_random(op) and not any(v.needs_grad for v in op.outputs):
+            names = [value.name for value in op.outputs]
+            found.update(names)
+            known.update(names)
+    return frozenset(found)
+
+
+def _block(graph: Graph, made: Mapping[str, int], remade: frozenset[str], index: int, last: int) -> tuple[Op, ...]:
+    """The ops of stage `index`, in graph order: its own, and those of `remade` values that it needs."""
+    wanted = {value.name for value in graph.outputs if isinstance(value, Value)} if index == last else set()
+    wanted |= {value.name for _, value in graph.mutations if made.get(value.name) == index}
+    chosen = []
+    for op in reversed(graph.ops):
+        names = [value.name for value in op.outputs]
+        is_own = not remade.issuperset(names) and made[names[0]] == index
+        if is_own or (remade.issuperset(names) and not wanted.isdisjoint(names)):
+            chosen.append(op)
+            wanted.update(value.name for value in op.inputs)
+    return tuple(reversed(chosen))
+
+
+def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, int]) -> dict[str, set[int]]:
+    """Stages that need each value. The last needs the outputs, the one that makes what is written to a buffer needs the buffer (the first,
+    where that is an input); parameters and buffers that nothing reads are left to the first."""
+    readers: dict[str, set[int]] = defaultdict(set)
+    for index, ops in enumerate(blocks):
+        for name in (value.name for op in ops for value in op.inputs):
+            readers[name].add(index)
+    for value in graph.outputs:
+        if isinstance(value, Value):
+            readers[value.name].add(len(blocks) - 1)
+    buffers = {item.fqn: item.value.name for item in graph.of_kind("buffer")}
+    for fqn, value in graph.mutations:
+        for name in (value.name, buffers[fqn]):
+            readers[name].add(made.get(value.name, 0))
+    unread = (item.value.name for item in graph.inputs if item.kind in ("parameter", "buffer") and item.value.name not in readers)
+    return readers | {name: {0} for name in unread}
+
+
+def _crossing(
+    graph: Graph, made: Mapping[str, int], readers: Mapping[str, set[int]], remade: frozenset[str], num_stages: int
+) -> list[tuple[Value, ...]]:
+    """The values that enter each stage and, at the end, none, in the order in which they are made."""
+    crossing: list[list[Value]] = [[] for _ in range(num_stages + 1)]
+    for value in (value for op in graph.ops for value in op.outputs if value.name not in remade):
+        for stage in range(made[value.name] + 1, max(readers.get(value.name, {0})) + 1):
+            crossing[stage].append(value)
+    return [tuple(values) for values in crossing]
+
+
+def _stage(
+    graph: Graph,
+    index: int,
+    blocks: Sequence[tuple[Op, ...]],
+    made: Mapping[str, int],
+    readers: Mapping[str, set[int]],
+    crossing: Sequence[tuple[Value, ...]],
+) -> StageGraph:
+    is_last, receives, sends = index == len(blocks) - 1, crossing[index], crossing[index + 1]
+    read = tuple(item for item in graph.inputs if index in readers.get(item.value.name, ()))
+    inputs = tuple(Input("argument", value, value.name) for value in receives) + read
+    constant_ops, constants = constants_for(graph, {item.value.name for item in read})
+    stage = Graph(
+        inputs=inputs,
+        ops=blocks[index],
+        outputs=graph.outputs if is_last else sends,
+        mutations=tuple((fqn, value) for fqn, value in graph.mutations if made.get(value.name, 0) == index),
+        constant_ops=constant_ops,
+        constants=constants,
+        arguments=tuple(item.value.name for item in inputs if item.kind == "argument"),
+        argument_spec=None,
+        output_spec=graph.output_spec if is_last else None,
+    )
+    return StageGraph(stage, tuple(value.name for value in receives), tuple(value.name for value in sends))
+
+
+def _check_buffers(graph: Graph, readers: Mapping[str, set[int]]) -> None:
+    """What a stage writes does not reach the copies that others hold."""
+    written = {fqn for fqn, _ in graph.mutations}
+    for item in graph.of_kind("buffer"):
+        found = sorted(readers[item.value.name])
+        if item.fqn in written and len(found) > 1:
+            raise UnsupportedOp(
+                f"buffer {item.fqn} is written by the forward and read on stages {found}; expected one stage, as the others would not see "
+                "what is written: start the stages elsewhere"
+            )

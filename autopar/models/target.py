@@ -1,0 +1,57 @@
+"""What a command works on: a built-in model, or a function of the user's file."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.models.catalogue import MODELS, Example, build_model
+from autopar.torch_compat import pytree
+
+_HOW = "write path.py:function, where function() returns (model, args, kwargs)"
+
+
+def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
+    """The model and batch that `spec` names, floating tensors as `dtype` if given; AutoparError says what is wrong with it."""
+    example = build_model(spec) if ":" not in spec else _called(spec)
+    if dtype is None:
+        return example
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (example.args, dict(example.kwargs)))
+    return Example(example.model.to(dtype), args, kwargs)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _called(spec: str) -> Example:
+    path, _, name = spec.rpartition(":")
+    found = _function(path, name)()
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)):
+        raise AutoparError(f"{spec} returned {_describe(found)}, expected (model, args, kwargs); {_HOW}")
+    model, args, kwargs = found
+    return Example(model, tuple(args), dict(kwargs))
+
+
+def _function(path: str, name: str) -> Callable[[], Any]:
+    if not Path(path).is_file():
+        raise AutoparError(f"no file {path!r} and no built-in model of that name ({', '.join(MODELS)}); {_HOW}")
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does for a script: the file may import its neighbours
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise AutoparError(f"{path} has no function {name!r}; {_HOW}")
+    return getattr(module, name)
+
+
+def _describe(found: Any) -> str:
+    return f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__

@@ -1,0 +1,167 @@
+"""Tensors without data that are kept and freed as those of a device are, though there is no such device here.
+
+Ops choose kernels by device, and what they keep for backward differs: on a GPU attention is fused and dropout keeps one byte an element;
+on a CPU attention that drops out or has a float mask keeps its scores.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from autopar.runtime.load_program import namespace
+from autopar.torch_compat import FakeTensorMode, TorchDispatchMode
+
+_HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_FLASH_HEAD = 256
+
+
+@contextmanager
+def without_data(device_type: str) -> Iterator[None]:
+    """Scope in which factories make tensors without data; on the meta device for GPUs, where ops run some twenty times as fast."""
+    if device_type == "cpu":
+        with FakeTensorMode():
+            yield
+    else:
+        with torch.device("meta"), _Known():
+            yield
+
+
+class _Known(TorchDispatchMode):
+    """Shapes on the meta device are worked out once: a call with arguments like those of one before gives tensors like its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[Hashable, Any] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if _makes_all(func) else None
+        if key not in self.results:
+            out = func(*args, **kwargs)
+            if key is not None:
+                self.results[key] = _recipe(out)
+            return out
+        made = tuple(one and _EMPTY(*one[:2], dtype=one[2], device=_META) for one in self.results[key])
+        return made if len(func._schema.returns) > 1 else made[0]
+
+
+_EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
+
+
+@cache
+def _makes_all(func: Any) -> bool:
+    """Whether its results are tensors that share no memory with its arguments, which it leaves as they are."""
+    returns = func._schema.returns
+    return bool(returns) and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns) and not func._schema.is_mutable
+
+
+def _key(arg: Any) -> Hashable:
+    """Equal for arguments that give results of equal shapes."""
+    if isinstance(arg, torch.Tensor):
+        return arg.shape, arg.stride(), arg.dtype
+    if isinstance(arg, (tuple, list)):
+        return tuple(map(_key, arg))
+    return type(arg), arg
+
+
+def _recipe(out: Any) -> tuple[Any, ...]:
+    """(shape, strides, dtype) of each result; None for a gradient that nothing asks for."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in (out if isinstance(out, tuple) else (out,)))
+
+
+def namespace_on(device_type: str) -> dict[str, Any]:
+    """Names that generated code may use, with the kernels of the device."""
+    names = namespace()
+    if device_type == "cpu":
+        return names
+    local = SimpleNamespace(**vars(names["local"]) | {"scaled_dot_product_attention": _fused(names["local"].scaled_dot_product_attention)})
+    return names | {"aten": _Aten(), "local": local}
+
+
+class _Aten:
+    """`torch.ops.aten` with some kernels of a GPU."""
+
+    def __init__(self) -> None:
+        self.scaled_dot_product_attention = SimpleNamespace(default=attention)
+        self.dropout = SimpleNamespace(default=dropout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.aten, name)
+
+
+def _fused(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def fused(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _Fusing():
+            return function(*args, **kwargs)
+
+    return fused
+
+
+class _Fusing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (attention if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU of compute
+    capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the memory-efficient one, else
+    separate products, which keep the scores. cuDNN's, which is preferred on some GPUs, keeps what FlashAttention does.
+    """
+    aten = torch.ops.aten
+    if _takes_flash(query, key, value, attn_mask, is_causal):
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        padded = (_padded(x) for x in (query, key, value))
+        found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, scale=scale)[0]
+        return found[..., : value.shape[-1]]
+    if not _takes_efficient(query, key, value):
+        return aten.scaled_dot_product_attention.default(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _takes_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool
+) -> bool:
+    is_square = query.shape[-2] == key.shape[-2] or not is_causal
+    is_alike = query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_HEAD
+    return query.ndim == 4 and attn_mask is None and query.dtype in _HALVES and is_square and is_alike
+
+
+def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """As many heads of keys as of queries; the head size of the values may be another."""
+    aligned = 16 // query.dtype.itemsize
+    is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned
+    return query.ndim == 4 and query.dtype in (*_HALVES, torch.float32) and query.shape[1] == key.shape[1] and is_aligned
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """With a head size that FlashAttention's kernels have: a multiple of 8."""
+    return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+
+
+def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """aten.dropout, which on a GPU keeps a mask of one byte an element."""
+    return torch.ops.aten.native_dropout.default(x, p, True)[0] if train and 0 < p < 1 else torch.ops.aten.dropout.default(x, p, train)

@@ -1,0 +1,235 @@
+"""A training step of a generated program on tensors without data: what each action of a schedule makes and holds."""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.codegen.emit import emit
+from autopar.codegen.program import Program
+from autopar.costmodel.activations.count_storages import Storages
+from autopar.ir.graph import Input
+from autopar.mesh import Mesh
+from autopar.peak_memory.device_kernels import namespace_on
+from autopar.runtime.accumulate import Results, close_step, open_step
+from autopar.runtime.load_program import compile_source
+from autopar.runtime.pipeline.torch_stage import MOST_ON_THE_WAY_BACK, depends, sendable
+from autopar.runtime.saved_tensors.offload_saved import Offload
+from autopar.sbp.convert import Axis, joint_axis
+from autopar.sbp.placement import Layout, local_shape
+from autopar.schedule.timeline import Action
+from autopar.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
+
+
+@dataclass
+class Rank:
+    """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the arguments that come
+    from another stage, for each microbatch anew."""
+
+    program: Program
+    function: Any
+    gather: Any
+    axes: tuple[Axis, ...]
+    receives: Collection[str]
+    state: dict[str, torch.Tensor]
+    constants: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    used: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str) -> "Rank":
+        """`state`: parameters and buffers of the rank's stages before, by FQN, to which this one's are added."""
+        names, mesh = namespace_on(device_type) | {"Offload": _Away}, program.mesh
+        function = compile_source(emit(program), names)
+        single = [Axis(name, size, 0, None) for name, size in zip(mesh.axis_names, mesh.shape)]
+        joint = [joint_axis([single[axis] for axis in axes], None) for axes in program.joint_axes]
+        stored = [(item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives]
+        for item, part in stored:
+            if item.kind in ("parameter", "buffer"):
+                state.setdefault(item.fqn, part)
+        constants, batch = ({item.value.name: part for item, part in stored if item.kind == kind} for kind in ("constant", "argument"))
+        return cls(program, function, names.get("gather"), (*single, *joint), receives, state, constants, batch, {})
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are there all the time."""
+        return [*self.state.values(), *self.constants.values(), *self.batch.values()]
+
+    def local(self, fqn: str) -> torch.Tensor:
+        return self.state[fqn]
+
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        return self.state[fqn].clone()
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        """Takes no memory."""
+
+    def draw_seed(self) -> int:
+        return 0
+
+    @property
+    def step_seed(self) -> int:
+        return 0
+
+    def received(self) -> dict[str, torch.Tensor]:
+        """Buffers for one microbatch."""
+        inputs, shape = self.program.inputs, self.program.mesh
+        return {item.value.name: _part(item, layout, shape) for item, layout in inputs if item.value.name in self.receives}
+
+    def run(self, received: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """One microbatch, the same batch each time."""
+        values = self.batch | dict(received)
+        return self.function(self, *(values[item.value.name] for item, _ in self.program.inputs if item.kind == "argument"))
+
+
+class _Away(Offload):
+    """What waits on the host does not count until it is back."""
+
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    def _bring(self, copy: Any) -> torch.Tensor:
+        return torch.empty(copy.num_bytes, dtype=torch.uint8)
+
+
+def _part(item: Input, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    needs_grad = item.value.needs_grad and item.kind != "buffer"
+    return torch.empty(local_shape(item.value.shape, layout, mesh.shape), dtype=item.value.dtype, requires_grad=needs_grad)
+
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class Stage:
+    """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch, outputs and what
+    was received; `halved`, what waits for "W"; `gathered`, what is made once a step."""
+
+    rank: Rank
+    is_first: bool = True
+    sends: bool = False
+    arrived: dict[Action, Any] = field(default_factory=dict)
+    flying: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
+    halved: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    gathered: Results | None = None
+
+    def open(self) -> None:
+        """What is done once a step, before all microbatches."""
+        self.gathered = open_step(self.rank)
+
+    def close(self) -> None:
+        """And after all."""
+        gathered, self.gathered = self.gathered, None
+        close_step(self.rank, gathered)
+
+    def receive(self, action: Action) -> Any:
+        """The buffers for what an action gets from another stage; those made before if there are."""
+        if action in self.arrived:
+            return self.arrived.pop(action)
+        if action.kind == "F":
+            return self.rank.received()
+        outputs = self.flying[action.microbatch][0]
+        is_loss = not self.sends and all(x.numel() == 1 for x in outputs)
+        return None if is_loss else [torch.empty_like(x) if x.requires_grad else None for x in outputs]
+
+    def forward(self, action: Action) -> Tensors:
+        """The outputs, which are kept until the backward."""
+        received = self.receive(action)
+        found = [x for x in self.rank.run(received) if isinstance(x, torch.Tensor)]
+        outputs = [sendable(x) for x in found] if self.sends else _differentiated(found)
+        self.flying[action.microbatch] = outputs, list(received.values())
+        return outputs
+
+    def backward(self, action: Action) -> tuple[Tensors, Tensors]:
+        """Whole, or its part for the inputs: the gradients that came, and those that go to the stage before."""
+        came = self.receive(action._replace(kind="B"))
+        outputs, received = self.flying.pop(action.microbatch)
+        is_whole, groups = action.kind == "B", None
+        if not is_whole and self.is_first:
+            gone = ()
+        elif is_whole or not all(depends(x, received) for x in outputs if x.requires_grad):
+            gone = _backward(outputs, came, received)
+            outputs = []
+        else:
+            gone, groups = stage_backward_input(outputs, came, received, iter(self._leaves()))
+        if not is_whole:
+            self.halved[action.microbatch] = outputs, came, received, groups
+        return [x for x in came or () if x is not None], [x.contiguous() for x in gone if x is not None]
+
+    def weights(self, action: Action) -> None:
+        """The rest of the backward."""
+        outputs, came, received, groups = self.halved.pop(action.microbatch)
+        if groups is not None:
+            stage_backward_weight(iter(self._leaves()), groups)
+        elif self.is_first:
+            _backward(outputs, came, received)
+
+    def _leaves(self) -> Tensors:
+        return [x for x in self.rank.used.values() if x.requires_grad]
+
+
+@dataclass
+class Step:
+    """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way back, the others
+    what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other ranks of the pipeline hold too -> how
+    many."""
+
+    stages: Mapping[int, Stage]
+    actions: Sequence[Action]
+    is_split: bool = True
+    in_rounds: bool = False
+    arrivals: Mapping[int, Sequence[Action]] = field(default_factory=dict)
+    tied: Mapping[str, int] = field(default_factory=dict)
+
+    def run(self, storages: Storages) -> list[tuple[str, np.ndarray]]:
+        """The phases but the update, and what they take and let go of (`Storages.take_changes`)."""
+        phases: list[tuple[str, np.ndarray]] = []
+        storages.restart()
+        stages = tuple(self.stages.values())
+        if self.is_split:
+            for stage in stages:
+                stage.open()
+            phases.append(("gather", storages.take_changes()))
+        self._act(phases, storages)
+        if self.is_split:
+            for stage in stages:
+                stage.close()
+            phases.append(("reduce", storages.take_changes()))
+        for fqn, num in self.tied.items():
+            # The others' gradients, and the sum, of which there may be two for a moment.
+            size = stages[0].rank.state[fqn].untyped_storage().nbytes()
+            phases.append((f"tied {fqn}", size * (num + min(num, 2)) * np.array([1, -1])))
+        return phases
+
+    def _act(self, phases: list[tuple[str, np.ndarray]], storages: Storages) -> None:
+        back: deque[Tensors] = deque(maxlen=MOST_ON_THE_WAY_BACK if self.in_rounds else 1)
+        last: dict[str, Tensors] = {}
+        for index, action in enumerate(self.actions):
+            for arrival in self.arrivals.get(index, ()):
+                here = self.stages[arrival.stage]
+                here.arrived[arrival] = here.receive(arrival)
+            stage = self.stages[action.stage]
+            if action.kind == "F":
+                last["sent"] = stage.forward(action)
+            elif action.kind == "W":
+                stage.weights(action)
+            else:
+                came, gone = stage.backward(action)
+                back.append(gone)
+                last["came"] = [] if self.in_rounds else came
+                del came, gone
+            phases.append((str(action), storages.take_changes()))
+
+
+def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:
+    if not any(x.requires_grad for x in outputs):
+        return ()  # nothing is trained
+    return stage_backward(outputs, came or [None] * len(outputs), received)
+
+
+def _differentiated(outputs: Tensors) -> Tensors:
+    """The loss, which is a scalar; of a stage that has none, all that a gradient comes back for."""
+    found = [x for x in outputs if x.requires_grad]
+    return [x for x in found if not x.shape][:1] or found

@@ -1,0 +1,272 @@
+"""The most memory that one rank has in use during a step: its generated program is run on tensors without data, which are counted."""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autopar.codegen.lower import lower
+from autopar.codegen.program import Program
+from autopar.costmodel.activations.count_storages import count_storages
+from autopar.costmodel.memory import input_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.graph import Graph, Input
+from autopar.mesh import Mesh
+from autopar.peak_memory.device_kernels import without_data
+from autopar.peak_memory.dry_run import Rank, Stage, Step
+from autopar.peak_memory.few_copies import Phases, run_phases
+from autopar.peak_memory.replay import Recording, Replayed, likeness, recorded, run_two
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.offload_optimizer import buckets
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import Layout
+from autopar.schedule.orders import IN_ROUNDS, Schedule
+from autopar.schedule.orders import actions as schedule_actions
+from autopar.schedule.timeline import Action
+
+Inputs = tuple[tuple[Input, Layout], ...]
+
+# Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other (`foreach=False`).
+UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank. `stored_bytes`: what is there all the time: parameters, buffers, constants, optimizer state, the batch. `phases`:
+    the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce", "update"), actions as they print."""
+
+    stored_bytes: int
+    phases: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The most at one time."""
+        return max(num_bytes for _, num_bytes in self.phases)
+
+    @property
+    def phase(self) -> str:
+        """The first in which it is reached."""
+        return max(self.phases, key=lambda phase: phase[1])[0]
+
+
+def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
+    """Bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster.
+
+    One stage that runs the whole batch is no pipeline: it reduces gradients as they come, as a plan without stages.
+    """
+    if isinstance(plan, StagedPlan):
+        if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
+            return tuple(peak.total_bytes for peak in predict_peaks(plan))
+        (plan,) = plan.stages
+    found = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type)
+    return (found.total_bytes,)
+
+
+def predict_peak(
+    graph: Graph, mesh: Mesh, assignment: Assignment, *, training: Training = WHOLE_BATCH, actions: Sequence[Action] | None = None,
+    device_type: str = "cpu", is_whole: bool = False,
+) -> Peak:  # fmt: skip
+    """Run a step of the program as the first rank would, without peers, with the kernels of such a device.
+
+    graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in order; by default one
+    microbatch after the other. The batch is counted whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
+    Of copies of a block alike a few are run (`run_phases`); is_whole: all are.
+    """
+    is_split = training.num_microbatches > 1 or actions is not None
+    if actions is None:
+        actions = [Action(kind, 0, number) for number in range(training.num_microbatches) for kind in "FB"]
+    arguments = graph.of_kind("argument")
+    received = {item.value.name for item in arguments if item.value.needs_grad}
+    batch = sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
+
+    def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
+        program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
+        with without_data(device_type):
+            stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
+            return _run({0: stage}, Step({0: stage}, actions, is_split=is_split))
+
+    phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
+    return _peak([(mesh, _laid_out(graph, assignment))], phases, training, batch, {}, _on_host(graph, assignment))
+
+
+def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
+    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule, on devices of the plan's cluster.
+
+    Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run for all.
+    """
+    made = {value.name for stage in plan.stages for op in stage.graph.ops for value in op.outputs}
+    receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
+    batch = sum(item.value.num_bytes for item in plan.graph.of_kind("argument"))
+    slices = _slices(plan)
+    in_rounds, found = plan.schedule.name in IN_ROUNDS, []
+    arrivals = _arrivals(plan.schedule) if in_rounds else [{}] * plan.schedule.num_ranks
+    recordings = None if is_whole else _recordings(plan, receives)
+    for rank, actions in enumerate(schedule_actions(plan.schedule)):
+        state: dict[str, torch.Tensor] = {}
+        with without_data(plan.cluster.device_type if is_whole else "meta"):
+            stages = {
+                number: _replayed(plan, number, receives[number], state, recordings[number])
+                if recordings
+                else _stage(plan, number, receives[number], state)
+                for number in plan.schedule.stages_of(rank)
+            }
+            step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
+            own = [plan.stages[number] for number in stages]
+            away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
+            inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
+            found.append(_peak(inputs, _run(stages, step), plan.training, batch, slices, away))
+    return tuple(found)
+
+
+def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[Recording]:
+    """Of each stage; stages alike are run once."""
+    known: dict[Hashable, Recording] = {}
+    found = []
+    for number, own in enumerate(plan.stages):
+        key = likeness(own, receives[number], *_where(plan, number).values())
+        if key not in known:
+            known[key] = _recorded(plan, number, receives[number])
+        found.append(known[key])
+    return found
+
+
+def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recording:
+    own, is_halved, handed = plan.stages[number], plan.schedule.name == "zero-bubble", []
+
+    def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
+        program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
+        with without_data(plan.cluster.device_type):
+            stage = Stage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
+            phases, found = run_two(stage, is_halved=is_halved)
+        handed.append(found)
+        return phases
+
+    return recorded(run_phases(own.graph, own.assignment, own.mesh, run), handed[-1])
+
+
+def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> Stage:
+    """state: as in `Rank.of`."""
+    own = plan.stages[number]
+    program = lower(own.graph, own.mesh, own.assignment, is_split=True)
+    return Stage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
+
+
+def _replayed(
+    plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor], recording: Recording
+) -> Replayed:
+    own = plan.stages[number]
+    rank = Rank.of(Program(own.mesh, _laid_out(own.graph, own.assignment), (), (), ()), receives, state, plan.cluster.device_type)
+    return Replayed(rank, **_where(plan, number), recording=recording)
+
+
+def _slices(plan: StagedPlan) -> dict[str, int]:
+    """Inputs of which a microbatch reads one part of so many."""
+    whole = {item.value.name: item.value for item in plan.graph.inputs}
+    parts = {item.value.name: item.value for stage in plan.stages for item in stage.graph.inputs if item.value.name in whole}
+    return {name: plan.schedule.num_microbatches for name, part in parts.items() if part.shape != whole[name].shape}
+
+
+def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
+    return {"is_first": number == 0, "sends": number < plan.schedule.num_stages - 1}
+
+
+def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
+    """Of each rank: what "F" and "B" get from other stages -> before which action, by its index, there is room for it.
+
+    torch's schedules in rounds take a step together: what one sends in it the other receives before its next, even if it needs it later.
+    """
+    rows, last = schedule_actions(schedule), schedule.num_stages - 1
+    at, done = [0] * len(rows), set()
+    found: list[dict[int, list[Action]]] = [{} for _ in rows]
+    while any(here < len(row) for here, row in zip(at, rows)):
+        ran = [(rank, row[here]) for rank, (here, row) in enumerate(zip(at, rows)) if here < len(row) and _needs(row[here], last) <= done]
+        assert ran, f"{schedule}: no rank can go on"
+        for rank, action in ran:
+            at[rank] += 1
+            done.add(_sent(action))
+        for sent in (_sent(action) for _, action in ran):
+            if sent.kind != "W" and 0 <= sent.stage <= last:
+                rank = schedule.rank_of(sent.stage)
+                found[rank].setdefault(at[rank], []).append(sent)
+    return found
+
+
+def _sent(action: Action) -> Action:
+    """The action of another stage for which this makes something."""
+    if action.kind == "W":
+        return action
+    return action._replace(stage=action.stage + 1) if action.kind == "F" else Action("B", action.stage - 1, action.microbatch)
+
+
+def _needs(action: Action, last: int) -> set[Action]:
+    if action.kind == "W" or action.stage == (0 if action.kind == "F" else last):
+        return set()
+    return {action._replace(kind="F" if action.kind == "F" else "B")}
+
+
+def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:
+    """FQN of each trained parameter of the rank that others hold too -> how many others."""
+    holders: dict[str, set[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        for item in stage.graph.of_kind("parameter"):
+            if item.value.needs_grad:
+                holders.setdefault(item.fqn, set()).add(plan.schedule.rank_of(number))
+    return {fqn: len(ranks) - 1 for fqn, ranks in holders.items() if rank in ranks and len(ranks) > 1}
+
+
+def _on_host(graph: Graph, assignment: Assignment) -> set[str]:
+    """FQNs of the parameters whose optimizer state waits there."""
+    return {item.fqn for item in graph.of_kind("parameter") if item.value.name in assignment.state_on_host}
+
+
+def _laid_out(graph: Graph, assignment: Assignment) -> Inputs:
+    return tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
+
+
+def _run(stages: Mapping[int, Stage], step: Step) -> Phases:
+    held = {id(x): x for stage in stages.values() for x in stage.rank.tensors()}
+    with count_storages(held.values()) as storages:
+        return step.run(storages)
+
+
+def _peak(
+    inputs: Sequence[tuple[Mesh, Inputs]], phases: Phases, training: Training, batch_bytes: int, slices: Mapping[str, int],
+    on_host: Collection[str],
+) -> Peak:  # fmt: skip
+    """inputs: of each stage of the rank. slices: constants of which the graph reads one part of so many."""
+    kinds = _bytes_of(inputs, training, slices)
+    stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
+    stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
+    found, now = [], stored
+    for name, changes in phases:
+        found.append((name, now + max(0, int(np.cumsum(changes).max(initial=0)))))
+        now += int(changes.sum())
+    return Peak(stored, (*found, ("update", stored + _update_bytes(kinds, on_host, training))))
+
+
+def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
+    """What there is besides while parameters are updated: all gradients, copies, and state that waits on the host a bucket at a time."""
+    copies = UPDATE_COPIES.get(training.optimizer, 0)
+    gradients = {name: own["gradients"] for name, own in kinds.items() if "gradients" in own}
+    staying = copies * max((size for name, size in gradients.items() if name not in on_host), default=0)
+    moved = [name for name in kinds if name in on_host]
+    each = ([moved[at] for at in bucket] for bucket in buckets([kinds[name]["parameters"] for name in moved]))
+    moving = (sum(kinds[name]["optimizer"] for name in bucket) + copies * max(gradients[name] for name in bucket) for bucket in each)
+    return sum(gradients.values()) + max(staying, *moving, 0)
+
+
+def _bytes_of(
+    inputs: Sequence[tuple[Mesh, Inputs]], training: Training, slices: Mapping[str, int]
+) -> dict[str, dict[str, int]]:
+    """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several stages read is there
+    once."""
+    found: dict[str, dict[str, int]] = {}
+    for number, (mesh, own) in enumerate(inputs):
+        for item, layout in own:
+            if item.kind != "argument":
+                name = item.fqn if item.kind in ("parameter", "buffer") else f"{number}:{item.value.name}"
+                num = slices.get(item.value.name, 1)
+                found[name] = {kind: x * num for kind, x in input_bytes(item, layout, mesh.shape, training).items()}
+    return found

@@ -1,0 +1,236 @@
+"""A stage whose actions take and let go of memory as they did once, without running its program again."""
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from autopar.costmodel.activations.count_storages import Storages, count_storages
+from autopar.ir.graph import Graph, Value, nameless
+from autopar.peak_memory.dry_run import Stage, Tensors
+from autopar.plans.plan import Plan
+from autopar.schedule.timeline import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """most_bytes: at one time, above what there was when it began; left_bytes: above that once it is over."""
+
+    most_bytes: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that an action hands on. alike: which of those that were handed to it, or of those before it, shares its memory, -1 for
+    none; is_stored: whether it shares that of one that is there all the time."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    alike: int
+    is_stored: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it adds."""
+        return 0 if self.is_stored or self.alike >= 0 else torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def make(self, handed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One like it."""
+        if self.alike < 0 and not self.is_stored:
+            return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.needs_grad)
+        like = torch.empty((), dtype=self.dtype) if self.is_stored else handed[self.alike].detach()
+        return like.as_strided(self.shape, (0,) * len(self.shape)).requires_grad_(self.needs_grad)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """changes: what is done -> what it changes, in the first microbatch and in later ones. drops_outputs: whether its outputs are gone
+    once "I" is done."""
+
+    gather: Change
+    reduce: Change
+    changes: dict[str, tuple[Change, Change]]
+    outputs: tuple[Made, ...]
+    gone: tuple[Made, ...]
+    drops_outputs: bool = False
+
+
+class Handed(NamedTuple):
+    """What a microbatch hands on, and `drops_outputs` as in `Recording`."""
+
+    outputs: tuple[Made, ...]
+    gone: tuple[Made, ...]
+    drops_outputs: bool
+
+
+def run_two(stage: Stage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
+    """Run two microbatches of the stage, which has not run; is_halved: their backward in two parts.
+
+    What each action changes, called "gather", "F0", "B0", ..., "reduce", and what the second microbatch hands on.
+    """
+    with count_storages(stage.rank.tensors()) as storages:
+        phases = [("gather", _changes(storages, stage.open)[0])]
+        for number in range(2):
+            changes, handed = _microbatch(stage, number, storages, is_halved=is_halved)
+            phases += [(f"{kind}{number}", change) for kind, change in changes.items()]
+        phases.append(("reduce", _changes(storages, stage.close)[0]))
+    return phases, handed
+
+
+def recorded(phases: Sequence[tuple[str, np.ndarray]], handed: Handed) -> Recording:
+    """The recording of a stage from what `run_two` gives."""
+    found = {name: Change(int(np.cumsum(changes).max(initial=0)), int(changes.sum())) for name, changes in phases}
+    kinds = [name[0] for name in found if name.endswith("0")]
+    return Recording(found["gather"], found["reduce"], {kind: (found[f"{kind}0"], found[f"{kind}1"]) for kind in kinds}, *handed)
+
+
+def _microbatch(stage: Stage, number: int, storages: Storages, *, is_halved: bool) -> tuple[dict[str, np.ndarray], Handed]:
+    stored = [*stage.rank.tensors(), *stage.rank.used.values()]
+    changes: dict[str, np.ndarray] = {}
+    ahead, back = Action("F", 0, number), Action("I" if is_halved else "B", 0, number)
+    received = stage.arrived[ahead] = stage.receive(ahead)
+    changes["F"], sent = _changes(storages, partial(stage.forward, ahead))
+    outputs = _made(sent, list(received.values()), stored)
+    received, sent = None, None
+    stage.arrived[back._replace(kind="B")] = stage.receive(back._replace(kind="B"))
+    changes[back.kind], (came, gone) = _changes(storages, partial(stage.backward, back))
+    made = _made(gone, came, stored)
+    came, gone = None, None
+    drops_outputs = is_halved and not stage.halved[number][0]
+    if is_halved:
+        changes["W"] = _changes(storages, partial(stage.weights, back._replace(kind="W")))[0]
+    return changes, Handed(outputs, made, drops_outputs)
+
+
+def _changes(storages: Storages, work: Callable[[], Any]) -> tuple[np.ndarray, Any]:
+    """What `work` changes, and its result, which counts."""
+    storages.restart()
+    found = work()
+    return storages.take_changes(), found
+
+
+def _made(tensors: Tensors, handed: Tensors, stored: Tensors) -> tuple[Made, ...]:
+    fixed = {_key(x) for x in stored}
+    known = {_key(x): number for number, x in enumerate(handed)}
+    found = []
+    for x in tensors:
+        found.append(Made(tuple(x.shape), x.dtype, x.requires_grad, known.get(_key(x), -1), _key(x) in fixed))
+        known.setdefault(_key(x), len(handed) + len(found) - 1)
+    return tuple(found)
+
+
+def _key(x: torch.Tensor) -> int:
+    return id(x.untyped_storage())
+
+
+def _blob(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
+    found: Tensors = []
+    for one in made:
+        found.append(one.make([*handed, *found]))
+    return found
+
+
+@dataclass
+class Replayed(Stage):
+    """`Stage` by its recording, in blocks of bytes. kept: of each microbatch what its backward wants besides what it received and sends.
+    once: what was gathered, then also the gradients of it, at last those of the parameters."""
+
+    recording: Recording = field(kw_only=True)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    once: Tensors = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)
+
+    def open(self) -> None:
+        """What is gathered."""
+        _blob(self.recording.gather.most_bytes)
+        self.once = [_blob(self.recording.gather.left_bytes)]
+
+    def close(self) -> None:
+        """The gradients of the parameters in place of all else."""
+        _blob(self.recording.reduce.most_bytes)
+        left = sum(len(x) for x in self.once) + self.recording.reduce.left_bytes
+        self.once.clear()
+        self.once = [_blob(left)]
+
+    def forward(self, action: Action) -> Tensors:
+        """As that of `Stage`."""
+        received = list(self.receive(action).values())
+        left_bytes = self._run(action)
+        outputs = _make(self.recording.outputs, received)
+        for x in outputs:
+            x.made_of = received  # as autograd's graph holds the leaves that it ends in
+        self.kept[action.microbatch] = _blob(left_bytes - sum(x.num_bytes for x in self.recording.outputs))
+        self.flying[action.microbatch] = outputs, received
+        return outputs
+
+    def backward(self, action: Action) -> tuple[Tensors, Tensors]:
+        """As that of `Stage`."""
+        came = [x for x in self.receive(action._replace(kind="B")) or () if x is not None]
+        left_bytes = self._run(action)
+        outputs, received = self.flying.pop(action.microbatch)
+        left_bytes += len(self.kept.pop(action.microbatch)) - sum(x.num_bytes for x in self.recording.gone)
+        if action.kind == "I":
+            if self.recording.drops_outputs:
+                left_bytes, outputs = left_bytes + sum(x.num_bytes for x in self.recording.outputs), []
+            for x in outputs:
+                x.made_of = None  # torch has detached it
+            self.halved[action.microbatch] = outputs, came, received, _blob(left_bytes)
+        del outputs, received
+        gone = _make(self.recording.gone, came)
+        if action.kind == "I" and not self.recording.drops_outputs:
+            self.halved[action.microbatch] += (gone,)  # torch keeps them as the gradients of what was received
+        self._accumulate(action)
+        return came, gone
+
+    def weights(self, action: Action) -> None:
+        """As that of `Stage`."""
+        self._run(action)
+        del self.halved[action.microbatch]
+        self._accumulate(action)
+
+    def _run(self, action: Action) -> int:
+        """Bytes that a later action of the kind leaves."""
+        first, later = self.recording.changes[action.kind]
+        _blob(later.most_bytes if action.kind in self.begun else first.most_bytes)
+        return later.left_bytes
+
+    def _accumulate(self, action: Action) -> None:
+        """What the first action of the kind leaves more, which is there until the end of the step."""
+        first, later = self.recording.changes[action.kind]
+        if action.kind not in self.begun:
+            self.once.append(_blob(max(0, first.left_bytes - later.left_bytes)))
+            self.begun.add(action.kind)
+
+
+def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashable:
+    """Equal for stages that are alike but for names."""
+    graph, assignment = plan.graph, plan.assignment
+    number = {name: i for i, name in enumerate(value_names(graph))}
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    inputs = tuple(
+        (item.kind, replace(item.value, name=""), assignment.layouts[item.value.name], item.value.name in receives) for item in graph.inputs
+    )
+    ops = tuple((nameless(op), tuple(number[x.name] for x in op.inputs), assignment.strategies[op.name]) for op in graph.ops)
+    kept = frozenset((number[name], layout) for name, layout in assignment.kept.items())
+    outputs = tuple((number[x.name], assignment.outputs[x.name]) if isinstance(x, Value) else repr(x) for x in graph.outputs)
+    again = frozenset(number[name] for name in assignment.regathered)
+    regions = tuple(
+        tuple(tuple(position[name] for name in region) for region in found) for found in (assignment.recomputed, assignment.offloaded)
+    )
+    written = tuple(number[value.name] for _, value in graph.mutations)
+    return plan.mesh, inputs, ops, kept, outputs, again, regions, written, others
+
+
+def value_names(graph: Graph) -> Iterator[str]:
+    """Of inputs and of what ops make, in order."""
+    yield from (item.value.name for item in graph.inputs)
+    yield from (value.name for op in graph.ops for value in op.outputs)

@@ -1,0 +1,164 @@
+"""With stages and microbatches or without: the better plan of the two."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.costmodel.cluster.load_cluster import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.mesh import Devices, Mesh
+from autopar.planner.budget import TIME_LIMIT_S, Budget, Progress
+from autopar.planner.fit_memory import Predict, fitting
+from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.pipeline.search_pipeline import Asked, plan_in_stages
+from autopar.planner.problem import Wishes
+from autopar.planner.rarely_collected import rarely_collected
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import PIPELINE, StagedPlan
+
+# A plan that leaves more than this part of the memory limit free is not held back by it.
+_FREE = 0.1
+# Stages and microbatches change the training loop: they are chosen where they gain more than this part of a step.
+_WORTH = 0.05
+# Of the time that is left: for stages on an open mesh, and for plans without stages on a mesh that is given.
+_SHARE_OF_STAGES, _SHARE_OF_WHOLE = 0.75, 0.75
+# Of the time of a plan: for its first search; the rest is for others, if it does not fit.
+_SHARE_OF_FIRST = 0.5
+
+
+@rarely_collected()
+def choose_plan(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, *,
+    pins: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None = None,
+    memory_limit_bytes: float | None = None,
+    training: Training = WHOLE_BATCH,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    trains: bool = True,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Progress | None = None,
+    predict: Predict | None = None,
+) -> Plan | StagedPlan:  # fmt: skip
+    """The best plan within `time_limit_s`, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
+
+    time_limit_s: of planning, all its stages together; after it, and after Ctrl-C, planning ends with the best plan so far, which may be
+    one written by hand.
+    predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search estimates is believed.
+    num_microbatches, schedule: as asked, or None for the best. `trains`: whether the plan will be run by train_step; else it has one stage
+    and one microbatch. MicrobatchError or AutoparError if what is asked cannot be.
+    """
+    limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
+    budget, asked = Budget.of(time_limit_s, progress), Asked(num_microbatches, schedule)
+    timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
+    ways = _Ways(graph, mesh, cluster, Wishes(pins or {}, stored or {}, limit, training), asked, timed)
+    if ways.has_stages and not trains:
+        raise AutoparError(
+            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
+            f"mesh without {PIPELINE}"
+        )
+    with budget.ended_by_interrupt():
+        plan = _chosen(ways, budget, trains=trains)
+        return replace(plan, found_by=f"{plan.found_by}, ended by {budget.ended_by}") if budget.is_spent else plan
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The two ways to plan: without stages and microbatches, and with them."""
+
+    graph: Graph
+    mesh: Mesh | Devices
+    cluster: Cluster
+    wishes: Wishes
+    asked: Asked
+    predict: Predict | None
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the mesh has an axis for stages."""
+        return isinstance(self.mesh, Mesh) and PIPELINE in self.mesh.axis_names
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all devices are joined by the innermost links."""
+        return self.mesh.num_devices <= (self.cluster.levels[0].size or self.mesh.num_devices)
+
+    def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
+        """`plan_in_stages`."""
+        return plan_in_stages(
+            self.graph, self.mesh, self.cluster, self.wishes, self.asked, budget=budget, cutoff_s=cutoff_s, predict=self.predict
+        )
+
+    def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
+        """The best plan of `make_plan` that fits; the first search leaves time for others, should its plan not fit."""
+        tries, wishes = iter((budget.part(_SHARE_OF_FIRST),)), self.wishes
+
+        def make(allowed_bytes: float) -> Plan:
+            if budget.is_spent and allowed_bytes < wishes.memory_limit_bytes:
+                raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
+            return make_plan(
+                self.graph, self.mesh, self.cluster, pins=wishes.pins, stored=wishes.stored, memory_limit_bytes=allowed_bytes,
+                training=wishes.training, to_beat_s=to_beat_s, budget=next(tries, budget),
+            )  # fmt: skip
+
+        return fitting(make, wishes.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
+
+
+def _chosen(ways: _Ways, budget: Budget, *, trains: bool) -> Plan | StagedPlan:
+    asked = ways.asked
+    if ways.has_stages or (trains and not asked.is_open and asked.num_microbatches != 1):
+        return ways.in_stages(budget)
+    if not trains or asked.num_microbatches == 1 or (isinstance(ways.mesh, Devices) and ways.wishes.pins):
+        return ways.whole(budget)
+    return _if_memory_binds(ways, budget) if isinstance(ways.mesh, Mesh) else _better(ways, budget)
+
+
+def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
+    """Without stages, microbatches and recomputed blocks only save memory."""
+    try:
+        plan = ways.whole(budget.part(_SHARE_OF_WHOLE))
+    except InfeasibleError as error:
+        try:
+            return ways.in_stages(budget)
+        except InfeasibleError:
+            raise  # says what the lightest of all plans takes, those in microbatches among them
+        except AutoparError:  # the batch cannot be cut, or there is no loss
+            raise error from None
+    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.wishes.memory_limit_bytes or budget.is_spent:
+        return plan
+    try:
+        staged = ways.in_stages(budget, plan.step_s)
+    except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
+        return plan
+    return _worth(staged, plan)
+
+
+def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
+    """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little there, and what people
+    write says little of a batch too small to split."""
+    failure: AutoparError | None = None
+    staged: Plan | StagedPlan | None = None
+    try:
+        staged = ways.in_stages(budget.part(_SHARE_OF_STAGES))
+    except AutoparError as error:
+        failure = error
+    if staged is not None and budget.is_spent:
+        return staged
+    try:
+        to_beat_s = math.inf if staged is None or ways.is_one_node else staged.step_s
+        plan = ways.whole(budget, to_beat_s)
+    except InfeasibleError as error:
+        if staged is None:
+            raise failure if isinstance(failure, InfeasibleError) else error from None
+        return staged
+    return _worth(staged, plan)
+
+
+def _worth(other: Plan | StagedPlan | None, plan: Plan) -> Plan | StagedPlan:
+    """`other` if it is faster by enough."""
+    least = _WORTH if isinstance(other, StagedPlan) else 0.0
+    return plan if other is None or other.step_s >= (1 - least) * plan.step_s else other

@@ -1,0 +1,118 @@
+"""Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower one.
+
+The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below it, so the peak of
+each plan is predicted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+
+AnyPlan = Plan | StagedPlan
+Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
+Again = Callable[[Sequence[float]], AnyPlan | None]
+
+# So many times a plan is made anew under a lower limit.
+_MOST_TRIES = 3
+# The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
+_MARGIN = 0.005
+# What the estimate lacks where it misses the limit by less is much the same for all plans, such as a gradient of the vocabulary.
+_LITTLE = 1.15
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or () for the real one;
+    that gives None where nothing fits."""
+
+    plan: AnyPlan
+    again: Again
+    allowed_bytes: Sequence[float] = ()
+    num_tries: int = 0
+
+
+def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predict | None) -> AnyPlan | None:
+    """The fastest plan whose predicted peak is within the limit, of these or of those made anew; None if there is none.
+
+    Without `predict` the estimate is believed.
+    """
+    waiting = list(found)
+    while waiting:
+        one = min(waiting, key=lambda candidate: candidate.plan.step_s)
+        waiting.remove(one)
+        plan = replace(one.plan, memory_limit_bytes=limit_bytes)
+        if predict is not None:
+            plan = replace(plan, peak_bytes=predict(plan))
+        if max(plan.peak_bytes, default=0) <= limit_bytes:
+            return plan
+        allowed = _lowered(one.allowed_bytes or (limit_bytes,) * len(plan.peak_bytes), plan, limit_bytes)
+        other = one.again(allowed) if one.num_tries < _MOST_TRIES else None
+        if other is not None:
+            waiting.append(Candidate(other, one.again, allowed, one.num_tries + 1))
+    return None
+
+
+def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
+    """Of each rank that is above the limit a lower one: by as much where that is little, else in proportion."""
+    found = []
+    for allowed, estimate, peak in zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, strict=True):
+        lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
+        found.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
+    return tuple(found)
+
+
+def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf) -> AnyPlan:
+    """The plan that `make` finds under a limit of the estimate that leaves its predicted peak within the limit. One that takes longer than
+    `to_beat_s` is of no interest, and is given back as it is.
+
+    InfeasibleError of `make` if there is none under the limit itself; else one that says what is missed.
+    """
+    reasons: list[str] = []
+
+    def again(allowed_bytes: Sequence[float]) -> AnyPlan | None:
+        try:
+            return make(min(allowed_bytes))
+        except InfeasibleError as error:
+            reasons.append(str(error))
+            return None
+
+    first = make(limit_bytes)
+    if first.step_s > to_beat_s:
+        return first
+    recorded = Recorded(predict)
+    found = best_fitting([Candidate(first, again)], limit_bytes, predict and recorded)
+    if found is None:
+        raise above_estimate(recorded, limit_bytes, reasons[-1] if reasons else "so would others; raise it, or use more devices")
+    return replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s)) if isinstance(found, Plan) else found
+
+
+@dataclass
+class Recorded:
+    """`predict`, and the first plan that was asked about with its peaks: in an error it stands for all that do not fit.
+
+    least_ratio: of estimate to peak, of any rank of the plans that were asked about; at most 1.
+    """
+
+    predict: Predict
+    first: tuple[AnyPlan, tuple[int, ...]] | None = None
+    least_ratio: float = 1.0
+
+    def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
+        peaks = self.predict(plan)
+        self.first = self.first or (plan, peaks)
+        self.least_ratio = min(self.least_ratio, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True)))
+        return peaks
+
+
+def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
+    """Says that the first plan asked about, which by its estimate is within the limit, is not, and `rest` of others."""
+    plan, peaks = recorded.first
+    return InfeasibleError(
+        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts add up to "
+        f"{max(plan.memory_bytes)} bytes would have {max(peaks)} bytes ({max(peaks) / 2**30:.2f} GiB) in use at one time; {rest}"
+    )

@@ -1,0 +1,141 @@
+"""From strategies to a whole assignment: the layouts that are left to choose, each at the least communication."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+from autopar.costmodel.activations.autograd_footprint import regatherable
+from autopar.ir.folding.fold import Folded, value_classes
+from autopar.ir.graph import Graph, Value
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment, produced_layouts, uses_of, wanted_layout
+from autopar.sbp.placement import Layout
+from autopar.sbp.redistribute import collectives_of, redistribute
+from autopar.sbp.signature import Candidates, Strategy
+
+# Shape, bytes of an element, does it need a gradient, from layout, to layout -> bytes.
+Moved = Callable[[tuple[int, ...], int, bool, Layout, Layout], int]
+
+
+def bytes_moved(mesh: Mesh) -> Moved:
+    """What turning one layout into another moves on the mesh, forward and backward; remembers what it was asked."""
+
+    @cache
+    def moved(shape: tuple[int, ...], itemsize: int, needs_grad: bool, src: Layout, dst: Layout) -> int:
+        steps = (collectives_of(step, shape, itemsize, mesh.shape, needs_grad) for step in redistribute(src, dst))
+        return sum(collective.num_bytes for found in steps for collective in found)
+
+    return moved
+
+
+def complete(
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    strategies: Mapping[str, Strategy],
+    arguments: Mapping[str, Layout],
+    mesh: Mesh,
+    *,
+    moved: Moved,
+    sharded_axes: tuple[int, ...] = (),
+    regathered: bool = False,
+    counts: Mapping[str, int] = MappingProxyType({}),
+) -> Assignment:
+    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide.
+
+    `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
+    `moved`: `bytes_moved` of the mesh. `counts`: op of a repeat -> how many copies it stands for.
+    """
+    wanted = _wanted(graph, strategies)
+    layouts = dict(arguments)
+    stored = [item for item in graph.inputs if item.kind != "argument"]
+    for item in (item for item in stored if folded.representative[item.value.name] == item.value.name):
+        offered = candidates.layouts[item.value.name]
+        if item.kind == "parameter" and sharded_axes:
+            offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes, moved)
+        layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved))
+    layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
+    outputs = _outputs(graph, candidates, strategies, layouts, moved)
+    bare = Assignment(strategies, layouts, {}, outputs)
+    kept = _kept(graph, folded, bare, moved, counts)
+    return Assignment(strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset())
+
+
+def _regathered(
+    graph: Graph, folded: Folded, layouts: Mapping[str, Layout], wanted: Mapping[str, tuple[Layout, ...]]
+) -> frozenset[str]:
+    """The parameters that are stored split where their one reader wants them otherwise."""
+    classes = folded.representative
+    again = {
+        name for name in regatherable(graph, classes) for want in wanted[name]
+        if any(stored.is_split and stored != other for stored, other in zip(layouts[name], want))
+    }  # fmt: skip
+    return frozenset(item.value.name for item in graph.of_kind("parameter") if classes[item.value.name] in again)
+
+
+def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
+    """Per input value the distinct layouts in which ops read it."""
+    found: dict[str, dict[Layout, None]] = {item.value.name: {} for item in graph.inputs}
+    for op in graph.ops:
+        for slot, value in enumerate(op.inputs):
+            if value.name in found:
+                found[value.name][strategies[op.name].input_layout(slot)] = None
+    return {name: tuple(layouts) for name, layouts in found.items()}
+
+
+def _most_parts(
+    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
+) -> tuple[Layout, ...]:
+    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that moves the fewest
+    bytes, one dim rather than several, the first rather than a later one."""
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+
+    def key(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
+        dims = {placement.dim for placement in layout if placement.is_split}
+        parts = math.prod(mesh.shape[axis] for axis in axes if layout[axis].is_split)
+        differs = sum(layout[axis] != want[axis] for want in wanted for axis in others)
+        return differs, -parts, _bytes_to(value, layout, wanted, moved), len(dims), tuple(sorted(dims))
+
+    return (min(offered, key=key),)
+
+
+def _outputs(
+    graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], moved: Moved
+) -> dict[str, Layout]:
+    produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
+    values = [value for value in graph.outputs if isinstance(value, Value)]
+    return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), moved)) for v in values}
+
+
+def _kept(graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]) -> dict[str, Layout]:
+    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
+    uses of all its members."""
+    produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
+    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}
+    makers = {value.name: counts[op.name] for op in graph.ops if op.name in counts for value in op.outputs}
+    wanted = {
+        name: tuple((wanted_layout(graph, assignment, use), makers.get(name) or counts.get(use.user, 1)) for use in uses)
+        for name, uses in several.items()
+    }
+    bases: dict[str, dict[Layout, None]] = {}
+    for name, layouts in wanted.items():
+        bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *(layout for layout, _ in layouts))))
+    sums: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
+    for name, layouts in wanted.items():
+        sums[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, moved) for base in bases[classes[name]]})
+    best = {name: min(found, key=found.__getitem__) for name, found in sums.items()}
+    return {name: best[classes[name]] for name in wanted}
+
+
+def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], moved: Moved) -> int:
+    """To `base` as often as there are values, from there as often as there are uses."""
+    first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), moved)
+    return first + sum(count * _bytes_to(value, base, (layout,), moved) for layout, count in wanted)
+
+
+def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], moved: Moved) -> int:
+    """Bytes moved, forward and backward, to turn `src` into each of `wanted`."""
+    return sum(moved(value.shape, value.dtype.itemsize, value.needs_grad, src, dst) for dst in wanted)

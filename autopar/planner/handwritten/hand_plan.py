@@ -1,0 +1,221 @@
+"""Plans as people write them by hand, as points of the space the search chooses from."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from autopar.costmodel.inner_collectives import inner_collectives
+from autopar.errors import PlanError
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph, Op
+from autopar.mesh import Mesh
+from autopar.planner.handwritten.complete_layouts import Moved, bytes_moved, complete
+from autopar.planner.handwritten.hf_tp_plan import hf_structure
+from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
+from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
+from autopar.sbp.analysis.sample_blocks import Short, shorten
+from autopar.sbp.analysis.sequence_dim import batch_arguments, sequence_dims
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.placement import I, Layout, Placement
+from autopar.sbp.signature import Candidates, Signature, Strategy
+
+NO_STYLES: Mapping[str, str] = MappingProxyType({})
+FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class HandPlan:
+    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), or, if `is_hf`, as the model's own plan says; all other mesh axes
+    split the batch.
+
+    is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198). flavour: how the
+    data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). "zero2" gathers a
+    parameter once a step, "zero3" for forward and again for backward, which holds it for less long. With one backward a step "zero1" is
+    the same plan as "zero2": they differ in whether gradients are whole between several backwards, which is not counted.
+    """
+
+    tensor_axes: tuple[int, ...] = ()
+    is_sequence_parallel: bool = False
+    flavour: str = "ddp"
+    is_hf: bool = False
+
+
+def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
+    """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options after a colon:
+    'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its data axes. 'hf' is read like
+    'megatron' and stands for the plan that a transformers model has of its own.
+
+    PlanError if it is none of these or the degrees are no products of mesh axes.
+
+    >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
+    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False)
+    """
+    name, _, rest = text.partition(":")
+    if name in FLAVOURS and not rest:
+        return HandPlan(flavour=name)
+    words = [word.strip() for word in rest.split(",") if word.strip()]
+    flavours = [word for word in words if word in FLAVOURS]
+    degrees = {key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")}
+    if name not in ("megatron", "hf") or len(flavours) > 1 or len(words) != len(flavours) + len(degrees) + ("sp" in words):
+        example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
+        raise PlanError(
+            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp' (sequence parallel), "
+            f"'{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by +), or hf with the same options"
+        )
+    return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp", name == "hf")
+
+
+def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int, ...]:
+    if not degrees:
+        return (mesh.ndim - 1,)
+    names = degrees.get("tp", "").split("+")
+    if "dp" not in degrees and set(names) <= set(mesh.axis_names):
+        return tuple(sorted(map(mesh.axis_index, names)))
+    for num in range(mesh.ndim, -1, -1):
+        found = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
+        if all(str(found[key]) == size for key, size in degrees.items()):
+            return tuple(range(num, mesh.ndim))
+    raise PlanError(
+        f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes and tp of the "
+        "others, or tp the names of axes joined by +; change one of them"
+    )
+
+
+def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
+    """
+    >>> format_hand_plan(HandPlan((1,), True, "zero3"), Mesh((4, 8), ("a", "b")))
+    'megatron:dp=4,tp=8,sp,zero3'
+    """
+    if not plan.tensor_axes:
+        return plan.flavour
+    tensor = math.prod(mesh.shape[axis] for axis in plan.tensor_axes)
+    is_inner = plan.tensor_axes == tuple(range(mesh.ndim - len(plan.tensor_axes), mesh.ndim))
+    by_name = "tp=" + "+".join(mesh.axis_names[axis] for axis in plan.tensor_axes)
+    words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name]
+    words += ["sp"] * plan.is_sequence_parallel + [plan.flavour] * (plan.flavour != "ddp")
+    return f"{'hf' if plan.is_hf else 'megatron'}:{','.join(words)}"
+
+
+def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
+    """The plans to start from and to compare with on this mesh, by name; those that come out the same but once."""
+    outline, found = outlined(graph, folded), {}
+    for plan, assignment in outline.follow(tuple(_useful(mesh)), candidates, mesh).items():
+        if assignment not in found.values():
+            found[format_hand_plan(plan, mesh)] = assignment
+    return {name: outline.short.expand(assignment) for name, assignment in found.items()}
+
+
+def _useful(mesh: Mesh) -> Iterator[HandPlan]:
+    """Data parallel on all axes, tensor parallel on the last ones, with what saves memory."""
+    flavours = ("ddp", "zero2", "zero3")
+    yield from (HandPlan(flavour=flavour) for flavour in flavours)
+    for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
+        for flavour in flavours if first else ("ddp",):
+            yield from (HandPlan(tuple(range(first, mesh.ndim)), is_sp, flavour) for is_sp in (False, True))
+
+
+def hand_plan(
+    plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, styles: Mapping[str, str] = NO_STYLES
+) -> Assignment:
+    """The hand plan as an assignment; where an op cannot follow it, the op is whole. `styles`: `hf_styles` of the model, for `is_hf`."""
+    if plan.is_hf and not styles:
+        raise PlanError("hand plan 'hf' is the model's own: it needs the styles that hf_styles(model) finds")
+    outline = outlined(graph, folded)
+    if plan.is_hf:
+        outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
+    return outline.short.expand(outline.follow((plan,), candidates, mesh)[plan])
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a person sees in a model before writing a plan for any mesh."""
+
+    short: Short
+    structure: Structure
+    sequence: Mapping[str, int]
+
+    def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
+        """The plans as assignments of the short graph; what they do alike on the first axes is worked out once."""
+        graph, walks = self.short.graph, {}
+        arguments = {item.value.name: () for item in graph.of_kind("argument")}
+        walks[()] = _Walk({op.name: () for op in graph.ops}, arguments, candidates.strategies)
+        for kinds in (_kinds(plan, mesh) for plan in plans):
+            for axis in range(mesh.ndim):
+                if kinds[: axis + 1] not in walks:
+                    walks[kinds[: axis + 1]] = self._extended(walks[kinds[:axis]], kinds[axis], axis, candidates, mesh)
+        moved = bytes_moved(mesh)
+        return {plan: self._completed(plan, walks[_kinds(plan, mesh)], candidates, mesh, moved) for plan in plans}
+
+    def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
+        """`walk` with one more axis."""
+        graph, same = self.short.graph, self.short.folded.representative
+        classes = {same[op.name] for op in graph.ops}
+        options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
+        if kind == "batch":
+            batch = _place_batch(graph, candidates, walk.arguments)
+            signatures = follow_batch(graph, same, options, batch)
+        else:
+            batch = dict.fromkeys(walk.arguments, I)
+            signatures = follow_tensors(graph, self.structure, same, options, self.sequence if kind == "tensors, sequence" else {})
+        return _Walk(
+            {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
+            {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
+            {name: [one for one in walk.left[name] if one.signatures[axis] == signatures[name]] for name in classes},
+        )
+
+    def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh, moved: Moved) -> Assignment:
+        strategies = {name: Strategy(signatures) for name, signatures in walk.signatures.items()}
+        data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
+        return complete(
+            self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh, moved=moved,
+            sharded_axes=data_axes if plan.flavour != "ddp" else (), regathered=plan.flavour == "zero3", counts=self.short.counts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies that begin so."""
+
+    signatures: Mapping[str, tuple[Signature, ...]]
+    arguments: Mapping[str, Layout]
+    left: Mapping[str, Sequence[Strategy]]
+
+
+def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
+    """What each mesh axis splits."""
+    tensors = "tensors, sequence" if plan.is_sequence_parallel else "tensors"
+    return tuple(tensors if axis in plan.tensor_axes else "batch" for axis in range(mesh.ndim))
+
+
+def outlined(graph: Graph, folded: Folded) -> Outline:
+    """Looks at the graph once for all plans and meshes."""
+    short = shorten(graph, folded)
+    structure = structure_of(short.graph)
+    return Outline(short, structure, sequence_dims(short.graph, structure))
+
+
+def _options(
+    op: Op, *, axis: int, left: Mapping[str, Sequence[Strategy]], representative: Mapping[str, str], mesh: Mesh
+) -> tuple[Option, ...]:
+    """What the strategies that are left allow on `axis`."""
+    first: dict[Signature, Strategy] = {}
+    for strategy in left[representative[op.name]]:
+        first.setdefault(strategy.signatures[axis], strategy)
+    return tuple(Option(signature, _inner_bytes(op, axis, strategy, mesh)) for signature, strategy in first.items())
+
+
+def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
+    return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axes == (axis,))
+
+
+def _place_batch(graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]) -> dict[str, Placement]:
+    """S(0) for every argument that has the batch as its first dim, if what `prefixes` leaves of it divides."""
+    with_batch = {item.value.name for item in batch_arguments(graph)}
+    placed = {}
+    for item in graph.of_kind("argument"):
+        name, split = item.value.name, (*prefixes[item.value.name], Placement("S", 0))
+        fits = name in with_batch and any(layout[: len(split)] == split for layout in candidates.layouts[name])
+        placed[name] = split[-1] if fits else I
+    return placed

@@ -1,0 +1,175 @@
+"""Choose one signature an op on one mesh axis by walking forward: seeds first, then whatever follows without communication."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.graph import Graph, Op, Value
+from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
+from autopar.sbp.placement import I, P, Placement, R
+from autopar.sbp.redistribute import CONVERSIONS
+from autopar.sbp.signature import Signature
+
+_WHOLE = ("I", "R")
+VIEWS = frozenset({"reshape", "permute"})  # what normalised graphs have of them
+
+
+@dataclass(frozen=True)
+class Option:
+    """A signature on the axis at hand, and the bytes that its own collectives on this axis move."""
+
+    signature: Signature
+    inner_bytes: int
+
+
+Options = Callable[[Op], tuple[Option, ...]]
+Placed = dict[str, Placement]  # value name -> placement it comes into being in; absent: a parameter, or made of parameters, still free
+
+
+def follow_batch(graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed) -> dict[str, Signature]:
+    """Data parallelism: `batch` are the placed arguments; parameters are used by split compute."""
+    placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
+    placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
+    chosen: dict[str, Signature] = {}
+    for op in graph.ops:
+        known = chosen.get(representative[op.name])
+        _take(op, known or _cheapest(op, options(op), placed), chosen, placed)
+    return chosen
+
+
+def follow_tensors(
+    graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options, sequence: Mapping[str, int]
+) -> dict[str, Signature]:
+    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is whole.
+
+    Values in `sequence` are split along that dim wherever an op allows it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    """
+    placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
+    chosen: dict[str, Signature] = {}
+    producer = {value.name: op for op in graph.ops for value in op.outputs}
+    for op in graph.ops:
+        if _is_for_consumer(op, structure):
+            continue  # its consumer says what it needs
+        known = chosen.get(representative[op.name])
+        signature = known or _cheapest(op, _seeded(op, options(op), structure, placed, sequence), placed, structure)
+        _take(op, signature, chosen, placed)
+        for value, placement in zip(op.inputs, signature.inputs):
+            _settle(value, placement, options, producer, chosen, placed)
+    for op in graph.ops:
+        if op.name not in chosen:
+            _take(op, _cheapest(op, options(op), placed, structure), chosen, placed)
+    return chosen
+
+
+def _is_for_consumer(op: Op, structure: Structure) -> bool:
+    is_of_parameters = bool(op.inputs) and all(value.name in structure.from_parameters for value in op.inputs)
+    return is_of_parameters or any(value.name in structure.positional for value in op.outputs)
+
+
+def _take(op: Op, signature: Signature, chosen: dict[str, Signature], placed: Placed) -> None:
+    chosen[op.name] = signature
+    placed.update((value.name, placement) for value, placement in zip(op.outputs, signature.outputs))
+
+
+def _settle(
+    value: Value, placement: Placement, options: Options, producer: Mapping[str, Op], chosen: dict[str, Signature], placed: Placed
+) -> None:
+    """Give the ops that make `value` of parameters alone signatures that yield `placement`, where they have such."""
+    op = producer.get(value.name)
+    if op is None or op.name in chosen:
+        return
+    index = op.outputs.index(value)
+    matching = [option for option in options(op) if option.signature.outputs[index] == placement]
+    signature = _cheapest(op, matching or options(op), placed)
+    _take(op, signature, chosen, placed)
+    for source, wanted in zip(op.inputs, signature.inputs):
+        _settle(source, wanted, options, producer, chosen, placed)
+
+
+def _seeded(
+    op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed, sequence: Mapping[str, int]
+) -> tuple[Option, ...]:
+    """The options that make `op` what `structure` says it is; all of them where it says nothing or none fits."""
+    kind = "vocabulary" if op.name in structure.vocabulary else structure.kinds.get(op.name, base_name(op))
+    slots = product_slots(op, structure.from_parameters)
+    fits = [option for option in options if _is_kind(kind, op, option.signature, slots)]
+    if kind == "scaled_dot_product_attention":  # only where slicing what comes in is free
+        fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
+    elif op.name in structure.region:
+        fits = [option for option in options if _stays_inside(op, option.signature, placed)]
+    elif any(value.name in structure.gathered for value in op.inputs):
+        fits = [option for option in options if all(p == I for p in option.signature.inputs)]
+    elif not fits or kind == "whole":
+        fits = _along_sequence(op, options, placed, sequence) or fits
+    return tuple(fits) or options
+
+
+def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
+    """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt out anew."""
+    pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
+    return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
+
+
+def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequence: Mapping[str, int]) -> list[Option]:
+    """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value, whose gradient
+    is scattered again."""
+    wanted = {slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence}
+    fits = [option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())]
+    fits = [option for option in fits if not option.signature.role]
+    if not fits and base_name(op) in VIEWS and any(placed[op.inputs[slot].name] == p for slot, p in wanted.items()):
+        return [option for option in options if all(placement == R for placement in option.signature.inputs)]
+    return fits
+
+
+def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
+    inputs, output = signature.inputs, signature.outputs[0]
+    match kind:
+        case "vocabulary":
+            return inputs[0] == Placement("S", 0) and output == P
+        case "scaled_dot_product_attention":
+            return output == Placement("S", len(op.outputs[0].shape) - 3)  # heads
+        case "whole":
+            return all(placement == I for placement in inputs)
+    if slots is None or not inputs[slots[1]].is_split:
+        return False
+    activation = inputs[slots[0]]
+    return output == P and activation.is_split if kind == "row" else output.is_split and activation.kind in _WHOLE
+
+
+def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: Structure | None = None) -> Signature:
+    """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data parallelism and a
+    tensor-parallel region take the one that splits, what is outside the region the one that does not.
+
+    A pending sum may be viewed, and is finished before anything but a product's own bias is added to it: that is what people write by hand.
+    """
+
+    def is_textbook(signature: Signature) -> bool:
+        if structure is not None and base_name(op) in VIEWS:
+            return True
+        pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
+        return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)
+
+    prefers_split = structure is None or op.name in structure.region
+
+    def key(option: Option) -> tuple[int, int, bool]:
+        signature = option.signature
+        changes = sum(placed.get(value.name, _free(p)) != p for value, p in zip(op.inputs, signature.inputs))
+        return _moved_bytes(op, option, placed), changes, any(p.is_split for p in signature.outputs) != prefers_split
+
+    return min([option for option in options if is_textbook(option.signature)] or options, key=key).signature
+
+
+def _moved_bytes(op: Op, option: Option, placed: Placed) -> int:
+    moved = sum(_conversion_bytes(v, placed.get(v.name, _free(p)), p) for v, p in zip(op.inputs, option.signature.inputs))
+    return moved + option.inner_bytes
+
+
+def _free(wanted: Placement) -> Placement:
+    """A parameter is stored as its use wants it, but never as `R` or `P`."""
+    return wanted if wanted.is_split else I
+
+
+def _conversion_bytes(value: Value, src: Placement, dst: Placement) -> int:
+    if src == dst:
+        return 0
+    forward, backward = CONVERSIONS[src.kind, dst.kind]
+    return value.num_bytes * (bool(forward) + (bool(backward) and value.needs_grad))

@@ -1,0 +1,118 @@
+"""The best plan that an expert would find by trying: every grid, every flavour, priced alike."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+from autopar.costmodel.cluster.hardware import Cluster, check_mesh
+from autopar.costmodel.pricing.encode_decode import encode
+from autopar.costmodel.pricing.price import price
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.mesh import Devices, Mesh
+from autopar.planner.handwritten.hand_plan import HandPlan, Outline, format_hand_plan, outlined
+from autopar.plans.serialise import HandCosts
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
+from autopar.sbp.signature import Candidates
+from autopar.search.deadline import NEVER, Deadline
+from autopar.search.table import cost_of, memory_of
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One plan of the sweep; costs as the folded table has them."""
+
+    name: str
+    plan: HandPlan
+    mesh: Mesh
+    costs: HandCosts
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """best: the fastest that fits the memory limit, None if none does. tried: all, fastest first."""
+
+    best: Tried | None
+    assignment: Assignment | None
+    tried: tuple[Tried, ...]
+
+
+def tuned(
+    graph: Graph,
+    folded: Folded,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: float = math.inf,
+    training: Training = WHOLE_BATCH,
+    kinds: tuple[str, ...] = ("data", "tensor"),
+    deadline: Deadline = NEVER,
+) -> Tuned:
+    """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each factorisation
+    into dp x tp (tp inner).
+
+    `kinds`: "data" for those that split the batch alone, "tensor" for the others. After `deadline` no other factorisation is tried.
+    MeshError if the devices do not fit the cluster.
+    """
+    check_mesh(cluster, mesh.num_devices)
+    outline = outlined(graph, folded)
+    found: dict[tuple[Mesh, HandPlan], tuple[Tried, Assignment]] = {}
+    for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
+        if found and deadline.is_past:
+            break
+        choices = _plans(grid) if isinstance(mesh, Mesh) else _plans_by_name(grid)
+        plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
+        for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
+            found[grid, tried.plan] = tried, assignment
+    tried = sorted((one for one, _ in found.values()), key=lambda one: one.costs.step_s)
+    best = next((one for one in tried if one.costs.memory_bytes <= memory_limit_bytes), None)
+    return Tuned(best, outline.short.expand(found[best.mesh, best.plan][1]) if best else None, tuple(tried))
+
+
+def _grids(num_devices: int) -> Iterator[Mesh]:
+    """dp x tp, row-major; an axis of one device is left out."""
+    for tensor in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
+        sizes = {"dp": num_devices // tensor, "tp": tensor}
+        named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        yield Mesh(tuple(named.values()), tuple(named))
+
+
+def _plans_by_name(mesh: Mesh) -> Iterator[HandPlan]:
+    """Those whose tensor axis is the one called tp."""
+    return (plan for plan in _plans(mesh) if [mesh.axis_names[axis] for axis in plan.tensor_axes] == ["tp"] * mesh.axis_names.count("tp"))
+
+
+def _plans(mesh: Mesh) -> Iterator[HandPlan]:
+    """Every choice of tensor axes, each with every flavour of the rest."""
+    for axes in chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1)):
+        for flavour in ("ddp", "zero2", "zero3") if len(axes) < mesh.ndim else ("ddp",):
+            yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((False, True) if axes else (False,)))
+
+
+def _priced(
+    graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, training: Training
+) -> Iterator[tuple[Tried, Assignment]]:
+    """The plans, priced by a table that offers what they take and nothing else."""
+    if not plans:
+        return
+    short = outline.short
+    followed = outline.follow(plans, annotate(short.graph, mesh, short.folded), mesh)
+    priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, training=training)
+    for plan, assignment in followed.items():
+        choice = encode(priced, short.graph, short.folded, assignment)
+        costs = HandCosts(cost_of(priced.table, choice), round(memory_of(priced.table, choice)))
+        yield Tried(format_hand_plan(plan, mesh), plan, mesh, costs), assignment
+
+
+def _taken(assignments: Iterable[Assignment]) -> Candidates:
+    def options(field: str) -> Mapping:
+        chosen: dict = {}
+        for assignment in assignments:
+            for name, option in getattr(assignment, field).items():
+                chosen.setdefault(name, {})[option] = None
+        return {name: tuple(found) for name, found in chosen.items()}
+
+    return Candidates(options("strategies"), options("layouts"), options("outputs"), (), ())

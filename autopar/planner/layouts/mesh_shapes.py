@@ -1,0 +1,71 @@
+"""Meshes that a number of devices can be written as: which factors, and on which link level each lies."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.errors import MeshError
+from autopar.mesh import Devices, Mesh
+
+# Names of the axes by link level, from the inside out: devices of a node, nodes, groups of nodes.
+_LETTERS = "dng"
+
+
+def as_used(devices: Devices, cluster: Cluster) -> Cluster:
+    """The cluster with as many devices in a node as `devices` says; MeshError if it has not so many."""
+    inner = cluster.levels[0]
+    if not devices.per_node or len(cluster.levels) == 1:
+        return cluster
+    if devices.per_node > inner.size:
+        found = f"a node of cluster {cluster.name!r} has {inner.size} devices, {devices.per_node} were asked for"
+        raise MeshError(f"{found}; take fewer per node, or a cluster that has them")
+    return replace(cluster, levels=(replace(inner, size=devices.per_node), *cluster.levels[1:]))
+
+
+def factorise(num_devices: int, cluster: Cluster, *, max_axes: int = 3) -> tuple[Mesh, ...]:
+    """Meshes of up to `max_axes` axes, fewest axes first; each axis within one link level, inner levels on inner axes.
+
+    An op may use several axes as one (their collectives are joint), so a mesh has all plans of the meshes it refines: the first is the
+    coarsest, one axis a link level. Factors of one level are in descending order: their order makes no difference to the links.
+
+    >>> from autopar.costmodel.cluster.presets import PRESETS
+    >>> [str(mesh) for mesh in factorise(32, PRESETS["h100"])]
+    ['n0=4,d0=8', 'n0=4,d0=4,d1=2', 'n0=2,n1=2,d0=8']
+    """
+    sizes = _level_sizes(num_devices, cluster)
+    found = [Mesh(*_axes(factors)) for factors in product(*(tuple(_splits(size, max_axes)) for size in sizes))]
+    distinct = dict.fromkeys(mesh for mesh in found if mesh.ndim <= max(max_axes, len(sizes)))
+    return tuple(sorted(distinct, key=lambda mesh: mesh.ndim))
+
+
+def _level_sizes(num_devices: int, cluster: Cluster) -> tuple[int, ...]:
+    """Devices of the mesh on each link level, outermost first; levels that join only one are left out."""
+    sizes, rest = [], num_devices
+    for level in cluster.levels:
+        size = math.gcd(rest, level.size) if level.size else rest
+        sizes.append(size)
+        rest //= size
+    sizes[-1] *= rest  # above 1 only where the cluster is too small, which pricing refuses
+    return tuple(size for size in reversed(sizes) if size > 1) or (1,)
+
+
+def _splits(size: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Factorisations of `size` into at most `most` factors above 1, largest first; itself first."""
+    yield (size,)
+    if most == 1:
+        return
+    for first in range(size // 2, 1, -1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in _splits(size // first, most - 1) if rest[0] <= first)
+
+
+def _axes(factors: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Shape and axis names; `factors` of the outermost level first."""
+    named = [
+        (size, f"{_LETTERS[min(level, len(_LETTERS) - 1)]}{i}")
+        for level, sizes in zip(reversed(range(len(factors))), factors)
+        for i, size in enumerate(sizes)
+    ]
+    return tuple(size for size, _ in named), tuple(name for _, name in named)

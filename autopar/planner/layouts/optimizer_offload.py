@@ -1,0 +1,169 @@
+"""Optimizer state of some parameters on the host, so that a plan fits: of which, and the plan for which that costs least.
+
+A byte of state on the host frees a byte of the device and costs p seconds a step, whatever parameter it is of. So a plan of t seconds
+and b bytes, of which s are optimizer state, takes t + p max(0, b - M) seconds within M bytes, if b - s <= M. The best of those with b >= M
+is that of least t + p b under the limit M on b - s, one search of a table; and `least_cover` says whose state goes. (What of the bytes is
+brought back for the update is small and left out of t + p b.)
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.evaluate import Costs, evaluate, with_state_on_host
+from autopar.costmodel.state_offload import hostable, moving_s, optimizer_bytes
+from autopar.costmodel.training import Training
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.planner.layouts.least_cover import least_cover
+from autopar.planner.problem import Problem, Setting
+from autopar.sbp.assignment import Assignment
+from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_of
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One of the graphs that share a device's memory: a stage, or all there is. costs: of the assignment, if they are known."""
+
+    graph: Graph
+    assignment: Assignment
+    training: Training
+    costs: Costs | None = None
+
+    def bare(self, mesh: Mesh, cluster: Cluster) -> "Part":
+        """All optimizer state on the device, with costs."""
+        if self.costs is not None and not self.assignment.state_on_host:
+            return self
+        assignment = replace(self.assignment, state_on_host=frozenset())
+        return replace(self, assignment=assignment, costs=evaluate(self.graph, assignment, mesh, cluster, training=self.training))
+
+    def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
+        """Of a bare one."""
+        assignment = replace(self.assignment, state_on_host=names)
+        costs = with_state_on_host(self.costs, self.graph, assignment, mesh, cluster, self.training)
+        return replace(self, assignment=assignment, costs=costs)
+
+
+def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[Part, ...] | None:
+    """The parts, with costs, with as few bytes of optimizer state on the host as make them fit together.
+
+    None if no number does, or there is no way there.
+    """
+    found = bare = tuple(part.bare(mesh, cluster) for part in parts)
+    excess = sum(part.costs.total_memory_bytes for part in bare) - limit_bytes
+    if excess > 0:
+        chosen = _chosen(bare, mesh, excess) if cluster.host_bandwidth_bytes_per_s else None
+        if chosen is None:
+            return None
+        found = tuple(part.with_state_on_host(names, mesh, cluster) for part, names in zip(bare, chosen))
+    return found if sum(part.costs.total_memory_bytes for part in found) <= limit_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """That of a parameter of a part: elements of the whole parameter, bytes of a device."""
+
+    part: int
+    name: str
+    num_elements: int
+    num_bytes: int
+
+
+def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
+    """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring back for the
+    update; with several parts, state of one or of all."""
+    states = [
+        _State(number, x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, part.training))
+        for number, part in enumerate(parts)
+        for layouts in [part.assignment.layouts]
+        for x in hostable(part.graph)
+    ]
+    best: tuple[int, list[_State]] | None = None
+    for allowed in _allowed(states, len(parts)):
+        brought = sum(_brought([one for one in allowed if one.part == number]) for number in range(len(parts)))
+        taken = least_cover([one.num_bytes for one in allowed], excess + brought)
+        total = sum(allowed[position].num_bytes for position in taken or ())
+        if taken and (best is None or total < best[0]):
+            best = total, [allowed[position] for position in taken]
+    return best and [frozenset(one.name for one in best[1] if one.part == number) for number in range(len(parts))]
+
+
+def _allowed(states: Sequence[_State], num_parts: int) -> Iterator[list[_State]]:
+    """Those of one part or of all, up to each size: the largest is brought back whole."""
+    for numbers in dict.fromkeys([*((number,) for number in range(num_parts)), tuple(range(num_parts))]):
+        own = [one for one in states if one.part in numbers]
+        for most in sorted({one.num_elements for one in own}):
+            yield [one for one in own if one.num_elements <= most]
+
+
+def _brought(states: Sequence[_State]) -> int:
+    most = max((one.num_elements for one in states), default=0)
+    return max((one.num_bytes for one in states if one.num_elements == most), default=0)
+
+
+def s_per_byte(cluster: Cluster) -> float:
+    """Seconds a step that a byte of state on the host costs."""
+    return moving_s(1.0, cluster)
+
+
+def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
+    """Whether memory costs more seconds a byte here, where the search of the table met its limit, than state on the host does.
+
+    Else the bound that the search has proven at its price of memory holds for plans with state on the host as well.
+    """
+    if choice.around is None or not cluster.host_bandwidth_bytes_per_s:
+        return False
+    (above_s, above), (within_s, within) = ((cost_of(table, end), memory_of(table, end)) for end in choice.around)
+    return within_s - above_s > s_per_byte(cluster) * (above - within)
+
+
+def with_moves(setting: Setting, problem: Problem) -> Problem:
+    """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave out what can go."""
+    trained = frozenset(item.value.name for item in hostable(setting.graph))
+    away = replace(setting, wishes=replace(setting.wishes, state_on_host=trained)).repriced(problem)
+    here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
+    known: dict[tuple[int, int], np.ndarray] = {}  # what is one array there is one here
+
+    def in_seconds(one: Node | Edge) -> np.ndarray:
+        key = id(one.cost_s), id(one.memory_bytes)
+        if key not in known:
+            known[key] = one.cost_s + price * one.memory_bytes
+        return known[key]
+
+    nodes = tuple(Node(one.name, in_seconds(one), other.memory_bytes) for one, other in zip(here.nodes, there.nodes))
+    edges = tuple(replace(edge, cost_s=in_seconds(edge)) for edge in here.edges)
+    return replace(away, priced=replace(away.priced, table=replace(there, nodes=nodes, edges=edges)))
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: none of this kind, nor any without, is faster."""
+
+    assignment: Assignment
+    step_s: float
+    lower_bound_s: float
+
+
+def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> OnHost | None:
+    """The best plan that has optimizer state on the host or, without, all of the limit in use.
+
+    None if nothing can go there. InfeasibleError if nothing fits with all of it there.
+    """
+    wishes = setting.wishes
+    if not (setting.cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes and hostable(setting.graph)):
+        return None
+    both = with_moves(setting, problem)
+    price = s_per_byte(setting.cluster) * wishes.memory_limit_bytes
+    try:
+        choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
+    part, place = Part(setting.graph, both.decode(choice.strategies), wishes.training), (setting.mesh, setting.cluster)
+    found = fill([part], *place, wishes.memory_limit_bytes)
+    # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a time.
+    (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
+    return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))

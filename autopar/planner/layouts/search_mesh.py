@@ -1,0 +1,104 @@
+"""The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers apart."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.errors import InfeasibleError
+from autopar.ir.folding.fold import Folded, fold
+from autopar.ir.folding.segments import ends_apart, segmented
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.handwritten.hand_plan import hand_plans
+from autopar.planner.layouts.optimizer_offload import is_worth_moving, search_on_host
+from autopar.planner.layouts.two_groups import can_mix, mixture, two_groups
+from autopar.planner.problem import ENOUGH_GAP, Problem, Setting, Wishes
+from autopar.plans.serialise import HandCosts
+from autopar.sbp.assignment import Assignment
+from autopar.search.table import Choice, cost_of, memory_of
+
+# The plans that a lower bound is about.
+ANY, ALIKE, GROUPS = "plan", "plan whose inner layers are alike", "plan whose inner layers are alike within each of these groups"
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The best plan found on `mesh`; `cost_s` is its step. bound_of, hand, found_by: as in `Plan`."""
+
+    mesh: Mesh
+    assignment: Assignment
+    cost_s: float
+    lower_bound_s: float
+    bound_of: str
+    hand: Mapping[str, HandCosts]
+    found_by: str
+
+
+def solve_mesh(
+    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
+    budget: Budget,
+) -> Solved:
+    """The best plan within the budget, never worse than a start or a hand plan that meets the wishes.
+
+    The search ends early when no plan can take less than `to_beat_s`.
+
+    First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
+    copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
+    PinError, InfeasibleError or MeshError if what is wished cannot be.
+    """
+    setting = Setting(graph, mesh, cluster, wishes, budget, to_beat_s=to_beat_s)
+    folded = budget.run("fold", lambda: fold_stored(graph, wishes))
+    problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
+    hand = budget.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
+    by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
+    given = [found for start in starts if (found := problem.encode(start)) is not None]
+    is_mixed = can_mix(folded) and wishes.memory_limit_bytes < float("inf")
+    starts, table = [*given, *by_hand.values()], problem.priced.table
+    costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
+    bound_of = ALIKE if folded.repeats else ANY
+    try:
+        choice = setting.search(problem, starts, is_brief=is_mixed)
+    except InfeasibleError:
+        found = None if budget.is_spent else search_on_host(setting, problem, starts)
+        if found is None:
+            raise
+        return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
+    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
+    best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
+    if is_worth_moving(table, choice, cluster) and not budget.is_spent:
+        best = _or_on_host(setting, problem, starts, best)
+    can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
+    if is_mixed and choice.around is not None and can_win and not budget.is_spent:
+        return _in_groups(setting, folded, problem, choice, best)
+    return best
+
+
+def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]], best: Solved) -> Solved:
+    """`best`, or a faster plan that has optimizer state on the host."""
+    found = search_on_host(replace(setting, to_beat_s=min(setting.to_beat_s, best.cost_s)), problem, starts)
+    if found is None or found.step_s >= best.cost_s:
+        return best
+    return replace(best, assignment=found.assignment, cost_s=found.step_s, lower_bound_s=found.lower_bound_s, found_by="search")
+
+
+def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
+    """`best`, or better where the inner copies of a repeat may be of two kinds."""
+    (over_bytes, within_bytes), limit = (memory_of(alike.priced.table, end) for end in choice.around), setting.wishes.memory_limit_bytes
+    segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
+    problem = setting.problem(segmented(folded, setting.graph, segments))
+    above, within = (alike.decode(end) for end in choice.around)
+    known = (mixture(setting.graph, folded, segments, above, within), best.assignment, above, within)
+    starts = [start for assignment in known if (start := problem.encode(assignment)) is not None]
+    found = setting.search(problem, starts)
+    if found.cost_s >= best.cost_s:
+        return replace(best, lower_bound_s=min(best.lower_bound_s, found.lower_bound_s))
+    return replace(
+        best, assignment=problem.decode(found.strategies), cost_s=found.cost_s, lower_bound_s=found.lower_bound_s, bound_of=GROUPS,
+        found_by="search",
+    )  # fmt: skip
+
+
+def fold_stored(graph: Graph, wishes: Wishes) -> Folded:
+    """The graph folded so that what is stored differently already stays apart."""
+    return fold(graph, {item.value.name: wishes.stored[item.fqn] for item in graph.inputs if item.fqn in wishes.stored})

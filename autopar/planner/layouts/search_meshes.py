@@ -1,0 +1,153 @@
+"""From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.costmodel.cluster.hardware import check_mesh
+from autopar.costmodel.cluster.load_cluster import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.work_bound import floor_s
+from autopar.errors import InfeasibleError, PinError
+from autopar.ir.folding.fold import fold
+from autopar.ir.graph import Graph
+from autopar.mesh import Devices, Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.handwritten.tune import Tried, Tuned, tuned
+from autopar.planner.layouts.bound_unrolled import bound_unfolded
+from autopar.planner.layouts.many_axes import solve_any_mesh
+from autopar.planner.layouts.mesh_shapes import as_used, factorise
+from autopar.planner.layouts.refine_mesh import lift, refines
+from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
+from autopar.planner.problem import Setting, Wishes
+from autopar.planner.rarely_collected import rarely_collected
+from autopar.plans.plan import Plan, plan_of
+from autopar.search.deadline import NEVER
+
+# An open mesh is searched on so many meshes at most.
+_MOST_MESHES = 4
+# A mesh whose best hand plan takes so many times as long as the best of all, or as much memory where none fits, is not searched.
+_PROMISING = 1.5
+# What takes so much of the memory limit by hand, the search may make fit.
+_NEARLY = 1.25
+# Of the time that is left, for the next mesh.
+_SHARE = 0.6
+
+
+@rarely_collected()
+def make_plan(
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    *,
+    pins: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None = None,
+    memory_limit_bytes: float | None = None,
+    training: Training = WHOLE_BATCH,
+    to_beat_s: float = math.inf,
+    budget: Budget | None = None,
+) -> Plan:
+    """The best plan within the budget, by default `TIME_LIMIT_S`; never worse than a hand plan that meets the pins and the memory limit.
+
+    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the best of them.
+    `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
+    `stored`: the same for what has its layout already, each for itself. `to_beat_s`: an open mesh is not searched where no hand plan, were
+    there memory for it, takes less.
+    PinError, InfeasibleError or MeshError if what is asked cannot be.
+    """
+    limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
+    wishes = Wishes(pins or {}, stored or {}, limit, training)
+    budget = budget or Budget.of()
+    check_mesh(cluster, mesh.num_devices)
+    if isinstance(mesh, Mesh):
+        found = {mesh: solve_any_mesh(graph, mesh, cluster, wishes, budget=budget)}
+    else:
+        cluster = as_used(mesh, cluster)
+        found = _solve_all(graph, mesh, cluster, wishes, to_beat_s, budget)
+    best = min(found.values(), key=lambda solved: solved.cost_s)
+    if limit == math.inf and not budget.is_spent:
+        of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, wishes, budget))
+        if of_all_s < math.inf:
+            best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
+    return plan_of(
+        graph, best.assignment, best.mesh, cluster,
+        training=training, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, bound_of=best.bound_of, found_by=best.found_by,
+        hand=best.hand, meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=budget.timings,
+    )  # fmt: skip
+
+
+def _solve_all(
+    graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, to_beat_s: float, budget: Budget
+) -> dict[Mesh, Solved]:
+    """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if it is better.
+
+    A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is known. It starts from
+    the plans of those it refines. Without time the best hand plan is returned as it is. InfeasibleError of the last mesh if there is none.
+    """
+    if wishes.pins:
+        raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
+    limit, training = wishes.memory_limit_bytes, wishes.training
+    has_other = to_beat_s < math.inf  # a plan, which is returned where none is found here
+    deadline = budget.deadline if has_other else NEVER
+    by_hand = budget.run(
+        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline)
+    )
+    if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
+        raise InfeasibleError(f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here")
+    if budget.is_spent and by_hand.best is None and has_other:
+        raise InfeasibleError(f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched")
+    if budget.is_spent and by_hand.best is not None:
+        return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, training)}
+    found: dict[Mesh, Solved] = {}
+    failure: InfeasibleError | None = None
+    meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, limit)
+    for mesh in meshes:
+        if budget.is_spent and (found or failure):
+            break
+        starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
+        to_beat_s = min((solved.cost_s for solved in found.values()), default=to_beat_s)
+        part = budget.part(1.0 if mesh == meshes[-1] else _SHARE, where=f"mesh {mesh}: ")
+        try:
+            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, to_beat_s=to_beat_s, budget=part)
+        except InfeasibleError as error:
+            failure = error
+    best_s = min((solved.cost_s for solved in found.values()), default=math.inf)
+    expert = by_hand.best
+    if expert is not None and expert.costs.step_s < best_s:
+        if budget.is_spent:
+            return found | {expert.mesh: _as_written(by_hand, graph, cluster, training)}
+        # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something of its mesh
+        part = budget.part(1.0, where=f"mesh {expert.mesh}: ")
+        found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, wishes, starts=[by_hand.assignment], budget=part)
+    if not found:
+        raise failure
+    return found
+
+
+def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:
+    """The best hand plan, unsearched; proven is only that no plan is faster than its share of the work."""
+    best, costs = by_hand.best, {one.name: one.costs for one in by_hand.tried if one.mesh == by_hand.best.mesh}
+    bound_s = min(best.costs.step_s, floor_s(graph, best.mesh, cluster, training=training))
+    return Solved(best.mesh, by_hand.assignment, best.costs.step_s, bound_s, ANY, costs, f"hand plan {best.name}")
+
+
+def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:
+    """Those on which the best hand plans lie, best first: fastest of what nearly fits, or else the lightest. Equals: coarsest first."""
+    most_bytes = _NEARLY * limit_bytes
+    fits = any(one.costs.memory_bytes <= most_bytes for one in tried)
+
+    def rank(mesh: Mesh) -> float:
+        degrees = {math.prod(mesh.shape[:count]) for count in range(mesh.ndim + 1)}
+        here = [one.costs for one in tried if _data_degree(one) in degrees]
+        if not fits:
+            return min(costs.memory_bytes for costs in here)
+        return min((costs.step_s for costs in here if costs.memory_bytes <= most_bytes), default=math.inf)
+
+    ranks = {mesh: rank(mesh) for mesh in meshes}
+    least = min(ranks.values())
+    return [mesh for mesh in sorted(meshes, key=ranks.__getitem__) if ranks[mesh] <= _PROMISING * least][:_MOST_MESHES]
+
+
+def _data_degree(one: Tried) -> int:
+    return math.prod(size for axis, size in enumerate(one.mesh.shape) if axis not in one.plan.tensor_axes)

@@ -1,0 +1,61 @@
+"""Where a memory limit binds: some of the inner copies of a repeat planned cheaply, the others lightly.
+
+At the best price of memory a plan above the limit and one within it cost the same. With as many copies of each as fill the limit, the step
+exceeds what that price proves by the conversions between the two kinds, and by the price of the bytes that whole copies leave unused.
+"""
+
+from collections.abc import Mapping
+
+from autopar.ir.folding.fold import Folded
+from autopar.ir.folding.segments import Segments, copies_of
+from autopar.ir.graph import Graph
+from autopar.sbp.assignment import Assignment
+
+# The first, a cheap one, a light one, the last.
+_LEAST_COPIES = 4
+
+
+def can_mix(folded: Folded) -> bool:
+    """Has any repeat inner copies that could be of two kinds?"""
+    return any(repeat.count >= _LEAST_COPIES for repeat in folded.repeats)
+
+
+def two_groups(folded: Folded, share: float) -> Segments:
+    """The first copy, `share` of the inner ones but at least one, at least one more, and the last.
+
+    >>> from autopar.ir.folding.fold import Repeat
+    >>> two_groups(Folded({}, (Repeat(("a",), 3), Repeat(("b",), 32))), 0.42)
+    ((1, 1, 1), (1, 12, 18, 1))
+    """
+    return tuple(_groups(repeat.count, share) for repeat in folded.repeats)
+
+
+def _groups(count: int, share: float) -> tuple[int, ...]:
+    if count < _LEAST_COPIES:
+        return (1,) * count
+    first = min(max(1, int(share * (count - 2))), count - 3)
+    return 1, first, count - 2 - first, 1
+
+
+def mixture(graph: Graph, folded: Folded, segments: Segments, above: Assignment, within: Assignment) -> Assignment:
+    """`within`, but the first group of inner copies in `segments` (of `two_groups`) as in `above`."""
+    cheap = _first_group(graph, folded, segments)
+
+    def mixed(here: Mapping[str, object], there: Mapping[str, object]) -> dict:
+        return {name: (there if name in cheap else here).get(name, option) for name, option in here.items()}
+
+    return Assignment(
+        strategies=mixed(within.strategies, above.strategies),
+        layouts=mixed(within.layouts, above.layouts),
+        kept=mixed(within.kept, above.kept),
+        outputs=within.outputs,
+        regathered=(within.regathered - cheap) | (above.regathered & cheap),
+    )
+
+
+def _first_group(graph: Graph, folded: Folded, segments: Segments) -> frozenset[str]:
+    """Names of the ops, their values, and the inputs of these copies alone."""
+    last = [sizes[1] if len(sizes) == _LEAST_COPIES else 0 for sizes in segments]
+    copies = copies_of(folded, graph)
+    names = {name for name, found in copies.items() if all(1 <= copy <= last[repeat] for repeat, copy in found)}
+    return frozenset(names | {value.name for op in graph.ops if op.name in names for value in op.outputs})

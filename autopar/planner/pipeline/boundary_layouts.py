@@ -1,0 +1,190 @@
+"""The layouts in which what crosses the cuts of a pipeline is sent: those with which the pipeline is fastest."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.memory import local_bytes
+from autopar.costmodel.pricing.options import Stored
+from autopar.costmodel.stage_transfer import transfer
+from autopar.errors import InfeasibleError
+from autopar.ir.folding.fold import value_classes
+from autopar.ir.folding.segments import ends_apart, segmented
+from autopar.ir.folding.stage_fold import within
+from autopar.ir.graph import Value
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts
+from autopar.planner.pipeline.equal_stages import shape_of
+from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.problem import Problem, Setting, Wishes
+from autopar.sbp.candidates import even_layouts
+from autopar.sbp.placement import Layout
+from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
+from autopar.search.table import CostTable, Edge, Node
+
+# A choice that gains less than this part of a step is not looked for.
+_WORTH = 5e-3
+
+Crossing = Mapping[str, Layout]
+
+
+def choose_crossing(
+    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget
+) -> dict[str, Layout]:
+    """Each value that crosses a cut -> its layout there, one for all that are alike by hand.
+
+    From the plan by hand on, one layout is changed on one axis at a time as long as the step becomes shorter: the schedule with the best
+    times of each stage whose ends are laid out so, without a memory limit. Nothing is tried if even the best times with any ends, and the
+    fewest bytes sent, would not make it shorter.
+    """
+    best = crossing_layouts(cut)
+    if not best or budget.is_spent:
+        return best
+    pipeline = _Pipeline(cut, found, mesh, cluster, wishes, budget)
+    best_s = pipeline.step_s(best)
+    if pipeline.least_s() > (1 - _WORTH) * best_s:
+        return best
+    is_better = True
+    while is_better and not budget.is_spent:
+        is_better = False
+        for names in _alike(cut, best):
+            for layout in _neighbours(pipeline.values[names[0]], best[names[0]], mesh):
+                if budget.is_spent:
+                    return best
+                other = best | dict.fromkeys(names, layout)
+                other_s = pipeline.step_s(other)
+                if other_s < (1 - _WORTH) * best_s:
+                    best, best_s, is_better = other, other_s, True
+    return best
+
+
+def _alike(cut: Cut, crossing: Crossing) -> list[list[str]]:
+    """The values that cross, those together that have the same shape and layout."""
+    found: dict[Any, list[str]] = {}
+    for value in _values(cut).values():
+        found.setdefault((replace(value, name=""), crossing[value.name]), []).append(value.name)
+    return list(found.values())
+
+
+def _values(cut: Cut) -> dict[str, Value]:
+    return {value.name: value for stage in cut.stages[:-1] for value in stage.graph.outputs if isinstance(value, Value)}
+
+
+def _neighbours(value: Value, layout: Layout, mesh: Mesh) -> Iterator[Layout]:
+    for other in even_layouts(value.shape, mesh.shape):
+        if sum(a != b for a, b in zip(layout, other)) == 1:
+            yield other
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """A stage with any layouts at its ends. nodes: of the table, for each value that it receives and sends."""
+
+    setting: Setting
+    problem: Problem
+    nodes: tuple[int, ...]
+
+
+class _Pipeline:
+    """What a step takes for any choice; each meeting of a kind of stage with layouts at its ends is searched once."""
+
+    def __init__(self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget) -> None:
+        self.cut, self.schedule, self.mesh, self.cluster = cut, found.schedule, mesh, cluster
+        self.training = replace(wishes.training, num_microbatches=found.schedule.num_microbatches)
+        self.wishes = replace(wishes, training=self.training, memory_limit_bytes=math.inf, crossing={})
+        self.budget = budget
+        self.values = _values(cut)
+        self.order, self.link = ordered(found.schedule), transfer(cluster, found.schedule.num_ranks, mesh.num_devices)
+        self.kinds = [shape_of(stage.graph, self._wishes(number)) for number, stage in enumerate(cut.stages)]
+        self.ends: dict[Any, _Ends] = {}
+        self.known: dict[Any, float] = {}
+
+    def step_s(self, crossing: Crossing) -> float:
+        """Seconds of a step."""
+        times = [self._stage_s(number, crossing) for number in range(len(self.cut.stages))]
+        return self._simulated(times, [self._sent_bytes(number, crossing) for number in range(len(self.cut.stages))])
+
+    def least_s(self) -> float:
+        """No choice of what crosses makes a step shorter."""
+        parts = self.mesh.num_devices
+        times = [self._stage_s(number, None) for number in range(len(self.cut.stages))]
+        return self._simulated(times, [sum(self.values[name].num_bytes / parts for name in stage.sends) for stage in self.cut.stages])
+
+    def _simulated(self, times: list[float], sent: list[float]) -> float:
+        """A forward takes a third of a stage's time, and so do the two parts of a backward."""
+        sent_s = [self.link[0] + num_bytes / self.link[1] if num_bytes else 0.0 for num_bytes in sent]
+        each = [StageTimes(*[time_s / 3] * 3, ahead_s, back_s) for time_s, ahead_s, back_s in zip(times, sent_s, [0.0, *sent_s])]
+        return float(step_s(self.order, as_array(each)))
+
+    def _sent_bytes(self, number: int, crossing: Crossing) -> float:
+        sent = [self.values[name] for name in self.cut.stages[number].sends]
+        return float(sum(local_bytes(x.shape, x.dtype.itemsize, crossing[x.name], self.mesh.shape) for x in sent))
+
+    def _stage_s(self, number: int, crossing: Crossing | None) -> float:
+        """Seconds of a microbatch, with a share of what is done once a step; None: with any ends."""
+        stage, kind = self.cut.stages[number], self.kinds[number]
+        layouts = None if crossing is None else tuple(crossing[name] for name in (*stage.receives, *stage.sends))
+        if (kind, layouts) not in self.known:
+            self.known[kind, layouts] = self._searched_s(self._ends(number), layouts) / self.schedule.num_microbatches
+        return self.known[kind, layouts]
+
+    def _searched_s(self, ends: _Ends, layouts: tuple[Layout, ...] | None) -> float:
+        problem = ends.problem
+        if layouts is not None:
+            table = _fixed(problem, dict(zip(ends.nodes, layouts)))
+            if table is None:
+                return math.inf
+            problem = replace(problem, priced=replace(problem.priced, table=table))
+        try:
+            return ends.setting.search(problem, []).cost_s
+        except InfeasibleError:  # nothing was found in the time
+            return math.inf
+
+    def _ends(self, number: int) -> _Ends:
+        if self.kinds[number] not in self.ends:
+            self.ends[self.kinds[number]] = self._priced(number)
+        return self.ends[self.kinds[number]]
+
+    def _wishes(self, number: int) -> Wishes:
+        fqns = {item.fqn for item in self.cut.stages[number].graph.inputs}
+        asked = {kind: {fqn: at for fqn, at in getattr(self.wishes, kind).items() if fqn in fqns} for kind in ("pins", "stored")}
+        return replace(self.wishes, **asked)
+
+    def _priced(self, number: int) -> _Ends:
+        stage = self.cut.stages[number]
+        names = (*stage.receives, *stage.sends)
+        setting = Setting(stage.graph, self.mesh, self.cluster, self._wishes(number), self.budget)
+        folded = within(self.cut.folded, stage.graph, names)
+        problem = setting.problem(segmented(folded, stage.graph, ends_apart(folded)))
+        node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}
+        classes = value_classes(stage.graph, problem.folded)
+        received = (node_of["input", classes[name]] for name in stage.receives)
+        return _Ends(setting, problem, (*received, *(node_of["output", classes[name]] for name in stage.sends)))
+
+
+def _fixed(problem: Problem, layouts: Mapping[int, Layout]) -> CostTable | None:
+    """The table in which some nodes, inputs and outputs, have but one layout; None if one is not offered."""
+    table, chosen = problem.priced.table, {}
+    for node, layout in layouts.items():
+        entity = problem.priced.entities[node]
+        option = Stored(layout) if entity.kind == "input" else layout
+        if option not in entity.options:
+            return None
+        chosen[node] = [entity.options.index(option)]
+    nodes = [
+        Node(node.name, node.cost_s[chosen[number]], node.memory_bytes[chosen[number]]) if number in chosen else node
+        for number, node in enumerate(table.nodes)
+    ]
+    edges = [_of_edge(edge, chosen) if edge.a in chosen or edge.b in chosen else edge for edge in table.edges]
+    return replace(table, nodes=tuple(nodes), edges=tuple(edges))
+
+
+def _of_edge(edge: Edge, chosen: Mapping[int, list[int]]) -> Edge:
+    rows, columns = (chosen.get(node, range(size)) for node, size in zip((edge.a, edge.b), edge.cost_s.shape))
+    at = np.ix_(list(rows), list(columns))
+    return Edge(edge.a, edge.b, edge.cost_s[at], edge.memory_bytes[at])

@@ -1,0 +1,55 @@
+"""Stages that are alike: the same ops wired alike, asked the same, so that a plan of one is one of the other but for names."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.folding.match_blocks import wire
+from autopar.ir.graph import Graph, Value, nameless
+from autopar.planner.problem import Wishes
+from autopar.sbp.assignment import Assignment
+
+
+def shape_of(graph: Graph, wishes: Wishes) -> Any:
+    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same wishes but for names."""
+    number = {item.value.name: i for i, item in enumerate(graph.inputs)}
+    wired = wire(graph).sources
+    wished = [
+        (wishes.pins.get(x.fqn), wishes.stored.get(x.fqn), wishes.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
+        for x in graph.inputs
+    ]
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    each = (wishes.recomputed, wishes.offloaded)
+    regions = tuple(tuple(tuple(position[name] for name in region) for region in found) for found in each)
+    sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
+    made = tuple(_place(graph, number, value) for value in graph.outputs)
+    ops = tuple(nameless(op) for op in graph.ops)
+    return ops, wired, tuple(wished), regions, sent, made
+
+
+def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
+    if not isinstance(value, Value):
+        return value
+    return inputs.get(value.name, (value.shape, value.dtype))
+
+
+def renamed(assignment: Assignment, like: Graph, graph: Graph, wishes: Wishes) -> Assignment:
+    """The assignment of graph `like` for `graph`, which is the same but for names."""
+    names = dict(zip(_names(like), _names(graph)))
+    return Assignment(
+        strategies={names[name]: strategy for name, strategy in assignment.strategies.items()},
+        layouts={names[name]: layout for name, layout in assignment.layouts.items()},
+        kept={names[name]: layout for name, layout in assignment.kept.items()},
+        outputs={names[name]: layout for name, layout in assignment.outputs.items()},
+        regathered=frozenset(names[name] for name in assignment.regathered),
+        recomputed=wishes.recomputed,
+        offloaded=wishes.offloaded,
+    )
+
+
+def _names(graph: Graph) -> Iterable[str]:
+    """Of inputs, ops and values, in an order that graphs alike share; an op and its first value may have the same."""
+    yield from (item.value.name for item in graph.inputs)
+    for op in graph.ops:
+        yield op.name
+        yield from (value.name for value in op.outputs)

@@ -1,0 +1,392 @@
+"""Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches, priced alike."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster, check_mesh
+from autopar.costmodel.profile_ops import Profile, Shared, profile
+from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.training import Training
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.ir.split_stages import cut_points
+from autopar.mesh import Mesh
+from autopar.planner.handwritten.hand_plan import HandPlan, Outline, format_hand_plan, outlined
+from autopar.planner.pipeline.partition import Blocks, Partition, blocks_of, partition
+from autopar.planner.promise import rough_step_s
+from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
+from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatched
+from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run, num_in_flight, num_waiting
+from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step_s
+from autopar.search.deadline import NEVER, Deadline
+
+# So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by hand all the same.
+_MOST_LATE = 8
+# Numbers of microbatches tried on a mesh.
+_MOST_COUNTS = 6
+# Microbatches for each rank of a pipeline that leave it little idle.
+_FULL = 4
+# Plans that take more than this many times the fastest are of no interest.
+_SHOWN = 1.5
+# To which part of it the least memory is found.
+_PRECISION = 1e-3
+# Tried where none is asked for; gpipe, which takes more memory than 1f1b, only on request.
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+# Of which one takes least memory, whatever the number of microbatches.
+LIGHTEST = ("1f1b", "gpipe")
+# Stages a rank of the interleaved schedule.
+_CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the sub-mesh of a rank
+    of the pipeline. `assignment`: of the shortened graph of a microbatch."""
+
+    plan: HandPlan
+    mesh: Mesh
+    schedule: Schedule
+    partition: Partition
+    step_s: float
+    assignment: Assignment
+
+    @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Bytes of a device of each rank of the pipeline."""
+        return rank_bytes(self.partition, self.schedule)
+
+    @property
+    def name(self) -> str:
+        """'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with 'recompute' and for how many of the blocks if some are."""
+        again = sum(self.partition.num_recomputed)
+        words = [f"pp={self.schedule.num_ranks}", format_hand_plan(self.plan, self.mesh), self.schedule.name]
+        words += [f"m={self.schedule.num_microbatches}"] + [f"recompute={again}"] * (again > 0)
+        return ",".join(words)
+
+
+Profiled = tuple[HandPlan, Assignment, Blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be recomputed."""
+
+    graph: Graph
+    folded: Folded
+    outline: Outline
+    starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
+    recomputable: tuple[int, ...]
+    counts: tuple[int, ...]  # of microbatches
+    of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
+    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)  # those made so far, which no memory limit changes
+
+    @property
+    def num_samples(self) -> int:
+        """What data axes and microbatches together must divide; of a batch that cannot be cut in microbatches, its size."""
+        if len(self.counts) > 1:
+            return self.counts[-1]
+        return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
+
+    def of_microbatch(self, num: int) -> Outline:
+        """The outline of one of `num` microbatches."""
+        if num in self.of_microbatches:
+            return self.of_microbatches[num]
+        short = self.outline.short
+        micro = microbatched(short.graph, num)
+        self.of_microbatches[num] = replace(
+            self.outline, short=replace(short, graph=micro.graph, folded=fold_microbatch(short.folded, micro))
+        )
+        return self.of_microbatches[num]
+
+
+def model_of(graph: Graph, folded: Folded) -> Model:
+    """Look at the whole batch's graph once for all meshes."""
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    starts = (0, *(position[name] for name in cut_points(folded, graph)))
+    copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
+    recomputable = tuple(number for number, start in enumerate(starts) if start in copies)
+    outline = outlined(graph, folded)
+    return Model(graph, folded, outline, starts, recomputable, microbatch_counts(outline.short.graph))
+
+
+def sweep(
+    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
+    num_microbatches: Sequence[int] = (), schedules: Sequence[str] = SCHEDULES, deadline: Deadline = NEVER,
+) -> list[Staged]:  # fmt: skip
+    """The plans that fit, fastest first, without most of those that are far slower.
+
+    meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
+    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline. What promises most is tried first,
+    and after `deadline` only a few more.
+    """
+    meshes, late = tuple(meshes), 0
+    found: list[tuple[Staged, int]] = []
+    for num_ranks, mesh in meshes:
+        check_mesh(cluster, num_ranks * mesh.num_devices)
+    usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
+    rough_s = rough_step_s(model.graph, model.starts, cluster, training)
+    for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
+        plans = tuple(plan for plan in offered if _may_fit(model, plan, mesh, num_ranks, num, training, limit_bytes))
+        late += deadline.is_past and bool(plans)
+        if late > _MOST_LATE:
+            break
+        beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
+        here = _on(model, model.of_microbatch(num), plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
+        found += ((one, number) for one in here)
+    return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
+
+
+Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
+
+
+def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
+    """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on all of `meshes`, with
+    the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the search that finds what to split."""
+
+    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
+        found = (
+            (num_ranks, mesh, num, tuple(plan for plan in _plans(mesh) if divides(_num_data(plan, mesh), num)))
+            for num_ranks, mesh in meshes for num in num_microbatches or counts_of(num_ranks)
+        )  # fmt: skip
+        return [point for point in found if point[-1]]
+
+    def is_even(data: int, num: int) -> bool:
+        return model.num_samples % (data * num) == 0
+
+    return (
+        those(lambda num_ranks: _counts(model, num_ranks), is_even)
+        or those(lambda _: model.counts, is_even)
+        or those(lambda num_ranks: _counts(model, num_ranks), lambda *_: True)
+    )
+
+
+def _counts(model: Model, num_ranks: int) -> list[int]:
+    """Powers of two, enough to fill the pipeline where there are; of a batch that has few of them all it can be cut in."""
+    powers = [num for num in model.counts if num & (num - 1) == 0]
+    usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
+    return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
+
+
+def _num_data(plan: HandPlan, mesh: Mesh) -> int:
+    """Among how many ranks the plan splits the batch."""
+    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+
+
+def _plans(mesh: Mesh) -> Iterator[HandPlan]:
+    """What splits tensors also splits the sequence. Stored in parts, parameters cost what data parallelism does, and take less memory."""
+    named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
+    inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
+    for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else dict.fromkeys(inner):
+        flavours = ("zero2", "zero3") if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes) else ("ddp",)
+        yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
+
+
+def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float) -> bool:
+    """Whether an even share of what is stored and gathered fits."""
+    data = _num_data(plan, mesh)
+    parameters = [item.value for item in model.graph.of_kind("parameter")]
+    own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
+    stored = (2 * own_bytes + elements * training.state_bytes) / (num_ranks * mesh.num_devices)
+    gathered = own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
+    return stored + gathered * (2 if num > 1 else 1) <= limit_bytes
+
+
+def _on(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, num_ranks: int, mesh: Mesh, cluster: Cluster,
+    training: Training, limit_bytes: float, schedules: Sequence[str], beat_s: float = math.inf,
+) -> Iterator[Staged]:  # fmt: skip
+    """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s` are left out."""
+    link = transfer(cluster, num_ranks, mesh.num_devices)
+    for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
+        for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
+            own = as_run(blocks, schedule)
+            cuts = {_cut(own, schedule, limit_bytes, at) for at in _transfers(schedule, link)} - {None}
+            timed = [(float(time_of(own, x, schedule, link)), x) for x in cuts if _busy_s(own, x, schedule) <= beat_s]
+            if timed:
+                time_s, found = min(timed, key=lambda one: (one[0], one[1].starts))
+                yield Staged(plan, mesh, schedule, found, time_s, assignment)
+
+
+def profiled(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> list[Profiled]:
+    """The plans as assignments of the outline's short graph, and what each block of the whole model costs under them."""
+    key = plans, num, mesh, cluster.to_json(), training
+    if key not in model.profiles:
+        model.profiles[key] = list(_profiled(model, outline, plans, num, mesh, cluster, training)) if plans else []
+    return model.profiles[key]
+
+
+def _profiled(
+    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> Iterator[Profiled]:
+    short = outline.short
+    candidates = annotate(short.graph, mesh, short.folded)
+    index = _index(model, short)
+    for plan, assignment in outline.follow(plans, candidates, mesh).items():
+        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
+        yield plan, assignment, blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+
+
+def lightest(
+    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = (),
+    schedules: Sequence[str] = LIGHTEST, deadline: Deadline = NEVER,
+) -> Staged | None:
+    """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`; None if no schedule can
+    run."""
+    best: Staged | None = None
+    for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
+        if deadline.is_past and best is not None:
+            break
+        for plan, assignment, blocks in profiled(model, model.of_microbatch(num), plans, num, mesh, cluster, training):
+            for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
+                found = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)
+                if found is not None:
+                    best = Staged(plan, mesh, schedule, found, 0.0, assignment)
+    return best
+
+
+def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> Partition | None:
+    """The cut with which the blocks fit in the least bytes; None if these are not below `below`."""
+    found = _cut(blocks, schedule, below * (1 - _PRECISION))
+    if found is None:
+        return None
+    low, high = 0.0, max(found.memory_bytes)
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        lighter = _cut(blocks, schedule, middle)
+        low, high, found = (low, middle, lighter) if lighter is not None else (middle, high, found)
+    return found
+
+
+def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:
+    if num_ranks == 1:
+        yield Schedule("accumulate", 1, 1, num)
+        return
+    for name in names:
+        for chunks in _CHUNKS if name == "interleaved" else (1,):
+            if chunks * num_ranks <= num_blocks and can_run(name, chunks * num_ranks, num_ranks, num):
+                yield Schedule(name, chunks * num_ranks, num_ranks, num)
+
+
+def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
+    """Seconds a byte that sending may hold up a stage when cuts are weighed: it does not in rounds (see `simulate.ends`), else it may."""
+    return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
+
+
+def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
+    """The blocks under a schedule that may split backward: it gathers parameters twice, or what is recomputed would hold them meanwhile."""
+    if schedule.name != "zero-bubble" or not blocks.split_s.any():
+        return blocks
+    never = np.zeros_like(blocks.is_recomputable)
+    return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)
+
+
+def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
+    """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits, else each with an
+    even share of its rank's memory, or with as large a part of it as it would have without a limit."""
+
+    def cut(limits: float | Sequence[float]) -> Partition | None:
+        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)
+
+    if schedule.num_stages == schedule.num_ranks:
+        return cut(limit_bytes)
+    free = cut(math.inf)
+    if free is None or max(rank_bytes(free, schedule)) <= limit_bytes:
+        return free
+    shared = cut(limit_bytes * schedule.num_ranks / schedule.num_stages), cut(_shares(free, schedule, limit_bytes))
+    return min((one for one in shared if one is not None), key=lambda one: max(one.times_s), default=None)
+
+
+def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+    """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in `found`."""
+    most = rank_bytes(found, schedule)
+    return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
+
+
+def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
+    """Bytes of a device of each rank of the pipeline."""
+    return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+
+
+def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
+    """Seconds for which the busiest rank computes."""
+    times = stage_times(blocks, found, (0.0, math.inf))
+    ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
+    return schedule.num_microbatches * max(sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks)
+
+
+@cache
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches between their forward and their backward."""
+    return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def waiting(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches of which gradients of weights are still to be made."""
+    return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def _ordered(schedule: Schedule) -> Order:
+    return ordered(schedule)
+
+
+def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
+    """Seconds of a step: the schedule, and what the slowest rank does once."""
+    times = stage_times(blocks, found, link)
+    if schedule.num_stages == 1:
+        return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
+    return float(step_s(_ordered(schedule), as_array(times))) + found.once_s * schedule.num_stages / schedule.num_ranks
+
+
+def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
+    """Seconds of each stage on a microbatch; `link`: latency in seconds and bytes/s to the next."""
+    stops = (*found.starts, len(blocks.forward_s))
+    times = []
+    for (a, b), again in zip(pairwise(stops), found.num_recomputed):
+        can = blocks.is_recomputable[a:b]
+        forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
+        again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())
+        sent_s = link[0] + blocks.entering_bytes[b] / link[1] if b < len(blocks.forward_s) else 0.0
+        back_s = link[0] + blocks.entering_bytes[a] / link[1] if a else 0.0
+        times.append(StageTimes(forward_s, blocks.backward_s[a:b].sum() - weight_s + again_s, weight_s, sent_s, back_s))
+    return tuple(times)
+
+
+def _index(model: Model, short: Short) -> np.ndarray:
+    """For each op of the whole graph the position of its like in the short one: itself, or its fellow in the second copy."""
+    same = model.folded.representative
+    position = {op.name: number for number, op in enumerate(short.graph.ops)}
+    alike: dict[str, list[int]] = {}
+    for op in short.graph.ops:
+        if op.name in same:
+            alike.setdefault(same[op.name], []).append(position[op.name])
+    return np.array([position[op.name] if op.name in position else alike[same[op.name]][1] for op in model.graph.ops])
+
+
+def _expanded(found: Profile, index: np.ndarray) -> Profile:
+    """The figures of the whole graph."""
+    columns = {name: column[index] for name, column in vars(found).items() if isinstance(column, np.ndarray)}
+    shared = (
+        Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s) for one in found.shared
+    )
+    return replace(found, **columns, shared=tuple(shared))
+
+
+def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
+    """(ranks of the pipeline, dp x tp): every way to write the devices as a product of three, stages outermost, tensors innermost."""
+    for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
+        rest = num_devices // num_ranks
+        for tensor in (n for n in range(1, min(rest, most_tensor) + 1) if rest % n == 0):
+            sizes = {"dp": rest // tensor, "tp": tensor}
+            named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+            yield num_ranks, Mesh(tuple(named.values()), tuple(named))

@@ -1,0 +1,132 @@
+"""What one search is about: from a folding to the priced problem, and from that to the cheapest choice."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopar.costmodel.activations.saved_activations import Regions
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.pricing.encode_decode import decode, encode
+from autopar.costmodel.pricing.price import Priced, price
+from autopar.costmodel.training import Training
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.pin_conflict import binding_pins
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
+from autopar.sbp.pins import restrict
+from autopar.sbp.placement import Layout
+from autopar.sbp.signature import Candidates
+from autopar.search.bounds.drop_edges import tractable
+from autopar.search.bounds.lagrange import least_memory
+from autopar.search.min_plus.eliminate import Limits
+from autopar.search.solve import solve
+from autopar.search.table import Choice
+
+# Under a memory limit the last half per cent often takes far longer to prove than everything before, and changes nothing.
+ENOUGH_GAP = 5e-3
+# On how many axes an op may leave the plan that a neighbourhood is searched around.
+NEAR_AXES = 2
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself. crossing: value that
+    comes from another stage or goes there -> layout. recomputed, offloaded, state_on_host: as in `Assignment`."""
+
+    pins: Mapping[str, str]
+    stored: Mapping[str, str]
+    memory_limit_bytes: float
+    training: Training
+    crossing: Mapping[str, Layout] = field(default_factory=dict)
+    recomputed: Regions = ()
+    offloaded: Regions = ()
+    state_on_host: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the search is given, and what it stands for."""
+
+    graph: Graph
+    folded: Folded
+    everything: Candidates
+    priced: Priced
+
+    def encode(self, assignment: Assignment) -> tuple[int, ...] | None:
+        """The assignment as a choice of the table; None if a pin forbids it."""
+        try:
+            return encode(self.priced, self.graph, self.folded, assignment)
+        except PlanError:
+            return None
+
+    def decode(self, strategies: tuple[int, ...]) -> Assignment:
+        return decode(self.priced, self.graph, self.folded, strategies)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search of one mesh is about."""
+
+    graph: Graph
+    mesh: Mesh
+    cluster: Cluster
+    wishes: Wishes
+    budget: Budget
+    near: Assignment | None = None  # search only what differs from it on few axes
+    to_beat_s: float = float("inf")  # what costs no less is of no interest
+
+    def problem(self, folded: Folded) -> Problem:
+        """The search problem with one choice for each class of `folded`."""
+        near = None if self.near is None else self.near.strategies
+        offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
+        everything = self.budget.run("annotate", offer)
+        return Problem(self.graph, folded, everything, self.budget.run("price", lambda: self._price(folded, everything, self.wishes.pins)))
+
+    def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
+        candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
+        candidates = _with_crossing(candidates, self.wishes.crossing)
+        wishes = self.wishes
+        return price(
+            self.graph, folded, candidates, self.mesh, self.cluster,
+            training=wishes.training, recomputed=wishes.recomputed, offloaded=wishes.offloaded, state_on_host=wishes.state_on_host,
+            memory_limit_bytes=wishes.memory_limit_bytes,
+        )  # fmt: skip
+
+    def repriced(self, problem: Problem) -> Problem:
+        """The problem of another setting of the same graph with these wishes."""
+        return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.wishes.pins)))
+
+    def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
+        """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
+        work = partial(
+            solve, problem.priced.table, starts=starts, deadline=self.budget.deadline, enough_gap=ENOUGH_GAP, is_brief=is_brief,
+            to_beat_s=self.to_beat_s, progress=self.budget.tell_cost,
+        )  # fmt: skip
+        try:
+            return self.budget.run("search", work)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
+
+    def _remedy(self, problem: Problem) -> str:
+        def least_bytes(pins: Mapping[str, str]) -> float:
+            return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
+
+        pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes) if self.wishes.pins else ()
+        pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
+        memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
+        return (
+            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB "
+            "are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
+        )
+
+
+def _with_crossing(candidates: Candidates, crossing: Mapping[str, Layout]) -> Candidates:
+    """The candidates that have what crosses in the layout that is asked for."""
+    layouts = {name: (crossing[name],) if name in crossing else found for name, found in candidates.layouts.items()}
+    outputs = {name: (crossing[name],) if name in crossing else found for name, found in candidates.outputs.items()}
+    return replace(candidates, layouts=layouts, outputs=outputs)

@@ -1,0 +1,119 @@
+"""JSON text from outside, field by field: nothing is taken for what it is not. An error is a ValueError that names the field."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.print_graph import printable
+
+# No size, count or time of a plan is near it, and products of several such numbers are numbers still.
+LARGEST = 1e30
+_SHOWN = 60  # characters of what was found
+
+
+def parse(text: str) -> Any:
+    """What the JSON `text` holds. ValueError for text that is none or gives a key twice, RecursionError if it nests too deeply."""
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {shown(next(key for key in found if keys.count(key) > 1))} is given twice")
+    return found
+
+
+def _constant(name: str) -> float:
+    if name != "Infinity":  # the bandwidth of a free link
+        raise ValueError(f"it holds {name}")
+    return math.inf
+
+
+def shown(item: Any) -> str:
+    """`item` for an error: on one line, and not all of it if it is long."""
+    if isinstance(item, dict | list):
+        return f"{'an object' if isinstance(item, dict) else 'a list'} of {len(item)}"
+    return printable(ascii(item) if isinstance(item, str) else repr(item), _SHOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a JSON object; `where` is its place in the text."""
+
+    content: Mapping[str, Any]
+    where: str = ""
+
+    @classmethod
+    def of(cls, item: Any, where: str = "") -> "Fields":
+        """`item` as an object."""
+        if not isinstance(item, dict):
+            raise ValueError(f"{where or 'the text'}: expected an object, found {shown(item)}")
+        return cls(item, where)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.content:
+            raise ValueError(f"it lacks {self._place(key)!r}")
+        return self.content[key]
+
+    def text(self, key: str) -> str:
+        """A string."""
+        return self._checked(key, self[key], str, "text")
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        return self._checked(key, self[key], bool, "true or false")
+
+    def number(self, key: str, *, least: float = 0.0) -> float:
+        """A finite number, at least `least`."""
+        found = self[key]
+        if type(found) not in (int, float) or not least <= found <= LARGEST:
+            raise ValueError(f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(found)}")
+        return float(found)
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, none negative."""
+        return tuple(Fields({key: item}, self.where).whole(key) for item in self.list(key))
+
+    def whole(self, key: str, *, least: int = 0) -> int:
+        """A whole number, at least `least`."""
+        found = self[key]
+        if type(found) is not int or not least <= found <= LARGEST:
+            raise ValueError(f"{self._place(key)}: expected a whole number from {least} on, found {shown(found)}")
+        return found
+
+    def list(self, key: str) -> list[Any]:
+        """A list of anything."""
+        return self._checked(key, self[key], list, "a list")
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        return tuple(self._checked(key, item, str, "a list of text") for item in self.list(key))
+
+    def text_lists(self, key: str) -> tuple[tuple[str, ...], ...]:
+        """A list of lists of strings."""
+        return tuple(Fields({key: item}, self.where).texts(key) for item in self.list(key))
+
+    def under(self, key: str) -> "Fields":
+        """An object."""
+        return Fields.of(self[key], self._place(key))
+
+    def only(self, *keys: str) -> "Fields":
+        """These fields; ValueError if there are others."""
+        if stray := sorted(set(self.content) - set(keys)):
+            raise ValueError(f"{self.where or 'the text'}: expected no key {shown(stray[0])}")
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def _checked(self, key: str, item: Any, kind: type, expected: str) -> Any:
+        if type(item) is not kind:
+            raise ValueError(f"{self._place(key)}: expected {expected}, found {shown(item)}")
+        return item
+
+    def _place(self, key: str) -> str:
+        key = printable(key, _SHOWN)
+        return f"{self.where}.{key}" if self.where else key

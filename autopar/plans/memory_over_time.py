@@ -1,0 +1,89 @@
+"""Memory of each rank of a pipeline over the step, by kind, as the plan prices it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopar.schedule.timeline import Span
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+    from autopar.plans.staged_plan import StagedPlan
+
+# Of an action, how many microbatches more its stage holds something for, once it has begun or once it is done.
+_BEGUN, _DONE = {"F": 1}, {"B": -1, "W": -1}
+# The same of what waits for the gradients of weights.
+_WAITS, _MADE = {"I": 1}, {"W": -1}
+
+
+class Moment(NamedTuple):
+    """Bytes of a device from `start_s` on; in_flight: microbatches between their forward and their backward, of all the rank's stages."""
+
+    start_s: float
+    in_flight: int
+    bytes_by_kind: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass
+class _Stage:
+    """One stage as the step goes on."""
+
+    plan: "Plan"
+    in_flight: int = 0
+    waiting: int = 0
+    has_gradients: bool = False
+    runs_backward: bool = False
+
+    def moved(self, span: Span, *, is_begun: bool) -> None:
+        kind = span.action.kind
+        self.in_flight += (_BEGUN if is_begun else _DONE).get(kind, 0)
+        self.waiting += (_WAITS if is_begun else _MADE).get(kind, 0)
+        if kind != "F":
+            self.has_gradients, self.runs_backward = True, is_begun
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Activations are those of the microbatches in flight; gradients are there from the first backward on, the inside of a recomputed
+        region and the largest transient while a backward runs, or those of the microbatches whose weights wait for their gradients."""
+        memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
+        memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight
+        if not self.has_gradients:
+            memory["gradients"] = 0
+        for kind in {"recomputed", "waiting"} & memory.keys():
+            if training.num_waiting:
+                memory[kind] = memory[kind] // training.num_waiting * self.waiting
+            elif not self.runs_backward:
+                memory[kind] = 0
+        if "transient" in memory and not self.runs_backward:
+            memory["transient"] = 0
+        return memory
+
+
+def memory_over_time(plan: "StagedPlan", rank: int) -> tuple[Moment, ...]:
+    """From the first forward on, a moment for each change; what is done once a step has no moment of its own.
+
+    Never more than `plan.memory_bytes[rank]`, which adds up the most that each stage of the rank takes.
+    """
+    stages = {number: _Stage(plan.stages[number]) for number in plan.schedule.stages_of(rank)}
+    found = [_moment(0.0, stages)]
+    for time_s, span, is_begun in _changes(plan.timeline.rows[rank]):
+        stages[span.action.stage].moved(span, is_begun=is_begun)
+        found.append(_moment(time_s, stages))
+    return tuple(found)
+
+
+def _changes(row: tuple[Span, ...]) -> Iterator[tuple[float, Span, bool]]:
+    for span in row:
+        yield span.start_s, span, True
+        yield span.end_s, span, False
+
+
+def _moment(start_s: float, stages: Mapping[int, _Stage]) -> Moment:
+    total: dict[str, int] = {}
+    for stage in stages.values():
+        for kind, size in stage.bytes_by_kind().items():
+            total[kind] = total.get(kind, 0) + size
+    return Moment(start_s, sum(stage.in_flight for stage in stages.values()), total)

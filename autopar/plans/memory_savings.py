@@ -1,0 +1,65 @@
+"""What each choice that saves memory in a plan in stages gains and costs, by pricing the plan without it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autopar.costmodel.evaluate import Costs, evaluate
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Graph, Value
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.split_stages import cut
+from autopar.schedule.orders import Schedule
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+    from autopar.plans.staged_plan import StagedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Bought:
+    """`where`: the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the whole plan."""
+
+    where: str
+    choice: str
+    num_bytes: int
+    bytes_without: int
+    step_s: float
+    step_s_without: float
+
+
+def bought(plan: "StagedPlan") -> Iterator[Bought]:
+    """Each choice, stage by stage, and the microbatches; the rest of the plan stays as it is."""
+    for number, stage in enumerate(plan.stages):
+        for choice, costs in stage.without_savings():
+            stages = (*plan.stages[:number], replace(stage, costs=costs), *plan.stages[number + 1 :])
+            step_s, num_bytes = replace(plan, stages=stages).step_s, stage.costs.total_memory_bytes
+            yield Bought(str(number), choice, num_bytes, costs.total_memory_bytes, plan.step_s, step_s)
+    num = plan.schedule.num_microbatches
+    if num > 1:
+        other = _in_one(plan)
+        yield Bought("all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), plan.step_s, other.step_s)
+
+
+def _in_one(plan: "StagedPlan") -> "StagedPlan":
+    """The same stages and layouts with the whole batch in one pass."""
+    graphs = (stage.graph for stage in cut(loss_only(plan.graph), plan.starts))
+    training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
+    priced = ((stage, graph, _costs_in_one(stage, graph, training)) for stage, graph in zip(plan.stages, graphs))
+    stages = tuple(replace(stage, graph=graph, training=training, costs=costs) for stage, graph, costs in priced)
+    kept = plan.schedule.name
+    name = "gpipe" if kept == "1f1b" else kept  # 1f1b needs a microbatch a stage
+    schedule = Schedule(name, plan.schedule.num_stages, plan.schedule.num_ranks, 1)
+    return replace(plan, schedule=schedule, stages=stages, training=training)
+
+
+def _costs_in_one(stage: "Plan", graph: Graph, training: Training) -> Costs:
+    names = {old.name: new.name for old, new in zip(stage.graph.outputs, graph.outputs) if isinstance(new, Value)}
+    outputs = {names[name]: layout for name, layout in stage.assignment.outputs.items()}
+    known = {op.name for op in graph.ops}  # without what a microbatch alone computes: its share of a mean
+    recomputed, offloaded = (
+        tuple(filter(None, (tuple(name for name in region if name in known) for region in regions)))
+        for regions in (stage.assignment.recomputed, stage.assignment.offloaded)
+    )
+    assignment = replace(stage.assignment, outputs=outputs, recomputed=recomputed, offloaded=offloaded)
+    return evaluate(graph, assignment, stage.mesh, stage.cluster, training=training)

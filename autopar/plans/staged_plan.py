@@ -1,0 +1,221 @@
+"""A plan in stages, in microbatches, or both: what each stage is, in which order they run, and what that costs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from autopar.costmodel.cluster.load_cluster import Cluster
+from autopar.costmodel.memory import local_bytes
+from autopar.costmodel.roofline import op_time, weight_share
+from autopar.costmodel.stage_transfer import transfer
+from autopar.costmodel.training import Training
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.print_graph import fingerprint
+from autopar.ir.split_stages import StageGraph, cut
+from autopar.mesh import Devices, Mesh
+from autopar.plans import serialise
+from autopar.plans.batch_size import too_small
+from autopar.plans.json_fields import Fields
+from autopar.plans.plan import Plan
+from autopar.plans.serialise import HandCosts
+from autopar.plans.staged_text import format_staged
+from autopar.plans.validate import check_crossing, check_stages
+from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import StageTimes, simulate
+from autopar.schedule.timeline import Timeline
+
+# The mesh axis along which the stages lie, as torchtitan calls it; it is the outermost.
+PIPELINE = "pp"
+KIND = "staged"
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first ops of the stages
+    but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by, timings, lower_bound_s: as in `Plan`;
+    peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in `Plan`.
+
+    A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients, update.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    training: Training
+    memory_limit_bytes: float
+    graph: Graph
+    schedule: Schedule
+    starts: tuple[str, ...]
+    stages: tuple[Plan, ...]
+    lower_bound_s: float = 0.0
+    found_by: str = ""
+    hand: Mapping[str, HandCosts] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: tuple[int, ...] = ()
+    is_from_file: bool = False
+
+    @cached_property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Seconds of each stage on a microbatch."""
+        link = transfer(self.cluster, self.schedule.num_ranks, self.stages[0].mesh.num_devices)
+        sent = [self._sent_s(stage, link) for stage in range(1, len(self.stages))]
+        found = []
+        for stage, plan in enumerate(self.stages):
+            forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
+            weight_s = _weight_s(plan)
+            ahead_s, back_s = (sent[at] if 0 <= at < len(sent) else 0.0 for at in (stage, stage - 1))
+            found.append(StageTimes(forward_s, backward_s - weight_s, weight_s, ahead_s, back_s))
+        return tuple(found)
+
+    def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
+        """Seconds that what `stage` receives takes on the way."""
+        plan = self.stages[stage - 1]
+        sent = {value.name: value for value in plan.graph.outputs}
+        layouts = plan.assignment.outputs
+        sizes = (local_bytes(x.shape, x.dtype.itemsize, layouts[x.name], plan.mesh.shape) for x in sent.values())
+        return link[0] + sum(sizes) / link[1]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Who computes what, and when, without what is done once."""
+        return simulate(self.schedule, self.times)
+
+    @property
+    def step_s(self) -> float:
+        stages_of = map(self.schedule.stages_of, range(self.schedule.num_ranks))
+        ranks = (sum(self.stages[stage].costs.once_s for stage in stages) for stages in stages_of)
+        return self.timeline.step_s + max(ranks)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the step time to its bound."""
+        return (self.step_s - self.lower_bound_s) / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of a device of each rank of the pipeline."""
+        ranks = range(self.schedule.num_ranks)
+        return tuple(sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank)) for rank in ranks)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the graph of the whole batch."""
+        return fingerprint(self.graph)
+
+    def of_other(self, graph: Graph) -> "StagedPlan":
+        """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not fit."""
+        _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
+        stages = tuple(_stage_for(stage, one.graph) for stage, one in zip(self.stages, cut_graphs))
+        return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As in `Plan`."""
+        small = too_small(self)
+        return (str(small),) if small else ()
+
+    def explain(self) -> str:
+        """The plan for people: stages, timeline, memory, and what else there is."""
+        return format_staged(self)
+
+    def dumps(self) -> str:
+        """JSON text; the graph is not in it, only its fingerprint."""
+        content = serialise.common_content(self) | {
+            "kind": KIND,
+            "schedule": asdict(self.schedule),
+            "starts": list(self.starts),
+            "stages": [serialise.content_of_plan(plan) for plan in self.stages],
+        }
+        return serialise.signed(content)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        serialise.write(path, self.dumps())
+
+    @classmethod
+    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "StagedPlan":
+        """As `Plan.loads`."""
+        fields = serialise.fields_of(text)
+        return serialise.reading(lambda: _staged_plan(fields, graph, mesh, is_own))
+
+
+def _stage_for(plan: Plan, graph: Graph) -> Plan:
+    """The same choices for a stage of other shapes."""
+    return Plan.loads(replace(plan, fingerprint=fingerprint(graph)).dumps(), graph, plan.mesh, is_own=not plan.is_from_file)
+
+
+def _staged_plan(fields: Fields, graph: Graph, mesh: Mesh | Devices, is_own: bool) -> StagedPlan:
+    saved = serialise.read_common(fields)
+    mesh = serialise.check_belongs(saved, graph, mesh)
+    schedule, starts = _read_schedule(fields.under("schedule")), fields.texts("starts")
+    parts = [serialise.read_plan(Fields.of(stage, f"stages.{number}")) for number, stage in enumerate(fields.list("stages"))]
+    _check_ranks(schedule, mesh)
+    check_stages(saved, schedule, starts, parts)
+    cut_graphs = stage_graphs(graph, starts, schedule.num_microbatches)[1]
+    plans = tuple(Plan.of_saved(part, one.graph, sub_mesh(mesh), is_own=is_own) for part, one in zip(parts, cut_graphs))
+    check_crossing(cut_graphs, [part.assignment for part in parts])
+    found = StagedPlan(
+        mesh=mesh, cluster=saved.cluster, training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, graph=graph,
+        schedule=schedule, starts=starts, stages=plans, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
+        is_from_file=not is_own,
+    )  # fmt: skip
+    return replace(found, lower_bound_s=min(saved.lower_bound_s, found.step_s))
+
+
+def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
+    num_ranks = mesh.shape[0] if mesh.axis_names[0] == PIPELINE else 1
+    if PIPELINE in mesh.axis_names[1:] or schedule.num_ranks != num_ranks:
+        raise PlanError(
+            f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is {mesh}; call its "
+            "axes so, or plan for this mesh"
+        )
+
+
+def _read_schedule(fields: Fields) -> Schedule:
+    counts = {key: fields.whole(key, least=1) for key in ("num_stages", "num_ranks", "num_microbatches")}
+    return Schedule(fields.only("name", *counts).text("name"), **counts)
+
+
+def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> Plan | StagedPlan:
+    """The plan that `text` holds, of either kind; errors and `is_own` as in `Plan.loads`."""
+    if serialise.fields_of(text).content.get("kind") == KIND:
+        return StagedPlan.loads(text, graph, mesh, is_own=is_own)
+    plan = Plan.loads(text, graph, mesh, is_own=is_own)
+    if plan.training != Training(plan.training.optimizer):
+        raise PlanError(f"the plan has {plan.training} and no schedule that runs microbatches; {serialise.AGAIN}")
+    return plan
+
+
+def mesh_in(text: str) -> Mesh:
+    """The mesh of the plan that `text` holds; PlanError if there is none."""
+    return serialise.reading(lambda: serialise.read_common(serialise.fields_of(text))).mesh
+
+
+def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster, and the other wishes, for which the plan that `text` holds was made; PlanError if it holds none."""
+    saved = serialise.reading(lambda: serialise.read_common(serialise.fields_of(text)))
+    training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
+    return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
+
+
+def _weight_s(plan: Plan) -> float:
+    """Seconds of a microbatch's backward that make gradients of weights."""
+    times = ((op, op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1]) for op in plan.graph.ops)
+    return sum(backward_s * weight_share(op) for op, backward_s in times)
+
+
+def sub_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of one rank of the pipeline: `mesh` without its axis "pp"."""
+    kept = [(size, name) for size, name in zip(mesh.shape, mesh.axis_names) if name != PIPELINE] or [(1, "dp")]
+    return Mesh(tuple(size for size, _ in kept), tuple(name for _, name in kept))
+
+
+def stage_graphs(graph: Graph, starts: Sequence[str], num_microbatches: int) -> tuple[Microbatched, tuple[StageGraph, ...]]:
+    """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError if it cannot be cut
+    so."""
+    micro = microbatched(loss_only(graph), num_microbatches)
+    return micro, cut(micro.graph, starts)

@@ -1,0 +1,130 @@
+"""Does a plan belong to this model and mesh, and could it run at all? Nothing the planner says is trusted here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from autopar.costmodel.activations.autograd_footprint import regatherable
+from autopar.costmodel.activations.recomputable import saves
+from autopar.costmodel.state_offload import hostable
+from autopar.errors import PlanError
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.ir.split_stages import StageGraph
+from autopar.mesh import Mesh
+from autopar.plans.json_fields import shown
+from autopar.plans.serialise import Saved, SavedPlan
+from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.placement import Layout, format_layout, is_even
+from autopar.sbp.signature import Candidates
+from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
+
+_AGAIN = "make the plan anew for this model and mesh"
+
+
+def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> None:
+    """PlanError unless every op takes one of its candidates and every layout is even; names the first that does not.
+
+    `assignment` has the names that `check_names` asks for.
+    """
+    for op in graph.ops:
+        if assignment.strategies[op.name] not in candidates.strategies[folded.representative[op.name]]:
+            raise PlanError(f"%{op.name} ({op.line}): {assignment.strategies[op.name]} is no valid strategy of {op.target}; {_AGAIN}")
+    for item in graph.inputs:
+        _check_offered(item.value.name, assignment.layouts[item.value.name], candidates.layouts[item.value.name])
+    _check_names("output", candidates.outputs, assignment.outputs)
+    for name, layout in assignment.outputs.items():
+        _check_offered(name, layout, candidates.outputs[name])
+    _check_kept(assignment.kept, graph, mesh)
+    _check_regions(assignment, graph)
+    stray = assignment.state_on_host - {item.value.name for item in hostable(graph)}
+    if stray:
+        raise PlanError(f"the plan keeps optimizer state of {shown(min(stray))} on the host, which is no trained parameter; {_AGAIN}")
+    unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
+    if unfit:
+        raise PlanError(f"the plan gathers {shown(min(unfit))} again in backward, which is no parameter that just one op saves; {_AGAIN}")
+
+
+def check_names(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless the assignment speaks of just the ops and inputs of the graph."""
+    _check_names("op", (op.name for op in graph.ops), assignment.strategies)
+    _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
+
+
+def check_stages(saved: Saved, schedule: Schedule, starts: Sequence[str], parts: Sequence[SavedPlan]) -> None:
+    """PlanError unless there is a part for each stage of the schedule, for the devices and the microbatches of the whole plan."""
+    if not schedule.num_stages == len(starts) + 1 == len(parts):
+        found = f"{len(parts)} plans of stages and {len(starts)} places to cut"
+        raise PlanError(f"the plan has {found} for {schedule}, expected one plan a stage and one place fewer; {_AGAIN}")
+    if len(saved.peak_bytes) not in (0, schedule.num_ranks):
+        raise PlanError(f"the plan has {len(saved.peak_bytes)} peaks of memory for {schedule}, expected one a rank or none; {_AGAIN}")
+    whole = replace(saved.training, num_microbatches=schedule.num_microbatches, num_in_flight=1, num_waiting=0)
+    counts = ({"num_in_flight": num_in_flight(schedule, i), "num_waiting": num_waiting(schedule, i)} for i in range(len(parts)))
+    of_stages = [replace(whole, **found) for found in counts]
+    for what, found, expected in [("it", saved.training, whole), *zip(range(len(parts)), (p.training for p in parts), of_stages)]:
+        if found != expected:
+            raise PlanError(f"the plan has {schedule}: expected {expected} of stage {what}, found {found}; {_AGAIN}")
+    if any(part.cluster != saved.cluster for part in parts):
+        raise PlanError(f"the plan has stages on other clusters than {shown(saved.cluster.name)}, which the whole is for; {_AGAIN}")
+
+
+def check_crossing(stages: Sequence[StageGraph], parts: Sequence[Assignment]) -> None:
+    """PlanError unless what stages send arrives in the layout it is sent in, and stages store in one layout what they share."""
+    for number, (stage, sender, receiver) in enumerate(zip(stages, parts, parts[1:])):
+        for name in stage.sends:
+            if sender.outputs[name] != receiver.layouts[name]:
+                found = f"{format_layout(sender.outputs[name])} by stage {number}, read {format_layout(receiver.layouts[name])} by the next"
+                raise PlanError(f"the plan has {name} sent {found}; expected one layout; {_AGAIN}")
+    stored: dict[str, Layout] = {}
+    for item, part in ((item, part) for stage, part in zip(stages, parts) for item in stage.graph.of_kind("parameter")):
+        layout = part.layouts[item.value.name]
+        if stored.setdefault(item.fqn, layout) != layout:
+            found = f"{format_layout(stored[item.fqn])} and {format_layout(layout)}"
+            raise PlanError(f"the plan stores {item.fqn!r}, which several stages have, as {found}; expected one layout; {_AGAIN}")
+
+
+def _check_regions(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless the regions are stretches of the graph that overlap none of their kind, the recomputed within or outside others."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    for verb, regions in (("recomputes", assignment.recomputed), ("offloads", assignment.offloaded)):
+        seen: set[str] = set()
+        for region in regions:
+            first = position.get(region[0], 0) if region else 0
+            is_stretch = region == tuple(op.name for op in graph.ops[first : first + len(region)])
+            if not region or not is_stretch or seen & set(region):
+                found = shown(", ".join(region)) if region else "nothing"
+                raise PlanError(f"the plan {verb} {found}, which are no consecutive ops of their own; {_AGAIN}")
+            if not any(saves(op) for op in graph.ops[first : first + len(region)]):
+                raise PlanError(f"the plan {verb} {region[0]} to {region[-1]}, of which backward keeps nothing; {_AGAIN}")
+            seen |= set(region)
+    offloaded = {name: number for number, region in enumerate(assignment.offloaded) for name in region}
+    for region in assignment.recomputed:
+        if len({offloaded.get(name) for name in region}) > 1:
+            raise PlanError(f"the plan recomputes {region[0]} to {region[-1]} and offloads a part of that; expected all or none; {_AGAIN}")
+
+
+def _check_names(what: str, expected: Iterable[str], found: Mapping[str, object]) -> None:
+    names = set(expected)
+    if missing := sorted(names - set(found)):
+        raise PlanError(f"the plan says nothing about {what} {missing[0]!r} of the model; {_AGAIN}")
+    if unknown := sorted(set(found) - names):
+        raise PlanError(f"the plan has {what} {shown(unknown[0])}, the model has not; {_AGAIN}")
+
+
+def _check_offered(name: str, layout: Layout, offered: Iterable[Layout]) -> None:
+    if layout not in offered:
+        expected = ", ".join(map(format_layout, offered))
+        raise PlanError(f"{name} cannot be in layout {format_layout(layout)}, expected one of {expected}; {_AGAIN}")
+
+
+def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
+    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    used = uses_of(graph)
+    for name, layout in kept.items():
+        if name not in used:
+            raise PlanError(f"the plan keeps {shown(name)}, which the model has not or never reads; {_AGAIN}")
+        kinds, value = {placement.kind for placement in layout}, values[name]
+        has_sum = not (("R" in kinds and not value.needs_grad) or ("P" in kinds and value.dtype == torch.bool))
+        if len(layout) != mesh.ndim or not is_even(value.shape, layout, mesh.shape) or not has_sum:
+            raise PlanError(f"{value} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")

@@ -1,0 +1,174 @@
+"""Parameters and buffers as DTensors: cut out of a real model, or materialised module by module from a meta one."""
+
+import copy
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import bare
+from autopar.ir.graph import Graph, Input
+from autopar.runtime.load_program import axes_of, torch_placements
+from autopar.runtime.materialise import initialise
+from autopar.runtime.rank_agreement import from_first
+from autopar.sbp.convert import move
+from autopar.sbp.placement import I, Layout
+
+
+def shard(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """This rank's part of `whole`, as a DTensor of whole shape on the mesh's device."""
+    part = whole.detach()
+    for axis, placement in zip(axes_of(mesh), layout):
+        part = move(part, axis, I, placement)
+    part = torch.empty_like(part, device=mesh.device_type, memory_format=torch.contiguous_format).copy_(part)
+    return _as_dtensor(part, whole, layout, mesh)
+
+
+def _as_dtensor(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    stride = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, torch_placements(layout), run_check=False, shape=whole.shape, stride=stride)
+
+
+def without_data(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the meta-device parameters of `module` DTensors, so that each can later become its part of the real one in place."""
+    done: dict[int, nn.Parameter] = {}
+    for owner, name in owners(module).values():
+        parameter = owner._parameters.get(name)
+        if parameter is not None:
+            if id(parameter) not in done:
+                whole = _as_dtensor(parameter.detach(), parameter, (I,) * mesh.ndim, mesh)
+                done[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = done[id(parameter)]
+
+
+def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """FQN -> (module, attribute) of every parameter and buffer, each tied one under all its names."""
+    found = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name in [*owner._parameters, *owner._buffers]:
+            found[f"{prefix}.{name}" if prefix else name] = (owner, name)
+    return found
+
+
+def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
+    """Put each DTensor of `tensors` (by FQN of `graph`'s inputs) in its place, tied places included.
+
+    If the module `is_in_use`, its parameters stay the objects they are, for an optimizer may hold them; AutoparError if one cannot.
+    """
+    places = owners(module)
+    for item in stateful(graph):
+        tensor = tensors[item.fqn]
+        for fqn in (item.fqn, *item.aliases):
+            owner, name = places[fqn]
+            if name in owner._parameters:
+                tensor = owner._parameters[name] = _in_place_of(owner._parameters[name], tensor, fqn) if is_in_use else tensor
+            else:
+                owner._buffers[name] = tensor
+
+
+def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
+    """Leave nothing in the places of parameters and buffers that the graph has not, for other ranks hold them: FQN -> what it is like."""
+    own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    dropped: dict[str, torch.Tensor] = {}
+    bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
+    for fqn, (owner, name) in owners(module).items():
+        held = owner._parameters if name in owner._parameters else owner._buffers
+        if fqn not in own and held[name] is not None:
+            dropped[fqn] = bares.setdefault(id(held[name]), bare(held[name]))
+    put(module, dict.fromkeys(dropped))
+    return dropped
+
+
+def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Each of `tensors`, by FQN, in the place of a parameter or buffer."""
+    places = owners(module)
+    for fqn, tensor in tensors.items():
+        owner, name = places[fqn]
+        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
+
+
+def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
+    """`old` with the content of `new`."""
+    if old is new:
+        return old
+    if weakref.getweakrefs(old):
+        raise AutoparError(
+            f"parameter {fqn} cannot be sharded at the first call, because its module keeps weak references to it (as recurrent ones do); "
+            "give example args= or kwargs= to autopar.compile, so that it is sharded at once"
+        )
+    torch.utils.swap_tensors(old, new)
+    return old
+
+
+def stateful(graph: Graph) -> Iterator[Input]:
+    """Parameters and buffers among the graph's inputs."""
+    return (item for item in graph.inputs if item.kind in ("parameter", "buffer"))
+
+
+def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> dict[str, DTensor]:
+    """This rank's parts of those parameters and buffers of `model` that the graph has, by FQN of its inputs.
+
+    Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random state.
+    """
+    items = {fqn: item for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
+    named = [(items.get(fqn), x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
+    by_tensor = {id(x): item for item, x in named}
+    done: dict[str, DTensor] = {}
+
+    def store(old: torch.Tensor, content: torch.Tensor) -> None:
+        item = by_tensor[id(old)]
+        if item is None:  # another rank's
+            return
+        part = shard(content, layouts[item.value.name], mesh)
+        done[item.fqn] = nn.Parameter(part, requires_grad=old.requires_grad) if item.kind == "parameter" else part
+
+    def fetch(old: torch.Tensor) -> torch.Tensor | None:
+        item = by_tensor[id(old)]
+        return whole(done[item.fqn], layouts[item.value.name], mesh) if item is not None and item.fqn in done else None
+
+    for _, x in named:
+        if not x.is_meta:
+            store(x, x)
+    if any(x.is_meta for _, x in named):
+        with _random_state_of_first(mesh):
+            initialise(model, mesh.device_type, fetch, store)
+    return done
+
+
+def whole(x: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """All of a tensor stored in `layout`, on every rank."""
+    part = x.detach().to_local()
+    for axis, placement in reversed([*zip(axes_of(mesh), layout)]):
+        part = move(part, axis, placement, I)
+    return part.clone()
+
+
+@contextmanager
+def _random_state_of_first(mesh: DeviceMesh) -> Iterator[None]:
+    """Draw as the first rank would; afterwards each rank has its own random state back."""
+    devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
+    state, *device_states = from_first(mesh, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)])
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state)
+        for device, device_state in zip(devices, device_states):
+            torch.cuda.set_rng_state(device_state, device)
+        yield
+
+
+def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collection[str]) -> Mapping[str, Any]:
+    """`state` without what is `elsewhere`, and every whole tensor that stands for a DTensor of `module` cut to this rank's part of it."""
+    stored = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    cut = copy.copy(state)  # keeps the versions that state_dict() attaches
+    for name, x in state.items():
+        if name in elsewhere:
+            del cut[name]
+        elif isinstance(x, torch.Tensor) and name in stored and not isinstance(x, DTensor) and x.shape == stored[name].shape:
+            like = stored[name]
+            cut[name] = distribute_tensor(x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return cut

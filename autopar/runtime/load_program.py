@@ -1,0 +1,111 @@
+"""Turn a program's source into a function that runs on this rank."""
+
+import itertools
+import linecache
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.codegen.emit import emit
+from autopar.codegen.names import local_name
+from autopar.codegen.program import Program
+from autopar.ir.graph import Graph
+from autopar.plans.plan import Plan
+from autopar.runtime.process_groups import joint_group
+from autopar.runtime.saved_tensors.offload_saved import Offload
+from autopar.runtime.saved_tensors.recompute import recomputed
+from autopar.runtime.saved_tensors.regather import regathered
+from autopar.runtime.seeded_rng import draw_seed, seeded
+from autopar.sbp.convert import Axis, convert, joint_axis, move, use_together
+from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.placement import I, Layout, P, R, S
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the tensor.
+
+    gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results (`step.open_step`).
+    """
+
+    plan: Plan
+    graph: Graph
+    program: Program
+    source: str
+    function: Any
+    mesh: DeviceMesh
+    axes: tuple[Axis, ...]
+    constants: Mapping[str, torch.Tensor]
+    owners: Mapping[str, tuple[nn.Module, str]]
+    gather: Any = None
+    used: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    draw_seed = staticmethod(draw_seed)
+
+    def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Loaded":
+        """The same for a copy of the module, whose tensors have these owners."""
+        return replace(self, owners=owners, used={})
+
+    def local(self, fqn: str) -> torch.Tensor:
+        """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
+        return self.state(fqn).to_local()
+
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        """`local` of a buffer that is written back to."""
+        return self.local(fqn).clone()
+
+    def state(self, fqn: str) -> DTensor:
+        module, name = self.owners[fqn]
+        return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        """Store the new content of a buffer."""
+        with torch.no_grad():
+            self.state(fqn).to_local().copy_(value)
+
+
+def load(program: Program, **fields: Any) -> Loaded:
+    """Compile the program's source; `fields` are the other fields of `Loaded`."""
+    source, names = emit(program), namespace()
+    return Loaded(program=program, source=source, function=compile_source(source, names), gather=names.get("gather"), **fields)
+
+
+def compile_source(source: str, names: dict[str, Any]) -> Any:
+    """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its lines."""
+    filename = f"<autopar {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), names)
+    return names["forward"]
+
+
+def namespace() -> dict[str, Any]:
+    """Names that generated code may use."""
+    local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
+    return {
+        "torch": torch, "aten": torch.ops.aten, "autopar": torch.ops.autopar, "local": local,
+        "convert": convert, "move": move, "seeded": seeded,
+        "use_together": use_together, "regathered": regathered, "recomputed": recomputed, "Offload": Offload,
+        "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
+    }  # fmt: skip
+
+
+def axes_of(mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = ()) -> tuple[Axis, ...]:
+    """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with the same sets."""
+    names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
+    single = tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
+    return single + tuple(joint_axis([single[i] for i in axes], joint_group(mesh, axes)) for axes in joint)
+
+
+def torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """A stored layout as DTensor placements; mesh order is DTensor's own order of nested splits."""
+    return tuple(Shard(p.dim) if p.is_split else Replicate() for p in layout)

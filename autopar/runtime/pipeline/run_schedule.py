@@ -1,0 +1,142 @@
+"""A training step of the stages of one rank, run by the schedules of torch.distributed.pipelining."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Work, now_s, sendable
+from autopar.schedule.orders import Schedule
+from autopar.schedule.timeline import Action, Span, Timeline
+
+ONE_STAGE_A_RANK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of a step: the loss, on every rank, and if it was timed, when this rank computed what."""
+
+    loss: torch.Tensor
+    spans: tuple[Span, ...]
+
+
+class StageRunner:
+    """Runs the stages of this rank. `group`: the ranks along the pipeline axis; its rank r holds the stages that are r modulo its size.
+
+    `schedule.num_stages == 1` needs no group: its microbatches follow one another.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[LocalStage],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        loss_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.schedule, self.group, self.device, self.loss_dtype, self.local = schedule, group, device, loss_dtype, tuple(stages)
+        self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
+        self._torch = self._made() if self.stages else None
+
+    def _made(self) -> ScheduleGPipe | ScheduleInterleaved1F1B:
+        # Losses are of parts of one whole batch: they are summed and nothing is scaled.
+        options = {"n_microbatches": self.schedule.num_microbatches, "loss_fn": _loss_of, "scale_grads": False}
+        if self.schedule.name in ONE_STAGE_A_RANK:
+            return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
+        return SEVERAL_STAGES_A_RANK[self.schedule.name](self.stages, **options)
+
+    def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> Step:
+        """Forward and backward of all microbatches; `works` by stage. Gradients are added to those of the leaves."""
+        start_s = self._start() if is_timed else 0.0
+        if self._torch is None:
+            losses, spans = self._accumulate(works[0], is_timed=is_timed)
+            total = torch.stack(losses).sum()
+        else:
+            total, spans = self._run(works, is_timed=is_timed)
+        timed = tuple(Span(action, begin - start_s, end - start_s) for action, begin, end in spans) if is_timed else ()
+        return Step(total, timed)
+
+    def _run(self, works: Mapping[int, Work], *, is_timed: bool) -> tuple[torch.Tensor, list[Span]]:
+        for stage in self.stages:
+            stage.begin(works[stage.stage_index], is_timed=is_timed)
+        last = next((stage for stage in self.stages if stage.is_last), None)
+        losses: list[torch.Tensor] = []
+        try:
+            # torch cuts a target into one part for each microbatch and wants to have one.
+            target = torch.arange(self.schedule.num_microbatches) if last is not None else None
+            self._torch.step(target=target, losses=losses, return_outputs=False)
+            for stage in self.stages:
+                stage.end()
+        except RuntimeError as error:
+            raise _own_error(error)  # noqa: B904  it has a cause of its own
+        spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
+        return self._total(losses), spans
+
+    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses that the rank of the last stage has, on every rank."""
+        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
+        return total
+
+    def forward(self, works: Mapping[int, Work]) -> torch.Tensor:
+        """The loss alone. Every rank takes microbatches and, of each, its stages in order, so that no two ranks wait for one another."""
+        if self.group is None:
+            return torch.stack([works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]).sum()
+        losses: list[torch.Tensor] = []
+        sends: list[dist.Work] = []
+        for microbatch, stage in product(range(self.schedule.num_microbatches), sorted(self.local, key=lambda stage: stage.index)):
+            received = tuple(torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in stage.receives)
+            for x in received:
+                dist.recv(x, group=self.group, group_src=self.schedule.rank_of(stage.index - 1))
+            made = works[stage.index].body(microbatch, received)
+            if stage.index == self.schedule.num_stages - 1:
+                losses.append(made[0])
+                continue
+            after = self.schedule.rank_of(stage.index + 1)
+            sends += [dist.isend(sendable(x), group=self.group, group_dst=after) for x in made]
+        for send in sends:
+            send.wait()
+        return self._total(losses)
+
+    def _accumulate(self, work: Work, *, is_timed: bool) -> tuple[list[torch.Tensor], list[Span]]:
+        losses, spans = [], []
+        for microbatch in range(self.schedule.num_microbatches):
+            begin_s = self._clock(is_timed)
+            (loss,) = work.body(microbatch, ())
+            middle_s = self._clock(is_timed)
+            loss.backward()
+            losses.append(loss.detach())
+            end_s = self._clock(is_timed)
+            spans += [Span(Action("F", 0, microbatch), begin_s, middle_s), Span(Action("B", 0, microbatch), middle_s, end_s)]
+        return losses, spans
+
+    def _clock(self, is_timed: bool) -> float:
+        return now_s(self.device) if is_timed else 0.0
+
+    def _start(self) -> float:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        return now_s(self.device)
+
+
+def _own_error(error: RuntimeError) -> BaseException:
+    """What a stage raised, without what torch wraps it in: a list of every argument."""
+    is_wrapped = error.__cause__ is not None and "ailed to run" in str(error)
+    return error.__cause__ if is_wrapped else error
+
+
+def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return outputs[0]
+
+
+def measured_timeline(step: Step, group: dist.ProcessGroup | None) -> Timeline:
+    """The timed steps of all ranks of the pipeline axis as one. Their clocks were started together, as well as a barrier can."""
+    if group is None:
+        return Timeline((step.spans,))
+    rows: list[tuple[Span, ...]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(rows, step.spans, group=group)
+    return Timeline(tuple(rows))

@@ -1,0 +1,212 @@
+"""One stage as torch's schedules run it: static shapes, buffers that live as long as they are needed, and a clock."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import PipelineStage
+
+from autopar.schedule.orders import IN_ROUNDS, Schedule
+from autopar.schedule.timeline import Action, Span
+
+# Microbatches whose gradients may be on their way to the stage before: another one waits until the oldest has arrived.
+MOST_ON_THE_WAY_BACK = 2
+
+Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One tensor that crosses a cut: the part of it that one rank holds. Where `needs_grad`, its gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    def example(self) -> torch.Tensor:
+        """A tensor without data, as torch wants to be told of shapes."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStage:
+    """A stage of this rank. What it receives is what the stage before sends, in the same order; the last one "sends" the loss, a scalar."""
+
+    index: int
+    receives: tuple[Wire, ...]
+    sends: tuple[Wire, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a stage computes in one step. `body(microbatch, received)` returns what is sent, on the last stage the microbatch's loss alone.
+
+    `leaves`: the tensors into whose .grad the gradients of all microbatches are added.
+    """
+
+    body: Body
+    leaves: Sequence[torch.Tensor]
+
+
+class _Body(nn.Module):
+    """The module that torch calls; which microbatch it is for is set before."""
+
+    def __init__(self, sends: tuple[Wire, ...]) -> None:
+        super().__init__()
+        self.sends = sends
+        self.microbatch = 0
+        self.work: Work | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        assert self.work is not None, "parameters are asked for within a step"
+        return iter(self.work.leaves)
+
+    def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert self.work is not None, "a stage is run within a step"
+        found = self.work.body(self.microbatch, received)
+        return tuple(_checked(x, wire) for x, wire in zip(found, self.sends))
+
+
+def _checked(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    assert x.shape == wire.shape and x.dtype == wire.dtype, f"the stage makes {x.dtype}{list(x.shape)}, the next one expects {wire}"
+    return sendable(x) if wire.needs_grad else sendable(x).detach()
+
+
+def sendable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy. torch detaches what is sent in place after the backward, which a view does not allow."""
+    return x.clone(memory_format=torch.contiguous_format) if x._is_view() else x.contiguous()
+
+
+class RunningStage(PipelineStage):
+    """torch's stage, of which each buffer is made when its microbatch is received and let go after its backward."""
+
+    def __init__(self, stage: LocalStage, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.running = _Body(stage.sends)
+        receives = tuple(wire.example() for wire in stage.receives)
+        sends = tuple(wire.example() for wire in stage.sends)
+        super().__init__(self.running, stage.index, schedule.num_stages, device, input_args=receives, output_args=sends, group=group)
+        self.spans: list[Span] = []
+        self.is_timed = False
+        self.is_in_rounds = schedule.name in IN_ROUNDS
+        self._splits: bool | None = None
+        # torch's schedules in rounds would hold all that is sent until the step is over: these sends are waited for here. By microbatch;
+        # oldest first.
+        self._ahead: dict[int, list[dist.Work]] = {}
+        self._back: deque[list[dist.Work]] = deque()
+
+    def begin(self, work: Work, *, is_timed: bool) -> None:
+        """Take up a step's work."""
+        self.running.work, self.is_timed = work, is_timed
+        self.spans = []
+
+    def end(self) -> None:
+        """Wait until all is sent, and forget the step's work."""
+        _wait([send for sends in (*self._ahead.values(), *self._back) for send in sends])
+        self._ahead.clear(), self._back.clear()
+        self.running.work = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _make_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        if self.is_in_rounds:
+            self._ahead[fwd_chunk_id] = _isend(sends)
+        return [] if self.is_in_rounds else sends
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.is_in_rounds:
+            self._back.append(_isend(sends))
+            _wait(self._back.popleft() if len(self._back) > MOST_ON_THE_WAY_BACK else [])
+        return [] if self.is_in_rounds else sends
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _make_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.running.microbatch = fwd_chunk_id
+        run = super().forward_one_chunk
+        return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> None:
+        run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived: its gradient came back
+        is_whole = full_backward or not self._can_split(bwd_chunk_id)
+        self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss=loss, full_backward=is_whole, **kwargs))
+        # A gradient may come out expanded or transposed, which no backend sends.
+        self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in self.bwd_cache[bwd_chunk_id])
+        if full_backward:
+            self._release(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        run = super().backward_weight_one_chunk if self._splits else lambda *_, **__: None
+        self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward=last_backward))
+        self._release(bwd_chunk_id)
+
+    def _can_split(self, microbatch: int) -> bool:
+        """Whether torch can leave the weights' gradients for later.
+
+        It finds a weight where its path meets one from a received tensor, and silently forgets those of values that no received tensor
+        enters. The first stage, which receives nothing, is a case of its own in torch.
+        """
+        if self._splits is None:
+            outputs, received = self.fwd_cache[microbatch]
+            self._splits = self.is_first or all(depends(x, received) for x in outputs if x.requires_grad)
+        return self._splits
+
+    def _release(self, microbatch: int) -> None:
+        for received in (*self.args_recv_info[microbatch], *self.grad_recv_info[microbatch]):
+            received.buffer = None
+
+    def _timed(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
+        if not self.is_timed:
+            return run()
+        start_s = now_s(self.device)
+        result = run()
+        self.spans.append(Span(Action(kind, self.stage_index, microbatch), start_s, now_s(self.device)))
+        return result
+
+
+def _isend(sends: Sequence[dist.P2POp]) -> list[dist.Work]:
+    return [dist.isend(send.tensor, send.peer, group=send.group) for send in sends]
+
+
+def _wait(sends: Sequence[dist.Work]) -> None:
+    for send in sends:
+        send.wait()
+
+
+def _make_buffers(received: Sequence[Any], device: torch.device) -> None:
+    for item in received:
+        if not item.is_root_arg and item.tensor_meta is not None:
+            item.buffer = torch.empty(item.tensor_meta.shape, dtype=item.tensor_meta.dtype, device=device)
+
+
+def depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient of `output` is one of an input's."""
+    sought = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
+    waiting, seen = [get_gradient_edge(output).node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in sought:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return False
+
+
+def now_s(device: torch.device) -> float:
+    """Seconds on this process's clock at which the device has done what it was told so far."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return perf_counter()

@@ -1,0 +1,263 @@
+"""A training step of a plan in stages and microbatches, on this rank."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.codegen.lower import lower
+from autopar.ir.call_args import call
+from autopar.ir.export.placeholders import flat_arguments
+from autopar.ir.graph import Graph, Input, Value
+from autopar.ir.interpret import run_constants
+from autopar.mesh import mesh_of
+from autopar.plans.staged_plan import PIPELINE, StagedPlan, stage_graphs
+from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.load_program import Loaded, axes_of, load
+from autopar.runtime.pipeline.fail_together import Meeting, failing_together
+from autopar.runtime.pipeline.run_schedule import StageRunner
+from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
+from autopar.runtime.process_groups import with_axis_of_one
+from autopar.runtime.rank_agreement import peers_alive
+from autopar.runtime.seeded_rng import draw_seed
+from autopar.sbp.convert import move
+from autopar.sbp.microbatch.microbatch_graph import Microbatched
+from autopar.sbp.placement import I, Layout, local_shape
+
+
+def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
+    """The mesh of this rank's stages; the ranks along the pipeline and this one's place among them, None and 0 without a pipeline."""
+    names = mesh.mesh_dim_names or ()
+    if PIPELINE not in names:
+        return mesh, None, 0
+    rest = tuple(name for name in names if name != PIPELINE)
+    if not rest:  # every mesh has an axis besides
+        mesh = with_axis_of_one(mesh, "dp")
+        rest = ("dp",)
+    return mesh[rest], mesh.get_group(PIPELINE), mesh.get_local_rank(PIPELINE)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a generated function runs with in one microbatch: `self` of it. The rest is as in `Loaded`.
+
+    seed: of this microbatch's random ops; step_seed: of those that draw alike in all microbatches.
+    """
+
+    loaded: Loaded
+    constants: Mapping[str, torch.Tensor]
+    seed: int
+    step_seed: int
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaded, name)
+
+    def draw_seed(self) -> int:
+        return self.seed
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A stage of this rank: its number, its loaded program, and the names of what it receives and reads of the call's arguments."""
+
+    number: int
+    loaded: Loaded
+    receives: tuple[str, ...]
+    arguments: tuple[tuple[Input, Layout], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks. `meeting`: of the
+    ranks of the whole mesh."""
+
+    plan: StagedPlan
+    graph: Graph
+    micro: Microbatched
+    parts: tuple[Part, ...]
+    runner: StageRunner
+    group: dist.ProcessGroup | None
+    tied: Mapping[str, tuple[int, ...]]
+    meeting: Meeting
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """FQNs of the tied parameters of this rank that an earlier rank of the pipeline holds too."""
+        here = 0 if self.group is None else dist.get_rank(self.group)
+        return frozenset(fqn for fqn, ranks in self.tied.items() if here > ranks[0])
+
+    @property
+    def source(self) -> str:
+        """The generated Python of this rank's stages."""
+        return "\n".join(f"# stage {part.number}\n{part.loaded.source}" for part in self.parts)
+
+    def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Trainer":
+        """The same for a copy of the module, whose tensors have these owners."""
+        return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
+
+    def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under torch.no_grad the loss
+        alone."""
+        leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
+        seed = draw_seed()
+        with failing_together(self.meeting):
+            given = self._given(leaves)
+            opened = [(part, open_step(part.loaded)) for part in self.parts]
+            works = {part.number: self._work(part, given, seed) for part in self.parts}
+            if not torch.is_grad_enabled():
+                loss = self.runner.forward(works)
+                for part in self.parts:
+                    part.loaded.used.clear()
+                return loss
+            found = self.runner.step(works)
+            before = self._set_aside()
+            for part, results in opened:
+                close_step(part.loaded, results)
+            self._sum_tied(before)
+        return found.loss
+
+    def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The whole arguments, and what the loss of a microbatch has to know of them, by the name of the graph's input."""
+        device = torch.device(self.parts[0].loaded.mesh.device_type)
+        given = {
+            name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
+            for name, leaf in zip(self.graph.arguments, leaves)
+            if isinstance(name, str)
+        }
+        counts = (count for count in self.micro.counts if self._reads(count.input))
+        return given | {count.input.value.name: self._counted(count.graph, given) for count in counts}
+
+    def _reads(self, item: Input) -> bool:
+        return any(item.value.name == own.value.name for part in self.parts for own, _ in part.arguments)
+
+    def _counted(self, graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A factor that depends on the whole batch."""
+        values = dict(given) | run_constants(graph, next(iter(given.values())).device)
+        values |= {item.value.name: self._buffer(item.fqn) for item in graph.of_kind("buffer")}
+        with torch.no_grad():
+            for op in graph.ops:
+                values.update((value.name, x) for value, x in zip(op.outputs, call(op, [values[v.name] for v in op.inputs])))
+        return values[graph.outputs[0].name]
+
+    def _buffer(self, fqn: str) -> torch.Tensor:
+        part = next(part for part in self.parts if fqn in part.loaded.owners)
+        return part.loaded.state(fqn).full_tensor()
+
+    def _work(self, part: Part, given: Mapping[str, torch.Tensor], seed: int) -> Work:
+        leaves = [leaf for leaf in part.loaded.used.values() if leaf.requires_grad]
+
+        def body(number: int, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            values = dict(zip(part.receives, received))
+            for item, layout in part.arguments:
+                name = item.value.name
+                values[name] = _cut(self._slice(given[name], name, number), layout, part.loaded.axes)
+            constants = {name: self._slice(x, name, number) for name, x in part.loaded.constants.items()}
+            inputs = [values[item.value.name] for item, _ in part.loaded.program.inputs if item.kind == "argument"]
+            return part.loaded.function(Pass(part.loaded, constants, _mixed(seed, part.number, number), _mixed(seed, part.number)), *inputs)
+
+        return Work(body, leaves)
+
+    def _slice(self, x: torch.Tensor, name: str, number: int) -> torch.Tensor:
+        """What microbatch `number` has of a whole tensor."""
+        placement = self.micro.placements.get(name)
+        if placement is None or not placement.is_split:
+            return x
+        return x.chunk(self.micro.num_microbatches, placement.dim)[number]
+
+    def _tied_here(self) -> dict[str, DTensor]:
+        here = 0 if self.group is None else dist.get_rank(self.group)
+        states = {fqn: part.loaded.state for part in self.parts for fqn in self.tied if fqn in part.loaded.owners}
+        return {fqn: states[fqn](fqn) for fqn, ranks in sorted(self.tied.items()) if here in ranks}
+
+    def _set_aside(self) -> dict[str, torch.Tensor | None]:
+        """Gradients of earlier steps of the tied parameters, in which those of all ranks are already: this step's are made alone."""
+        found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
+        for parameter in self._tied_here().values():
+            parameter.grad = None
+        return found
+
+    def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
+        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks, and those from before."""
+        for fqn, parameter in self._tied_here().items():
+            _add_others(parameter, self.tied[fqn], self.group)
+            if before[fqn] is not None:
+                parameter.grad = before[fqn].add_(parameter.grad)
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that depends on all of the numbers, the same on every rank."""
+    return hash(numbers) & (2**62 - 1)
+
+
+def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    own = parameter.grad.to_local().contiguous()
+    here = dist.get_rank(group)
+    parts = [own if rank == here else torch.empty_like(own) for rank in ranks]
+    sends = [dist.isend(own, group=group, group_dst=rank) for rank in ranks if rank != here]
+    waits = [dist.irecv(part, group=group, group_src=rank) for part, rank in zip(parts, ranks) if rank != here]
+    for work in (*sends, *waits):
+        work.wait()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    parameter.grad.to_local().copy_(total)
+
+
+def _cut(x: torch.Tensor, layout: Layout, axes: Sequence[Any]) -> torch.Tensor:
+    for axis, placement in zip(axes, layout):
+        x = move(x, axis, I, placement)
+    return x
+
+
+def make_trainer(
+    plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mapping[str, tuple[nn.Module, str]], place: str
+) -> Trainer:
+    """Load this rank's stages; all ranks of the mesh call this. `place`: its keys in the store, no other's."""
+    own_mesh, group, rank = pipeline_mesh(mesh)
+    micro, stages = stage_graphs(graph, plan.starts, plan.schedule.num_microbatches)
+    parts, local = [], []
+    for number in plan.schedule.stages_of(rank):
+        stage, part = stages[number], plan.stages[number]
+        program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, alike=micro.alike)
+        with peers_alive():
+            axes = axes_of(own_mesh, program.joint_axes)
+        constants = run_constants(part.graph, torch.device(mesh.device_type))
+        loaded = load(program, plan=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners)
+        given = ((item, layout) for item, layout in program.inputs if item.kind == "argument")
+        arguments = tuple((item, layout) for item, layout in given if item.value.name not in stage.receives)
+        parts.append(Part(number, loaded, stage.receives, arguments))
+        local.append(_local_stage(number, stage.receives, loaded))
+    loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
+    runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
+    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan), Meeting(place, mesh.mesh.flatten().tolist()))
+
+
+def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalStage:
+    by_name = {item.value.name: (item.value, layout) for item, layout in loaded.program.inputs}
+    received = tuple(_wire(*by_name[name], loaded) for name in receives)
+    outputs = zip(loaded.graph.outputs, loaded.program.outputs)
+    return LocalStage(number, received, tuple(_wire(value, layout, loaded) for value, (_, layout) in outputs))
+
+
+def _wire(value: Value, layout: Layout, loaded: Loaded) -> Wire:
+    return Wire(local_shape(value.shape, layout, loaded.program.mesh.shape), value.dtype, value.needs_grad)
+
+
+def _tied(plan: StagedPlan) -> dict[str, tuple[int, ...]]:
+    """FQN of what several ranks of the pipeline hold and train -> those ranks."""
+    holders: dict[str, set[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        for item in _trained(stage.graph):
+            holders.setdefault(item.fqn, set()).add(plan.schedule.rank_of(number))
+    return {fqn: tuple(sorted(ranks)) for fqn, ranks in holders.items() if len(ranks) > 1}
+
+
+def _trained(graph: Graph) -> Iterator[Input]:
+    return (item for item in graph.of_kind("parameter") if item.value.needs_grad)

@@ -1,0 +1,180 @@
+"""What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches all."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import AutoparError, PeerFailed, RankMismatch
+from autopar.ir.graph import Graph
+from autopar.ir.print_graph import fingerprint
+from autopar.runtime.seeded_rng import peek_seed
+from autopar.torch_compat import default_store
+
+KEY_PARTS = ("arguments", "structures of arguments", "models, or modes (train or eval)", "placements of DTensor arguments")
+NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def peers_alive() -> Iterator[None]:
+    """Say that a peer failed where the backend only says that a connection broke."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_from_backend(error):
+            raise
+        raise PeerFailed(
+            f"rank {dist.get_rank()} waited for another rank, which failed or died; its error is the cause, look at its output first "
+            f"(here the backend said: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def is_from_backend(error: RuntimeError) -> bool:
+    """Whether a process group's backend raised it: a connection broke or timed out."""
+    # gloo raises plain RuntimeErrors, which its sources' names give away
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
+    """`item` of every rank of the mesh, row-major; any picklable object."""
+    found = [item]
+    for axis in reversed(range(mesh.ndim)):
+        rows: list[Any] = [None] * mesh.size(axis)
+        with peers_alive():
+            dist.all_gather_object(rows, found, group=mesh.get_group(axis))
+        found = [entry for row in rows for entry in row]
+    return found
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank whose word counts."""
+    return not any(mesh.get_coordinate())
+
+
+def from_first(mesh: DeviceMesh, item: Any) -> Any:
+    """The first rank's `item`, on every rank."""
+    box = [item]
+    for axis in range(mesh.ndim):
+        with peers_alive():
+            dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
+    return box[0]
+
+
+def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
+    """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them.
+
+    Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the model,
+    and another one on its groups would meet that.
+    """
+    store = default_store()
+    arrived, pause_s = store.add(place, 1), 0.001
+    deadline = time.monotonic() + wait_s
+    while arrived < mesh.size():
+        if time.monotonic() > deadline:
+            raise RankMismatch(
+                f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived} of the mesh's "
+                f"{mesh.size()} ranks were not within {wait_s:g} s; call the same model alike on every rank"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+        arrived = store.add(place, 0)
+
+
+def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
+    """What `work` gives on the first rank, on every rank; if it fails there, the same error on every rank. `what` says what is done."""
+    result, error = _attempt(what, work) if is_first(mesh) else (None, None)
+    result, told = from_first(mesh, (result, error))
+    if told is not None:
+        raise error or told
+    return result
+
+
+def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
+    """`work()` of this rank once every rank has done it; if one fails, every rank raises the error of the first that did."""
+    result, error = _attempt(what, work)
+    errors = gather(mesh, error)
+    failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
+    if failed is None:
+        return result
+    if error is not None and str(error) == str(errors[failed]):
+        raise error  # with what caused it here
+    raise type(errors[failed])(f"rank {failed} of the mesh: {errors[failed]}")
+
+
+def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, AutoparError | None]:
+    try:
+        return work(), None
+    except AutoparError as error:
+        return None, error
+    except Exception as error:
+        wrapped = AutoparError(f"{what} failed: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return None, wrapped
+
+
+def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:
+    """RankMismatch on every rank, naming the first that differs from rank 0, unless `item` is equal on all."""
+    found = gather(mesh, item)
+    different = next((rank for rank, other in enumerate(found) if other != found[0]), None)
+    if different is not None:
+        raise RankMismatch(f"rank {different} and rank 0 of the mesh were given different {what}; {remedy}")
+
+
+def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
+    """This rank's graph, if every rank has got the same one; otherwise every rank raises."""
+    graph = on_every_rank(mesh, "tracing", make)
+    check_same(mesh, fingerprint(graph), "models", "build the same model in the same mode on every rank")
+    return graph
+
+
+def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:
+    """RankMismatch on every rank unless all are called alike; `key` has the `KEY_PARTS`."""
+    for what, part in zip(KEY_PARTS, key):
+        check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")
+
+
+def digest_of(item: Any) -> int:
+    """62 bits that are equal for items of equal `repr`, on every rank."""
+    return int.from_bytes(hashlib.sha256(repr(item).encode()).digest()[:8]) >> 2
+
+
+def check_seed(mesh: DeviceMesh) -> None:
+    """Random ops need the same random state on every rank."""
+    seeds = gather(mesh, peek_seed())
+    different = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
+    if different is not None:
+        raise RankMismatch(
+            f"the model has random ops (dropout) and rank {different}'s random state differs from rank 0's; call torch.manual_seed with "
+            "the same seed on every rank: different parts of a batch get different numbers all the same"
+        )
+
+
+def check_weights(mesh: DeviceMesh, model: nn.Module) -> None:
+    """RankMismatch unless parameters and buffers are equal on every rank, as far as their sum and a sample of their entries tell."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    reports = gather(mesh, {name: _digest(x) for name, x in tensors})
+    for rank, report in enumerate(reports):
+        different = next((name for name in report if report[name] != reports[0].get(name)), None)
+        if different is not None:
+            raise RankMismatch(
+                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before "
+                "autopar.compile"
+            )
+
+
+def _digest(x: torch.Tensor) -> str | int:
+    if x.is_meta:
+        return "no data"
+    x = x.detach()
+    places = torch.linspace(0, max(x.numel() - 1, 0), min(x.numel(), NUM_SAMPLES), dtype=torch.float64).long()
+    total = x.sum(dtype=torch.promote_types(x.dtype, torch.float64))
+    return digest_of((total.item(), x.flatten()[places.to(x.device)].tolist()))

@@ -1,0 +1,85 @@
+"""Parameters that are gathered again for backward: what autograd saves of the gathered tensor is not kept, but made anew."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.runtime.saved_tensors.offload_saved import Offload, unpack
+from autopar.sbp.convert import Axis, move
+from autopar.sbp.placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A saved tensor as a view of the gathered one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        view = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        return view.conj() if self.is_conj else view
+
+
+class _Again:
+    """One gathered tensor: made for the first of its views that backward asks for, dropped after the last."""
+
+    def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
+        # no reference to `whole` itself: autograd holds on to this
+        self.storage, self.dtype, self.offset = StorageWeakRef(whole.untyped_storage()), whole.dtype, whole.storage_offset()
+        self.stored, self.version, self.steps = stored, stored._version, steps
+        self.size, self.stride = whole.shape, whole.stride()
+        self.num_views, self.num_left = 0, 0
+        self.made: torch.Tensor | None = None
+
+    def pack(self, x: torch.Tensor) -> _View | None:
+        """`x` as a view of this tensor; None if it is none."""
+        if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
+            return None
+        self.num_views += 1
+        return _View(tuple(x.shape), x.stride(), x.storage_offset() - self.offset, x.is_conj())
+
+    def unpack(self, view: _View) -> torch.Tensor:
+        if self.made is None:
+            self.made, self.num_left = self.make(), self.num_views
+        found = view.of(self.made)
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.made = None
+        return found
+
+    def make(self) -> torch.Tensor:
+        if self.stored._version != self.version:
+            raise RuntimeError("a parameter that backward gathers again was changed in place after forward; update it after backward")
+        made = self.stored.detach()
+        for axis, src, dst in self.steps:
+            made = move(made, axis, src, dst)
+        if made.stride() != self.stride:  # forward gave the last slice memory of its own, or did not; views are of what it had
+            made = torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
+        return made
+
+
+@contextmanager
+def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Iterator[None]:
+    """What is saved inside for backward and lies in the memory of a gathered parameter is not kept, but made again.
+
+    parameters: (gathered tensor, stored part, steps from this to that as (axis, src, dst) ...). One scope for all of an op's, since only
+    the innermost hooks see what is saved; what else is saved is packed by `rest`. RuntimeError in backward if the stored part has been
+    changed meanwhile, as autograd raises for what it saves itself.
+    """
+    known = [_Again(*parameter) for parameter in parameters]
+
+    def pack(x: torch.Tensor) -> Any:
+        found = ((again, view) for again in known if (view := again.pack(x)) is not None)
+        again = next(found, None)
+        return again or (rest.pack(x) if rest else x)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

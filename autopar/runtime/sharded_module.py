@@ -1,0 +1,362 @@
+"""The sharded module: the user's own module class, its tensors DTensors, its forward the generated program."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.codegen.lower import lower
+from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.export.placeholders import flat_arguments
+from autopar.ir.export.pytree_types import register_types
+from autopar.ir.graph import Graph, Input
+from autopar.ir.interpret import run_constants
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.passes.rewire import is_random
+from autopar.ir.trace_with_loss import LossFunction, traced
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.dtensor_state import drop_others, install, owners, put, shard_model, stateful, with_parts, without_data
+from autopar.runtime.grad_norm import clip_gradients
+from autopar.runtime.load_program import Loaded, axes_of, load, torch_placements
+from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
+from autopar.runtime.rank_agreement import (
+    agree_on_call,
+    agreed_graph,
+    check_seed,
+    check_weights,
+    from_first,
+    meet,
+    on_every_rank,
+    peers_alive,
+)
+from autopar.sbp.convert import move
+from autopar.sbp.placement import I, Layout, format_layout
+from autopar.torch_compat import pytree
+
+# (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
+Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
+Key = tuple[Any, ...]  # what a call looks like; hashable
+# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a checkpoint.
+LATER_WAIT_S = 300.0
+_numbers = itertools.count()  # of sharded modules of this process
+# Leaves that are written into a program as they are.
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of the user's model by `shard_module`."""
+
+    _autopar: "Runtime"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._autopar.call(self, args, kwargs)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
+
+        Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to those of the
+        parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
+        """
+        return self._autopar.train_step(self, args, kwargs)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls this."""
+        found = self._autopar.current()
+        counted_elsewhere = found.counted_elsewhere if isinstance(found, Trainer) else ()
+        return clip_gradients(self, max_norm, self._autopar.mesh, counted_elsewhere)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._autopar.current()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of other ranks' stages
+        are left out."""
+        self._autopar.current()
+        return super().load_state_dict(with_parts(self, state_dict, self._autopar.elsewhere), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self._autopar.mesh)] = self._autopar.mesh
+        copied.__dict__.update({name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"})
+        copied._autopar = self._autopar.of(copied)
+        return copied
+
+    @property
+    def plan(self) -> Plan | StagedPlan:
+        """The plan in use for the last shapes and mode seen."""
+        return self._autopar.current().plan
+
+    @property
+    def code(self) -> str:
+        """The generated Python of this rank."""
+        return self._autopar.current().source
+
+    @property
+    def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
+        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch. A step in
+        microbatches takes whole arguments."""
+        found = self._autopar.current()
+        if isinstance(found, Trainer):
+            return {item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")}
+        return {item.fqn: torch_placements(layout) for item, layout in self._autopar.current().program.inputs if item.kind == "argument"}
+
+
+@dataclass
+class Runtime:
+    """What a sharded module runs with: the programs loaded so far, by mode and input shapes."""
+
+    mesh: DeviceMesh
+    plan: Planner
+    source: nn.Module  # the user's model until its tensors have been taken over
+    original: type[nn.Module]
+    name: str  # the same on every rank, and no other module's
+    loss_fn: LossFunction | None = None  # of train_step
+    is_in_use: bool = False  # somebody may hold the parameters
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # FQN of what only other ranks hold -> what it is like
+    num_copies: int = 0
+    offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
+    num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
+    loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
+    last: Loaded | Trainer | None = None
+
+    def current(self) -> Loaded | Trainer:
+        """The program last used."""
+        if self.last is None:
+            raise AutoparError("not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile")
+        return self.last
+
+    def of(self, module: nn.Module) -> "Runtime":
+        """The same for a copy of the module."""
+        loaded = {key: found.of(owners(module)) for key, found in self.loaded.items()}
+        last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
+        self.num_copies += 1
+        name = f"{self.name}.{self.num_copies}"
+        return replace(self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last)
+
+    def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
+        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller puts it there."""
+        self.offloaded |= self._state_on_host() if names is None else frozenset(names)
+        return self.offloaded
+
+    def _state_on_host(self) -> frozenset[str]:
+        found = self.current()
+        plans = [part.loaded.plan for part in found.parts] if isinstance(found, Trainer) else [found.plan]
+        plans = [plan for plan in plans if plan.assignment.state_on_host]
+        pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
+        return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
+
+    @torch.compiler.disable
+    def _remind(self, module: nn.Module) -> None:
+        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has it."""
+        if not (module.training and torch.is_grad_enabled()) or self.num_trained > 1 or self._state_on_host() <= self.offloaded:
+            return
+        self.num_trained += 1
+        if self.num_trained > 1:
+            warnings.warn(
+                f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters being on the host, "
+                "else it may not fit: call autopar.offload_optimizer(optimizer, model) once, before training",
+                stacklevel=4,
+            )
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The forward of `module`."""
+        self.prepare(module, args, kwargs)
+        self._remind(module)
+        return run(self.last, args, kwargs)
+
+    def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Forward and backward of `module` in training."""
+        self.prepare(module, args, kwargs, trains=True)
+        self._remind(module)
+        if isinstance(self.last, Trainer):
+            return self.last.step(args, kwargs)
+        graph = self.last.graph
+        position = graph.outputs.index(loss_only(graph).outputs[0])
+        loss = pytree.tree_leaves(run(self.last, args, kwargs))[position]
+        if torch.is_grad_enabled():
+            with peers_alive():
+                loss.backward()
+        return loss.detach()
+
+    @torch.compiler.disable
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
+        """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+        call, key = describe_call(module, args, kwargs)
+        key = (*key, trains)
+        if key not in self.loaded:
+            self._meet(call)
+            with _own_autograd():
+                found = self._load(module, args, dict(sorted(kwargs.items())), trains)
+            # without stages, microbatches and a loss function, one program does for both ways of running
+            is_for_both = isinstance(found, Loaded) and self.loss_fn is None
+            self.loaded.update(dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found))
+        self.last = self.loaded[key]
+
+    def _meet(self, call: Key) -> None:
+        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups allow."""
+        wait_s = LATER_WAIT_S if self.loaded else dist.default_pg_timeout.total_seconds()
+        meet(self.mesh, f"autopar/{self.name}/{len(self.loaded)}", wait_s)
+        agree_on_call(self.mesh, call)
+
+    def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
+        """Trace, plan and load; the first time, also take over the model's tensors."""
+        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
+        plan = self._plan(graph, trains)
+        if isinstance(plan, StagedPlan):
+            return self._load_stages(module, graph, plan)
+        program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
+        if program.has_random_ops:
+            check_seed(self.mesh)
+        self._take_over(module, graph, plan.assignment.layouts, self.mesh)
+        with peers_alive():
+            axes = axes_of(self.mesh, program.joint_axes)
+        constants = run_constants(graph, torch.device(self.mesh.device_type))
+        return load(program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module))
+
+    def _load_stages(self, module: nn.Module, graph: Graph, plan: StagedPlan) -> Trainer:
+        if any(is_random(op) for op in graph.ops):
+            check_seed(self.mesh)
+        mesh, _, rank = pipeline_mesh(self.mesh)
+        own = [plan.stages[number] for number in plan.schedule.stages_of(rank)]
+        held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
+        layouts = {item.value.name: stage.assignment.layouts[item.value.name] for stage in own for item in stateful(stage.graph)}
+        self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
+        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{len(self.loaded)}/step")
+
+    def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
+        """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has not."""
+        if self.loaded:
+            return
+        check_weights(self.mesh, self.source)
+        parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, mesh))
+        install(module, graph, parts, is_in_use=self.is_in_use)
+        self.elsewhere = drop_others(module, graph)
+        self.source = module
+
+    def _plan(self, graph: Graph, trains: bool) -> Plan | StagedPlan:
+        """The plan for a graph: where parameters lie on some stages already, with the same stages."""
+        first = next(iter(self.loaded.values()), None)
+        if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
+            return self.plan(graph, self._pins(graph), trains)
+        if not trains:
+            raise AutoparError(
+                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}: model(...) cannot run "
+                "alone; call model.train_step(...), under torch.no_grad() for the loss alone, or compile for a mesh without a pipeline axis"
+            )
+        return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
+
+    def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
+        bare = skeleton(module)
+        del bare._autopar
+        bare.__class__ = self.original
+        put(bare, self.elsewhere)
+        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(_as_example, (args, kwargs)))
+
+    def _pins(self, graph: Graph) -> dict[str, str]:
+        """Layouts in which the parameters and buffers are already stored."""
+        if not self.loaded:
+            return {}
+        first = next(iter(self.loaded.values()))
+        stages = first.plan.stages if isinstance(first, Trainer) else (first.plan,)
+        found = {item.fqn: stage.assignment.layouts[item.value.name] for stage in stages for item in stateful(stage.graph)}
+        return {item.fqn: format_layout(found[item.fqn]) for item in stateful(graph)}
+
+
+def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None) -> ShardedModule:
+    """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
+    module = skeleton(model)
+    without_data(module, mesh)
+    original = type(model)
+    module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    module._autopar = Runtime(mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"), loss_fn)
+    return module
+
+
+def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:
+    """Call the program on the arguments and put its outputs together again."""
+    leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
+    inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
+    by_name = {name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs}
+    with peers_alive():
+        flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
+    outputs = [_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)]
+    return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
+
+
+def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        _check_mesh(leaf.device_mesh, item, loaded.mesh)
+        return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
+    leaf = leaf.to(loaded.mesh.device_type)
+    for axis, placement in zip(loaded.axes, layout):
+        leaf = move(leaf, axis, I, placement)
+    return leaf
+
+
+@contextmanager
+def _own_autograd() -> Iterator[None]:
+    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation checkpointing)."""
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), unchanged:
+        yield
+
+
+def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
+    if found != expected:
+        raise AutoparError(f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's mesh")
+
+
+def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
+    if any(placement.is_split for placement in layout):
+        return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
+    return x
+
+
+def describe_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Key, Key]:
+    """What the ranks must agree on (agree.KEY_PARTS), and of that what a program is made for; keywords in any order."""
+    kwargs = dict(sorted(kwargs.items()))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):
+        register_types((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = (tuple(map(_describe, leaves)), spec, tuple(m.training for m in module.modules()))
+    placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
+    return (*key, placements), key
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else "not supported"
+
+
+def _as_example(leaf: Any) -> Any:
+    """What to trace with; AutoparError for an argument that neither is a tensor nor can be written into a program."""
+    if isinstance(leaf, torch.Tensor):
+        return _as_meta(leaf)
+    if isinstance(leaf, CONSTANTS):
+        return leaf
+    raise AutoparError(
+        f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors, numbers, strings, None and "
+        "tuples, lists, dicts and dataclasses of these; turn it into one of them before the call"
+    )
+
+
+def _as_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -1,0 +1,174 @@
+"""Which strategies each op has on a mesh, and which layouts each input and output may have."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph, Input, Op, Value, nameless
+from autopar.mesh import Mesh
+from autopar.sbp.placement import I, Layout, P, R, S, is_even
+from autopar.sbp.rules import RULES
+from autopar.sbp.rules.matmul import ROW_BYTES
+from autopar.sbp.signature import Candidates, Signature, Strategy
+
+Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
+
+
+def annotate(
+    graph: Graph, mesh: Mesh, folded: Folded | None = None, *, near: Mapping[str, Strategy] | None = None, num_changed: int = 0
+) -> Candidates:
+    """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs).
+
+    `near`: op name -> strategy; then only those that differ from it on at most `num_changed` axes, as its neighbours in a space too large
+    to list (and none for an op it leaves out).
+    """
+    ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
+    outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    is_stage = graph.argument_spec is None  # what it receives has its gradient sent back as it is laid out
+    return Candidates(
+        strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
+        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
+        outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
+        without_rule=tuple(op.name for op in ops if op.target not in RULES),
+        not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
+    )
+
+
+def _strategies(op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int) -> tuple[Strategy, ...]:
+    if near is None:
+        return strategies_of(nameless(op), mesh_shape)
+    return neighbours_of(nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
+
+
+def signatures_of_call(op: Op) -> tuple[Signature, ...]:
+    """`signatures_of`, derived once for equal calls."""
+    return signatures_of(nameless(op))
+
+
+@lru_cache(maxsize=4096)
+def signatures_of(op: Op) -> tuple[Signature, ...]:
+    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size 1."""
+    whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
+    found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
+    return tuple(dict.fromkeys(signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()))
+
+
+def _without_gradient(op: Op, signature: Signature) -> Signature:
+    """R becomes I where no gradient flows: on values without gradient, and on all inputs if no output has one."""
+    assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), f"{op.target}: {signature} does not fit"
+    flows = any(value.needs_grad for value in op.outputs)
+    inputs = (p if p != R or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs))
+    outputs = (p if p != R or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
+    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _can_sum(op: Op, signature: Signature) -> bool:
+    """Booleans have no sum."""
+    placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
+    return not any(placement == P and value.dtype == torch.bool for placement, value in placed)
+
+
+@lru_cache(maxsize=4096)
+def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """One signature per axis, such that everything divides evenly; all I comes first, and alone on axes of size 1."""
+    return tuple(_even(op, itertools.product(*(_on_axis(op, size) for size in mesh_shape)), mesh_shape))
+
+
+@lru_cache(maxsize=4096)
+def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
+    """Those of `strategies_of` that differ from `near` on at most `num_changed` axes; () if it is none of them itself."""
+    per_axis = [_on_axis(op, size) for size in mesh_shape]
+    if len(near.signatures) != len(per_axis) or not all(sig in found for sig, found in zip(near.signatures, per_axis)):
+        return ()
+    # `near` may have been read from text, which does not say the `num_units` that must divide.
+    near = Strategy(tuple(found[found.index(sig)] for sig, found in zip(near.signatures, per_axis)))
+    changes = itertools.combinations(range(len(mesh_shape)), num_changed)
+    offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
+    combinations = dict.fromkeys(found for choices in offered for found in itertools.product(*choices))
+    return tuple(_even(op, combinations, mesh_shape))
+
+
+def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
+    """Strategies of those combinations of one signature per axis that divide everything evenly."""
+    extents_of: dict[Signature, dict[Part, int]] = {}
+    for combination in combinations:
+        num_parts: dict[Part, int] = {}
+        extents = {}
+        for sig, size in zip(combination, mesh_shape):
+            split = extents_of.get(sig)
+            if split is None:
+                split = extents_of[sig] = _extents(op, sig)
+            extents |= split
+            for part in split:
+                num_parts[part] = num_parts.get(part, 1) * size
+        if all(extents[part] % count == 0 for part, count in num_parts.items()):
+            yield Strategy(combination)
+
+
+def _on_axis(op: Op, size: int) -> list[Signature]:
+    """Signatures that divide evenly over one axis of `size`."""
+    found = signatures_of(op)[: 1 if size == 1 else None]
+    return [sig for sig in found if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
+
+
+def _is_uneven(extent: int, size: int) -> bool:
+    return extent == 0 or extent % size != 0
+
+
+def _extents(op: Op, signature: Signature) -> dict[Part, int]:
+    """Size of everything the signature splits, outputs first."""
+    tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
+    parts: dict[Part, int] = {
+        (f"{side}{index}", placement.dim): _num_units(op, values[index], placement.dim)
+        for side, values, placements in tensors
+        for index, placement in enumerate(placements)
+        if placement.is_split
+    }
+    return parts | {(signature.role, -1): signature.num_units} if signature.num_units else parts
+
+
+def _num_units(op: Op, value: Value, dim: int) -> int:
+    """Into how many parts a dim can be cut; 0 if what the op's kernel wants to stay together does not divide it."""
+    size, unit_bytes = value.shape[dim], ROW_BYTES.get(op.target, 0)
+    unit = max(1, unit_bytes // value.dtype.itemsize) if dim and dim >= len(value.shape) - 2 else 1
+    return size // unit if size % unit == 0 else 0
+
+
+@lru_cache(maxsize=4096)
+def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Every even layout of I and S(d), all I first."""
+    placements = (I, *(S(dim) for dim, size in enumerate(shape) if size > 1))
+    choices = [placements if size > 1 else (I,) for size in mesh_shape]
+    return tuple(layout for layout in itertools.product(*choices) if is_even(shape, layout, mesh_shape))
+
+
+def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> tuple[Layout, ...]:
+    """Taking a slice of what every rank holds costs nothing; a constant is born whole, the gradient of an argument that the caller gives is
+    due whole.
+
+    Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most of its first dim.
+    """
+    is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
+    layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
+    return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
+
+
+def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    for axis, size in enumerate(mesh_shape):
+        for item in graph.of_kind("parameter"):
+            extents = {dim: extent for dim, extent in enumerate(item.value.shape) if extent > 1}
+            if all(extent % size for extent in extents.values()):  # else it can be stored in parts
+                yield from ((item.value.name, dim, axis) for dim in extents)
+        for op in ops:
+            yield from ((op.name, dim, axis) for dim in _undivided_dims(nameless(op), size))
+
+
+@lru_cache(maxsize=4096)
+def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
+    """Dims (of the output, or of the input where only that is split) whose signatures an axis of `size` rules out."""
+    parts = (next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1) for sig in signatures_of(op))
+    return tuple(dict.fromkeys(dim for dim in parts if dim >= 0))

@@ -1,0 +1,50 @@
+"""What `LocalOp.collectives` and the local implementations share."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar.ir.graph import Op
+from autopar.sbp.convert import Axis
+from autopar.sbp.placement import local_shape
+from autopar.sbp.redistribute import Collective
+from autopar.sbp.signature import Strategy
+
+
+def role_axes(strategy: Strategy, role: str, mesh_shape: tuple[int, ...]) -> list[int]:
+    """Mesh axes larger than 1 that take `role`, outermost first."""
+    return [axis for axis, signature in enumerate(strategy.signatures) if signature.role == role and mesh_shape[axis] > 1]
+
+
+def local_input_shape(op: Op, strategy: Strategy, index: int, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of one rank's part of `op.inputs[index]`."""
+    return local_shape(op.inputs[index].shape, strategy.input_layout(index), mesh_shape)
+
+
+def has_backward(op: Op) -> bool:
+    """Whether a gradient flows to the first input: what is summed over ranks depends on it alone, not on parameters."""
+    return op.inputs[0].needs_grad and any(output.needs_grad for output in op.outputs)
+
+
+def no_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+    """Of an implementation that only corrects local numbers."""
+    return ()
+
+
+def num_ranks(axes: Sequence[Axis]) -> int:
+    """Ranks on all of `axes` together."""
+    return math.prod(axis.size for axis in axes)
+
+
+def rank_index(axes: Sequence[Axis]) -> int:
+    """Which part this rank holds of a dim split by `axes`, outermost axis first: parts lie in mesh order."""
+    index = 0
+    for axis in axes:
+        index = index * axis.size + axis.index
+    return index
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sums over ranks are kept: float64 stays, all others are summed in float32."""
+    return dtype if dtype == torch.float64 else torch.float32

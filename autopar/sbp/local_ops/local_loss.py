@@ -1,0 +1,30 @@
+"""Means over elements that are split over ranks: divided by the global number of elements."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from autopar.ir.graph import resolve
+from autopar.sbp.convert import Axis
+from autopar.sbp.local_ops._arguments import no_collectives, num_ranks
+from autopar.sbp.local_ops.local_op import LocalOp
+
+
+def mean_loss(loss: Callable[..., torch.Tensor], *args, elements: Sequence[Axis], **kwargs) -> torch.Tensor:
+    """The local mean over the number of equal parts: a term of the pending sum that is the global mean."""
+    return loss(*args, **kwargs) / num_ranks(elements)
+
+
+TARGETS = (
+    "aten.mse_loss.default",
+    "aten.l1_loss.default",
+    "aten.smooth_l1_loss.default",
+    "aten.huber_loss.default",
+    "aten.soft_margin_loss.default",
+    "aten.kl_div.default",
+    "aten.binary_cross_entropy.default",
+    "aten.binary_cross_entropy_with_logits.default",
+)
+
+LOCAL_OPS = {target: LocalOp(partial(mean_loss, resolve(target)), no_collectives) for target in TARGETS}

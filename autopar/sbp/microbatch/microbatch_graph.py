@@ -1,0 +1,188 @@
+"""The graph of one microbatch, such that the microbatches of a step together give the numbers of the whole batch.
+
+Outputs that are terms (a loss) are summed over the microbatches, those that are slices concatenated along their dim, the others are equal
+in all; the gradients of parameters and of whole arguments are summed, as autograd does when backward is run once a microbatch.
+
+A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides by their number in
+the whole batch, which is an argument of the graph: a loss is the sum of its tokens' terms times 1 / that number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.errors import MicrobatchError
+from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
+from autopar.ir.passes.rewire import is_random
+from autopar.sbp.localize import localize
+from autopar.sbp.microbatch.expert_routing import inverts_order
+from autopar.sbp.microbatch.split_batch import BatchSplit, batch_size, is_share, split_batch
+from autopar.sbp.microbatch.token_count import LossCount, loss_count
+from autopar.sbp.placement import I, P, Placement, R, local_shape
+from autopar.sbp.rules._by_name import argument_names, tensor_of
+from autopar.sbp.rules.loss import SUM
+from autopar.sbp.signature import Strategy
+
+
+@dataclass(frozen=True)
+class Microbatched:
+    """`graph` is that of one of `num_microbatches`; names are those of the whole graph.
+
+    placements: of each input and output on the time axis: S(d) cut in consecutive slices (constants too, which the graph's `constant_ops`
+    make whole), P summed, I the same in all. counts: further "argument" inputs of `graph`, that no call has in its `arguments`.
+    alike: random ops that must draw the same numbers in all microbatches, as their results are the same for the whole batch.
+    added: op or input that the whole graph has not -> the op of it for which it is there; next to that op, and named after it.
+    """
+
+    graph: Graph
+    num_microbatches: int
+    placements: Mapping[str, Placement]
+    counts: tuple[LossCount, ...] = ()
+    alike: tuple[str, ...] = ()
+    added: Mapping[str, str] = field(default_factory=dict)
+
+
+def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
+    """One of `num_microbatches` of the whole-batch `graph`; with one, the graph as it is.
+
+    Raises MicrobatchError for what needs the whole batch at once (batch norm in training above all), naming the op and its module, and for
+    a number that does not divide the batch, naming the nearest that do.
+    """
+    if num_microbatches == 1:
+        values = [item.value for item in graph.inputs] + [value for value in graph.outputs if isinstance(value, Value)]
+        return Microbatched(graph, 1, {value.name: I for value in values})
+    split = split_batch(graph)
+    _check_count(graph, split, num_microbatches)
+    writing = _Writing(graph, split, num_microbatches)
+    for op in graph.ops:
+        writing.add(op)
+    return writing.finish()
+
+
+def microbatch_counts(graph: Graph) -> tuple[int, ...]:
+    """Numbers of microbatches the graph can be run in, ascending; (1,) if its batch cannot be split."""
+    try:
+        granularity = split_batch(graph).granularity
+    except MicrobatchError:
+        return (1,)
+    return tuple(count for count in range(1, granularity + 1) if granularity % count == 0)
+
+
+def _check_count(graph: Graph, split: BatchSplit, count: int) -> None:
+    if count >= 1 and split.granularity % count == 0:
+        return
+    possible = [number for number in range(1, split.granularity + 1) if split.granularity % number == 0]
+    near = sorted({max((n for n in possible if n < count), default=1), min((n for n in possible if n > count), default=possible[-1])})
+    raise MicrobatchError(
+        f"a batch of {batch_size(graph)} cannot be cut in {count} equal microbatches; the nearest numbers that divide all that is split "
+        f"with it: {', '.join(map(str, near))}"
+    )
+
+
+class _Writing:
+    """The walk over the whole graph: what has been written of the microbatch's."""
+
+    def __init__(self, graph: Graph, split: BatchSplit, count: int) -> None:
+        self.graph, self.split, self.count = graph, split, count
+        self.names = {name for op in graph.ops for name in (op.name, *(value.name for value in op.outputs))}
+        self.names |= {item.value.name for item in graph.inputs}
+        self.values = {item.value.name: self._local(item.value) for item in graph.inputs}
+        self.ops: list[Op] = []
+        self.counts: list[LossCount] = []
+        self.alike: list[str] = []
+        self.added: dict[str, str] = {}
+
+    def _local(self, value: Value) -> Value:
+        return replace(value, shape=local_shape(value.shape, (self.split.placements[value.name],), (self.count,)))
+
+    def _unique(self, wish: str) -> str:
+        name = next(name for name in (wish, *(f"{wish}_{i}" for i in range(1, len(self.names) + 2))) if name not in self.names)
+        self.names.add(name)
+        return name
+
+    def add(self, op: Op) -> None:
+        """Write `op` as one microbatch runs it."""
+        signature = self.split.signatures[op.name]
+        operands = [self._share(v, op) if is_share(op, signature, i, self.split.placements) else v for i, v in enumerate(op.inputs)]
+        inputs = tuple(self.values[value.name] for value in operands)
+        if inverts_order(op, signature):
+            inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
+        args, kwargs = localize(op, Strategy((signature,)), (self.count,))
+        outputs = tuple(map(self._local, op.outputs))
+        self.values.update((value.name, value) for value in outputs)
+        local = replace(op, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
+        if is_random(op) and not any(placement.is_split for placement in signature.outputs):
+            self.alike.append(op.name)
+        if signature.role == "tokens" and not _has_probabilities(op):
+            self._add_counted(local)
+        elif signature.role:
+            self._add_averaged(local)
+        else:
+            self.ops.append(local)
+
+    def _share(self, value: Value, user: Op | None) -> Value:
+        """A term of what is the same in all microbatches: they sum to it."""
+        share = replace(value, name=self._unique(f"{user.name if user else value.name}_share"))
+        self.values[share.name] = share
+        self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (value,), share, user)
+        return share
+
+    def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
+        """As many of the numbers as fill `shape`."""
+        found = replace(value, name=self._unique(f"{user.name}_first"), shape=shape)
+        self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
+        return found
+
+    def _call(self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None) -> None:
+        at = (origin.is_no_grad, origin.module, origin.line) if origin else (False, "", "")
+        if origin:
+            self.added[name] = origin.name
+        self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
+
+    def _add_averaged(self, op: Op) -> None:
+        """A mean of equal parts: the mean of this one / their number."""
+        (output,) = op.outputs
+        own = replace(output, name=self._unique(f"{output.name}_own"))
+        self.ops.append(replace(op, outputs=(own,)))
+        self._call(self._unique(f"{op.name}_share"), "aten.div.Tensor", (Slot(0), float(self.count)), (own,), output, op)
+
+    def _add_counted(self, op: Op) -> None:
+        """The sum of the terms of this microbatch's tokens * 1 / their number in the whole batch."""
+        (output,) = op.outputs
+        count = loss_count(self.graph, op, self._unique(f"{op.name}_per_token"))
+        self.counts.append(count)
+        self.added[count.input.value.name] = op.name
+        total = replace(output, name=self._unique(f"{output.name}_sum"))
+        bound = arguments_of(op) | {"reduction": SUM}
+        self.ops.append(replace(op, args=tuple(bound[name] for name in argument_names(op)), kwargs=(), outputs=(total,)))
+        factor = count.input.value
+        mean = output if output.dtype == factor.dtype else replace(output, name=self._unique(f"{output.name}_mean"), dtype=factor.dtype)
+        self._call(self._unique(f"{op.name}_mean"), "aten.mul.Tensor", (Slot(0), Slot(1)), (total, factor), mean, op)
+        if mean is not output:
+            self._call(self._unique(f"{op.name}_cast"), "aten.to.dtype", (Slot(0), output.dtype), (mean,), output, op)
+
+    def finish(self) -> Microbatched:
+        outputs = tuple(self._output(value) if isinstance(value, Value) else value for value in self.graph.outputs)
+        inputs = tuple(replace(item, value=self.values[item.value.name]) for item in self.graph.inputs)
+        placements = {item.value.name: self._placement(item.value) for item in inputs}
+        placements |= {value.name: self._placement(value) for value in outputs if isinstance(value, Value)}
+        placements |= {count.input.value.name: I for count in self.counts}
+        inputs += tuple(count.input for count in self.counts)
+        graph = replace(self.graph, inputs=inputs, ops=tuple(self.ops), outputs=outputs)
+        return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
+
+    def _output(self, value: Value) -> Value:
+        """An output that is the same in all microbatches and has a gradient leaves as a term: each one's backward starts from it."""
+        if value.needs_grad and self.split.placements[value.name] == R:
+            return self._share(value, None)
+        return self.values[value.name]
+
+    def _placement(self, value: Value) -> Placement:
+        """I for R: outside the graph there is no gradient to speak of. Shares are terms."""
+        found = self.split.placements.get(value.name, P)
+        return I if found == R else found
+
+
+def _has_probabilities(op: Op) -> bool:
+    """Whether a loss over tokens takes probabilities for classes: none is then ignored."""
+    return len(tensor_of(op, "target").shape) == len(tensor_of(op, "self").shape)

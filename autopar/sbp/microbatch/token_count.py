@@ -1,0 +1,88 @@
+"""How much the tokens of a loss weigh in the whole batch: what its mean divides by when the batch is run in microbatches."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.errors import MicrobatchError
+from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.graph import Graph, Input, Op, Value, arguments_of
+from autopar.ir.interpret import constants_for
+from autopar.ir.passes.rewire import is_random
+from autopar.sbp.local_ops._arguments import sum_dtype
+from autopar.sbp.rules._by_name import tensor_of
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """`input`: a scalar argument of a microbatch's graph, the same in all. `graph` computes it, its only output, from the whole batch:
+    1 / the number of tokens that are not ignored, or 1 / the sum of their classes' weights. It reads arguments, buffers and constants.
+    """
+
+    input: Input
+    graph: Graph
+
+
+def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
+    """For `op`, a mean over tokens of the whole-batch `graph`, as an argument called `name`.
+
+    Raises MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the step, and for a
+    loss in float16, in which a sum of terms does not fit.
+    """
+    (loss,), target, weight = op.outputs, tensor_of(op, "target"), tensor_of(op, "weight")
+    if loss.dtype == torch.float16:
+        raise MicrobatchError(
+            f"{_where(op)} would sum the losses of a microbatch's tokens, which can overflow float16: compute it from logits.float()"
+        )
+    ops, inputs = _known_before(graph, op, [value for value in (target, weight) if value is not None])
+    emitter = Emitter(list(ops))
+    emitter.used_names.update(value.name for item in (*graph.ops, *graph.inputs) for value in _values(item))
+    result = _inverse(emitter, target, weight, arguments_of(op)["ignore_index"], sum_dtype(loss.dtype), Origin(name, op.module, op.line))
+    constant_ops, constants = constants_for(graph, {item.value.name for item in inputs})
+    count = replace(
+        graph, inputs=inputs, ops=tuple(emitter.ops), outputs=(result,), mutations=(), constant_ops=constant_ops, constants=constants,
+        output_spec=None,
+    )  # fmt: skip
+    return LossCount(Input("argument", replace(result, name=name), name), count)
+
+
+def _where(op: Op) -> str:
+    return f"{op.target} at %{op.name} ({' '.join(filter(None, (op.module, op.line)))})"
+
+
+def _values(item: Op | Input) -> tuple[Value, ...]:
+    return item.outputs if isinstance(item, Op) else (item.value,)
+
+
+def _known_before(graph: Graph, loss: Op, wanted: Iterable[Value]) -> tuple[tuple[Op, ...], tuple[Input, ...]]:
+    """The ops and inputs that the `wanted` operands of the loss are computed from."""
+    names = {value.name for value in wanted}
+    ops: list[Op] = []
+    for op in reversed(graph.ops):
+        if any(value.name in names for value in op.outputs):
+            ops.append(op)
+            names.update(value.name for value in op.inputs)
+    inputs = tuple(item for item in graph.inputs if item.value.name in names)
+    unknown = [f"parameter {item.fqn}" for item in inputs if item.kind == "parameter"] + [f"%{op.name}" for op in ops if is_random(op)]
+    if unknown:
+        raise MicrobatchError(
+            f"{_where(loss)} is a mean over tokens whose number depends on {unknown[0]}; it must be known before the first microbatch: "
+            "compute the targets from the model's arguments, or sum the losses and divide by a number of your own"
+        )
+    return tuple(reversed(ops)), inputs
+
+
+def _inverse(emitter: Emitter, target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, at: Origin) -> Value:
+    """1 / the weight of all targets that are not `ignored`."""
+
+    def call(name: str, *args: object, **kwargs: object) -> Value:
+        return emitter.emit(f"aten.{name}", args, kwargs, at=at)[0]
+
+    counted = call("ne.Scalar", target, ignored)
+    if weight is not None:
+        zero = call("zeros_like.default", target)
+        found = call("index.Tensor", weight, [call("where.self", counted, target, zero)])
+        counted = call("mul.Tensor", found, counted)
+    total = call("to.dtype", call("sum.default", counted), torch.float64)
+    return call("to.dtype", call("reciprocal.default", total), dtype)

@@ -1,0 +1,158 @@
+"""Rules of products; every row follows from `letters.products`, where the proof is."""
+
+import string
+from collections.abc import Iterator, Sequence
+
+from autopar.ir.graph import Op, arguments_of
+from autopar.sbp.placement import P, R, S
+from autopar.sbp.rules._by_name import argument_names, signature, tensor_of
+from autopar.sbp.rules._einsum import Term, broadcast_term, products
+from autopar.sbp.signature import Signature
+
+
+def _named(op: Op, names: Sequence[str], factors: Sequence[Term], output: Term, added: Sequence[Term] = ()) -> Iterator[Signature]:
+    for placements, placed in products(factors, output, added):
+        yield from signature(op, dict(zip(names, placements)), placed)
+
+
+def _batch(rank: int) -> Term:
+    """Letters of `rank` leading dims."""
+    return tuple(f"b{i}" for i in range(rank))
+
+
+def linear(op: Op) -> Iterator[Signature]:
+    """aten.linear: b..k, nk (+ n) -> b..n; a weight of one dim yields b.. (plus a scalar)."""
+    batch = _batch(len(tensor_of(op, "input").shape) - 1)
+    out: Term = ("n",) if len(tensor_of(op, "weight").shape) == 2 else ()
+    return _named(op, ("input", "weight", "bias"), [batch + ("k",), out + ("k",)], batch + out, [out])
+
+
+def turned_linear(op: Op) -> Iterator[Signature]:
+    """autopar.turned_linear: b..k, kn (+ n) -> b..n."""
+    batch = _batch(len(tensor_of(op, "input").shape) - 1)
+    return _named(op, ("input", "weight", "bias"), [batch + ("k",), ("k", "n")], batch + ("n",), [("n",)])
+
+
+def matmul(op: Op) -> Iterator[Signature]:
+    """Matrix products of any ranks: b..mk, b..kn -> b..mn with the batch dims broadcast; a vector has no m or n."""
+    names = argument_names(op)[:2]
+    left, right = (tensor_of(op, name).shape for name in names)
+    rows: Term = ("m",) if len(left) > 1 else ()
+    columns: Term = ("n",) if len(right) > 1 else ()
+    shape = op.outputs[0].shape[: len(op.outputs[0].shape) - len(rows) - len(columns)]
+    batch = _batch(len(shape))
+    factors = [broadcast_term(batch, left[:-2], shape) + rows + ("k",), broadcast_term(batch, right[:-2], shape) + ("k",) + columns]
+    return _named(op, names, factors, batch + rows + columns)
+
+
+def _added_matmul(names: tuple[str, str, str], factors: tuple[str, str], output: str):
+    """beta * self + alpha * (product of two), `self` broadcast to the output."""
+
+    def rule(op: Op) -> Iterator[Signature]:
+        term = broadcast_term(tuple(output), tensor_of(op, names[2]).shape, op.outputs[0].shape)
+        return _named(op, names, [tuple(factor) for factor in factors], tuple(output), [term])
+
+    return rule
+
+
+def outer(op: Op) -> Iterator[Signature]:
+    """m, n -> mn."""
+    return _named(op, ("self", "vec2"), [("m",), ("n",)], ("m", "n"))
+
+
+def inner(op: Op) -> Iterator[Signature]:
+    """a..k, b..k -> a..b.. (a scalar factor scales the other: only whole)."""
+    left, right = (tensor_of(op, name).shape for name in ("self", "other"))
+    if not left or not right:
+        return iter(())
+    free = [tuple(f"{side}{i}" for i in range(len(shape) - 1)) for side, shape in (("l", left), ("r", right))]
+    return _named(op, ("self", "other"), [free[0] + ("k",), free[1] + ("k",)], free[0] + free[1])
+
+
+def tensordot(op: Op) -> Iterator[Signature]:
+    """The dims named are summed over in pairs; those left over follow one another."""
+    arguments = arguments_of(op)
+    factors: list[Term] = []
+    for side in ("self", "other"):
+        rank = len(tensor_of(op, side).shape)
+        summed = {dim % rank: f"k{i}" for i, dim in enumerate(arguments[f"dims_{side}"])}
+        factors.append(tuple(summed.get(dim, f"{side}{dim}") for dim in range(rank)))
+    output = tuple(letter for term in factors for letter in term if not letter.startswith("k"))
+    return _named(op, ("self", "other"), factors, output)
+
+
+# Kernels that want the strides of the last two dims, those of the first apart, to be multiples of so many bytes
+# (`_meta_grouped_mm_common` in torch/_meta_registrations.py): a split that leaves less has no kernel.
+ROW_BYTES = {"aten._grouped_mm.default": 16}
+
+
+def grouped_mm(op: Op) -> Iterator[Signature]:
+    """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only whole.
+
+    Columns n and k split as in any product. A slice of the rows must know which groups it meets ("rows"). A slice of the groups
+    computes their rows, zero elsewhere: a term of the output ("experts"), and of the rows' gradient: R.
+    """
+    names = argument_names(op)[:2]
+    x, weight = (tensor_of(op, name) for name in names)
+    if (len(x.shape), len(weight.shape)) != (2, 3) or tensor_of(op, "offs") is None:
+        return
+    for placements, placed in products([(None, "k"), (None, "k", "n")], (None, "n")):
+        yield from signature(op, dict(zip(names, placements)), placed)
+    yield from signature(op, {names[0]: S(0), names[1]: R}, S(0), role="rows")
+    yield from signature(op, {names[0]: R, names[1]: S(0)}, P, role="experts")
+
+
+def einsum(op: Op) -> Iterator[Signature]:
+    """aten.einsum with its equation; an ellipsis is spelled out, dims of size 1 against larger ones are broadcast."""
+    arguments = arguments_of(op)
+    shapes = [op.inputs[slot.index].shape for slot in arguments["tensors"]]
+    terms, output = parse_equation(arguments["equation"], [len(shape) for shape in shapes])
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms, shapes):
+        sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, shape)}
+    factors = [tuple(letter if size == sizes[letter] else None for letter, size in zip(*pair)) for pair in zip(terms, shapes)]
+    for placements, placed in products(factors, output):
+        yield from signature(op, {"tensors": placements}, placed)
+
+
+def parse_equation(equation: str, ranks: Sequence[int]) -> tuple[list[Term], Term]:
+    """Letters of each operand and of the output; ellipsis dims become numbered letters.
+
+    >>> parse_equation("...k,kn", [3, 2])
+    ([('.0', '.1', 'k'), ('k', 'n')], ('.0', '.1', 'n'))
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    operands = left.split(",")
+    num_hidden = [rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in zip(operands, ranks)]
+    widest = max(num_hidden)
+    if not arrow:
+        letters = [letter for letter in string.ascii_letters if left.count(letter) == 1]
+        right = ("..." if widest else "") + "".join(sorted(letters))
+    terms = [_spell(term, hidden, widest) for term, hidden in zip(operands, num_hidden)]
+    return terms, _spell(right, widest, widest)
+
+
+def _spell(term: str, num_hidden: int, widest: int) -> Term:
+    before, _, after = term.partition("...")
+    hidden = tuple(f".{i}" for i in range(widest - num_hidden, widest)) if "..." in term else ()
+    return tuple(before) + hidden + tuple(after)
+
+
+RULES = {
+    "aten.linear.default": linear,
+    "autopar.turned_linear.default": turned_linear,
+    "aten.matmul.default": matmul,
+    "aten.mm.default": matmul,
+    "aten.bmm.default": matmul,
+    "aten.mv.default": matmul,
+    "aten.dot.default": matmul,
+    "aten.addmm.default": _added_matmul(("mat1", "mat2", "self"), ("mk", "kn"), "mn"),
+    "aten.addmv.default": _added_matmul(("mat", "vec", "self"), ("mk", "k"), "m"),
+    "aten.baddbmm.default": _added_matmul(("batch1", "batch2", "self"), ("bmk", "bkn"), "bmn"),
+    "aten.outer.default": outer,
+    "aten.inner.default": inner,
+    "aten.tensordot.default": tensordot,
+    "aten.einsum.default": einsum,
+    "aten._grouped_mm.default": grouped_mm,
+    "transformers.grouped_mm_fallback.default": grouped_mm,
+}

@@ -1,0 +1,132 @@
+"""How long a pipeline's step takes when each stage takes its own time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.schedule.orders import IN_ROUNDS, Row, Schedule, actions
+from autopar.schedule.timeline import Action, Span, Timeline
+
+KINDS = "FBIW"
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one stage for one microbatch. `backward_s` is its part for the inputs, `weight_s` that for the weights; a backward that is
+    not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its inputs' gradients to the one before."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    send_s: float = 0.0
+    send_back_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A schedule's actions as arrays, in waves: an action's two predecessors are in earlier waves, so that a wave is computed at once.
+
+    Row `i` of the arrays is an action; its predecessors are rows, `len(actions)` if it has none."""
+
+    schedule: Schedule
+    actions: Row
+    waves: tuple[slice, ...]
+    before: np.ndarray  # the action before on the same rank
+    source: np.ndarray  # the action that makes what this one reads
+    kind: np.ndarray  # column of the durations and transfers
+
+
+def ordered(schedule: Schedule) -> Order:
+    """The schedule, ready to be simulated with any times."""
+    rows = actions(schedule)
+    wave: dict[Action, int] = {}
+    before = {action: previous for row in rows for previous, action in zip((None, *row), row)}
+    pointers = [0] * len(rows)
+    while any(pointer < len(row) for pointer, row in zip(pointers, rows)):
+        for rank, row in enumerate(rows):
+            while pointers[rank] < len(row):
+                action = row[pointers[rank]]
+                needed = [x for x in (before[action], _source(schedule, action)) if x is not None]
+                if not all(x in wave for x in needed):
+                    break
+                wave[action] = max((wave[x] + 1 for x in needed), default=0)
+                pointers[rank] += 1
+    flat = tuple(sorted(wave, key=lambda action: (wave[action], schedule.rank_of(action.stage))))
+    return _as_arrays(schedule, flat, before, [wave[action] for action in flat])
+
+
+def _as_arrays(schedule: Schedule, flat: Row, before: dict, waves: list[int]) -> Order:
+    index = {action: i for i, action in enumerate(flat)} | {None: len(flat)}
+    bounds = np.searchsorted(waves, range(waves[-1] + 2)).tolist()
+    return Order(
+        schedule,
+        flat,
+        tuple(slice(start, stop) for start, stop in pairwise(bounds)),
+        np.array([index[before[action]] for action in flat]),
+        np.array([index[_source(schedule, action)] for action in flat]),
+        np.array([KINDS.index(action.kind) for action in flat]),
+    )
+
+
+def _source(schedule: Schedule, action: Action) -> Action | None:
+    """The action whose result `action` reads and that may be another rank's (its own rank's order holds anyway)."""
+    kind, stage, microbatch = action
+    if kind == "W" or (kind == "F" and stage == 0) or (kind != "F" and stage == schedule.num_stages - 1):
+        return None
+    return Action(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
+
+
+def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in `StageTimes`.
+
+    Further dims are simulated side by side: many sets of times cost little more than one.
+    """
+    durations, transfers = _durations(order.schedule, times)
+    stage = np.array([action.stage for action in order.actions])
+    duration, transfer = durations[stage, order.kind], transfers[stage, order.kind]
+    start, end = np.empty_like(duration), np.zeros((len(duration) + 1, *duration.shape[1:]))
+    is_early = order.schedule.name in IN_ROUNDS
+    for wave in order.waves:
+        free, made = end[order.before[wave]], end[order.source[wave]]
+        # torch posts the receives of these two as soon as the sender's turn comes; the others' when they are needed, so that they hold up
+        # their rank for as long as they take.
+        ready = np.maximum(free, made + transfer[wave]) if is_early else np.maximum(free, made) + transfer[wave]
+        start[wave] = ready
+        end[wave] = ready + duration[wave]
+    return start, end[:-1]
+
+
+def _durations(schedule: Schedule, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each kind of action of each stage, [stages, kinds, ...], and of what it waits for to arrive."""
+    forward, backward, weight, send, send_back = np.moveaxis(times, 1, 0)
+    durations = np.stack([forward, backward + weight, backward, weight], axis=1)
+    # torch's first stage, which has no input to differentiate, does all its backward in "W".
+    durations[0, 2:] = np.stack([np.zeros_like(backward[0]), backward[0] + weight[0]])
+    arriving, returning, nothing = np.zeros_like(send), np.zeros_like(send), np.zeros_like(send)
+    arriving[1:], returning[:-1] = send[:-1], send_back[1:]
+    for stage in range(1, schedule.num_stages):
+        if schedule.rank_of(stage) == schedule.rank_of(stage - 1):
+            arriving[stage] = returning[stage - 1] = 0
+    return durations, np.stack([arriving, returning, returning, nothing], axis=1)
+
+
+def step_s(order: Order, times: np.ndarray) -> np.ndarray:
+    """Seconds of a step for each set of times; `times` as in `ends`."""
+    return ends(order, times)[1].max(axis=0)
+
+
+def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
+    """When each rank computes what, if every stage takes its `times` for every microbatch."""
+    order = ordered(schedule)
+    start, end = ends(order, as_array(times))
+    rows: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+    for action, begin, finish in zip(order.actions, start.tolist(), end.tolist()):
+        rows[schedule.rank_of(action.stage)].append(Span(action, begin, finish))
+    return Timeline(tuple(map(tuple, rows)))
+
+
+def as_array(times: Sequence[StageTimes]) -> np.ndarray:
+    """[stages, 5] seconds."""
+    return np.array([[x.forward_s, x.backward_s, x.weight_s, x.send_s, x.send_back_s] for x in times])

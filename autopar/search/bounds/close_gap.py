@@ -1,0 +1,56 @@
+"""Close the gap that the best price leaves: ask for a choice below a threshold just above the bound, and raise it until there is one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autopar.search.bounds.lagrange import by_elimination, from_least_memory, maximise
+from autopar.search.bounds.pareto_labels import eliminate_labels
+from autopar.search.bounds.squeeze_state import TOLERANCE, Squeezed, cheapest, is_solved, proven
+from autopar.search.coordinate_descent import descend, landscape
+from autopar.search.deadline import Deadline
+from autopar.search.min_plus.eliminate import Limits, elimination_order
+from autopar.search.table import cost_of
+
+# What the joint array of a bucket may take, and all of them.
+_LIMITS = Limits(entries=2e6, additions=3e8)
+# The first threshold is this part of the gap above the bound: a narrow gap has few labels.
+_FIRST_WINDOW = 1 / 16
+# Labels a message, one after the other: fewer make the bound weaker, more take longer.
+_LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
+
+
+def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: Deadline) -> Iterator[Squeezed]:
+    """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline has passed.
+
+    `label_counts`: labels a message at most, in one attempt after the other.
+    Nothing is yielded for a table that is too dense to eliminate.
+    """
+    table = now.reduced.table
+    order = elimination_order(table, _LIMITS)
+    if now.best is None or order is None:
+        return
+    light, land = from_least_memory(table), landscape(table)
+    dual = maximise(table, by_elimination(order), feasible=now.best, deadline=deadline)
+    around = now.around if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
+    now = _with_bound(replace(now, best=cheapest(table, (now.best, *dual.met)), around=around), dual.bound_s)
+    yield now
+    for most_labels in label_counts:
+        window = (cost_of(table, now.best) - dual.bound_s) * _FIRST_WINDOW
+        while not is_solved(now):
+            cost_s = cost_of(table, now.best)
+            window = max(window, 2.0 * (now.lower_bound_s - dual.bound_s))
+            threshold = min(dual.bound_s + window, cost_s - TOLERANCE * abs(cost_s))
+            front = eliminate_labels(light, dual.step.source, dual.price, threshold, most_labels=most_labels, deadline=deadline)
+            if front is None:
+                return
+            if front.choice is not None:
+                now = replace(now, best=cheapest(table, (now.best, front.choice, descend(land, front.choice))))
+            now = _with_bound(now, front.bound_s)
+            yield now
+            if front.choice is not None:
+                break
+
+
+def _with_bound(now: Squeezed, bound_s: float) -> Squeezed:
+    cost_s = cost_of(now.reduced.table, now.best)
+    return replace(now, lower_bound_s=proven(cost_s, max(now.lower_bound_s, bound_s), is_pruned=now.is_pruned))

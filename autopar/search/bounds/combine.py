@@ -1,0 +1,48 @@
+"""The best choice that some choices hold between them: of each node only the strategies that one of them takes.
+
+What is met at prices around the best one differs in a few places. On a table of these strategies alone, a thousandth of all, the best way
+to fill the memory limit is found almost at once.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.search.bounds.close_gap import close
+from autopar.search.bounds.lagrange import least_memory
+from autopar.search.bounds.prune import restrict, unreduced
+from autopar.search.bounds.squeeze_state import Squeezed, cheapest
+from autopar.search.deadline import Deadline
+from autopar.search.min_plus.eliminate import Limits, argmin, eliminate, elimination_order
+from autopar.search.table import CostTable, cost_of, memory_of
+
+_LIMITS = Limits(entries=2e6, additions=3e7)
+# A choice so near to the bound of the small table is as good as any: the bound of the whole table is further below.
+_ENOUGH = 1e-3
+# Labels a message at most: more find little.
+_MOST_LABELS = (2_000,)
+
+
+def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
+    """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if there is none.
+
+    If the choices hold too much to tell, the best of them.
+    """
+    kept = [np.unique([choice[v] for choice in choices]) for v in range(len(table.nodes))]
+    small = restrict(unreduced(table), kept)
+    best = cheapest(table, choices)
+    order = elimination_order(small.table, _LIMITS)
+    if order is None:
+        return () if best is None else (best,)
+    if table.memory_limit_bytes == float("inf"):
+        optimum = eliminate(small.table, order)
+        return (small.lift(argmin(optimum)),) if optimum.value < float("inf") else ()
+    first = best or small.lift(least_memory(small.table, order)[1])
+    if memory_of(table, first) > table.memory_limit_bytes or cost_of(table, first) == float("inf"):
+        return ()
+    found, around = small.lower(first), None
+    for state in close(Squeezed(small, found, -float("inf")), label_counts=_MOST_LABELS, deadline=deadline):
+        found, around, cost_s = state.best, state.around, cost_of(small.table, state.best)
+        if cost_s - state.lower_bound_s <= _ENOUGH * abs(cost_s):
+            break
+    return small.lift(found), *(around or ())

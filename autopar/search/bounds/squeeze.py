@@ -1,0 +1,198 @@
+"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the best, repeat.
+
+The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination is quick.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.search.bounds.combine import combine
+from autopar.search.bounds.drop_edges import tractable
+from autopar.search.bounds.lagrange import Dual, around_limit, by_elimination, by_messages, least_memory, maximise, memory_only
+from autopar.search.bounds.prune import Reduced, reduce, restrict, unreduced
+from autopar.search.bounds.squeeze_state import TOLERANCE, Squeezed, cheapest, is_closed, is_solved, num_entries, proven, trivial_bound
+from autopar.search.bounds.trws import pass_messages
+from autopar.search.coordinate_descent import descend, landscape, shed
+from autopar.search.deadline import Deadline
+from autopar.search.min_plus.eliminate import Elimination, Limits, elimination_order
+from autopar.search.min_plus.min_marginals import Marginals, min_marginals
+from autopar.search.table import CostTable, Edge, cost_of, memory_of
+
+_MOST_ROUNDS = 10
+# An elimination of so many additions takes less time than passing messages does.
+_QUICK_ADDITIONS = 2e7
+# Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the best,
+# and no pairs yet.
+_SLOW_ADDITIONS = 2e8
+# The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent on what is left.
+_ROUGH = 1e-3
+# Dominance takes longer to see than the next round takes on a table of more strategies and pairs.
+_REDUCIBLE_ENTRIES = 1e6
+# Of the choices met, so many are descended from.
+_MOST_DESCENTS = 4
+# So many moves bring the best of them within the limit; others shed memory at any cost.
+_MOST_SHED = 8
+# A round that leaves more than this part of the strategies and pairs was the last of its kind.
+_LEAST_SHRINK = 0.9
+
+
+def squeeze(
+    table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), to_beat_s: float = float("inf"),
+    enough_gap: float = 0.0, additions: float, deadline: Deadline,
+) -> Iterator[Squeezed]:
+    """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than `to_beat_s`, or the deadline
+    has passed.
+
+    Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
+    `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further.
+    `best`: a choice within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
+    `additions` bounds the work of one elimination; a table that needs more is
+    relaxed. Raises `InfeasibleError` with the least memory that would do.
+    """
+    around = None if best is None else around_limit(table, (best, *known))
+    now = Squeezed(unreduced(table), best, trivial_bound(table), around=around, met=tuple(known))
+    limits = Limits(additions=additions)
+    messages_help = True
+    for _ in range(_MOST_ROUNDS):
+        view = _view(now.reduced.table, limits, try_messages=messages_help)
+        enough_s = to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
+        now, dual = _bounded(now, view, enough_s, deadline)
+        yield now
+        if is_solved(now) or now.lower_bound_s >= to_beat_s or deadline.is_past:
+            return
+        size = num_entries(now.reduced.table)
+        if now.best is not None:
+            pruned = _pruned(now, view, dual)
+            is_quick = elimination_order(pruned.table, _quick(limits)) is not None
+            is_reducible = not is_quick and num_entries(pruned.table) < _REDUCIBLE_ENTRIES
+            now = replace(_moved(now, reduce(pruned) if is_reducible else pruned), is_pruned=True)
+            yield now
+        if now.best is None or num_entries(now.reduced.table) > _LEAST_SHRINK * size:
+            if view.order is not None and (now.best is None or dual.is_best):
+                return
+            messages_help = False
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """How a round sees its table: by messages, or by eliminating (what elimination can hold of) it in `order`."""
+
+    table: CostTable
+    order: tuple[int, ...] | None
+    is_slow: bool = False
+
+
+def _quick(limits: Limits) -> Limits:
+    return replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
+
+
+def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
+    if (order := elimination_order(table, _quick(limits))) is not None:
+        return _View(table, order)
+    if try_messages:
+        return _View(table, None)
+    relaxed, order = tractable(table, limits)
+    return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
+
+
+def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) -> tuple[Squeezed, Dual]:
+    """The best bound for the table as it is, and the best choice from what the bound's prices met."""
+    table = now.reduced.table
+    known = [now.best] if now.best is not None else _lightest(table, view, deadline)
+    feasible = cheapest(table, known)
+    is_rough = view.order is None
+    evaluate = by_messages(feasible, deadline) if is_rough else by_elimination(view.order)
+    above = None if now.around is None else now.reduced.lower(now.around[0])
+    tolerance = _ROUGH if is_rough else 0.0
+    most_steps = 8 if view.is_slow else 40
+    dual = maximise(
+        view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, enough_s=enough_s, most_steps=most_steps,
+        deadline=deadline,
+    )  # fmt: skip
+    if dual.bound_s == float("inf"):
+        raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
+    met = tuple(dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None))))
+    best = cheapest(table, met)
+    if best is None or (dual.bound_s < enough_s and not is_closed(cost_of(table, best), dual.bound_s)):
+        better = combine(table, met, deadline=deadline) if is_rough else _descents(table, (*known, *dual.met), dual.price)
+        best = cheapest(table, (*better, *([] if best is None else [best])))
+    bound_s = max(now.lower_bound_s, dual.bound_s)
+    if best is not None:
+        bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
+    around = None if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
+    met = tuple(now.reduced.lift(choice) for choice in met)
+    return replace(now, best=best, lower_bound_s=bound_s, around=around, met=met), dual
+
+
+def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float) -> list[tuple[int, ...]]:
+    """Where descents end from the choices that cost least at the price."""
+    land = landscape(table)
+
+    def objective(choice: tuple[int, ...]) -> float:
+        return cost_of(table, choice) + (price * memory_of(table, choice) if price else 0.0)
+
+    best = sorted(dict.fromkeys(choices), key=objective)[:_MOST_DESCENTS]
+    return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
+
+
+def _lightest(table: CostTable, view: _View, deadline: Deadline) -> list[tuple[int, ...]]:
+    """The choice of least memory, or one that messages find light, if memory is limited."""
+    limit = table.memory_limit_bytes
+    if limit == float("inf"):
+        return []
+    if view.order is not None:
+        least, lightest = least_memory(view.table, view.order)
+    else:
+        memory = replace(memory_only(table), memory_limit_bytes=float("inf"))
+        passed = pass_messages(memory, deadline=deadline)
+        least, lightest = passed.value, descend(landscape(memory), passed.met[0])
+    found = memory_of(table, lightest)
+    if least > limit and found > limit:
+        raise InfeasibleError(
+            f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
+            f"{_between(least, found)}; raise the memory limit, or use more devices"
+        )
+    return [lightest]
+
+
+def _between(least: float, found: float) -> str:
+    """What is known of the least memory: proven from below, and that of a choice."""
+    if least >= found * (1 - TOLERANCE):
+        return f"{found:.0f} bytes ({found / 2**30:.2f} GiB)"
+    return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
+
+
+def _pruned(now: Squeezed, view: _View, dual: Dual) -> Reduced:
+    """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
+    table = now.reduced.table
+    cost_s = cost_of(table, now.best)
+    threshold = cost_s - TOLERANCE * abs(cost_s) + dual.rebate_s
+    marginals = _marginals(view, dual)
+    kept = []
+    for values, k in zip(marginals.nodes, now.best):
+        stays = values < threshold
+        stays[k] = True
+        kept.append(np.flatnonzero(stays))
+    edges = list(table.edges)
+    for i, edge in enumerate(edges):
+        if (edge.a, edge.b) in marginals.pairs:
+            stays = marginals.pairs[edge.a, edge.b] < threshold
+            stays[now.best[edge.a], now.best[edge.b]] = True
+            edges[i] = Edge(edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0))
+    return restrict(replace(now.reduced, table=replace(table, edges=tuple(edges))), kept)
+
+
+def _marginals(view: _View, dual: Dual) -> Marginals:
+    source = dual.step.source
+    if not isinstance(source, Elimination):
+        return Marginals(source.marginals, {})
+    return min_marginals(source, frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.table.edges))
+
+
+def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:
+    """The same state in terms of a further reduced table."""
+    best = None if now.best is None else reduced.lower(now.reduced.lift(now.best))
+    return replace(now, reduced=reduced, best=best)

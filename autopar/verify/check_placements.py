@@ -1,0 +1,214 @@
+"""An independent check of generated code: `spmd_types`' checker infers every variable's placement and compares it with the layout claimed.
+
+The checker knows S only as V (varying). It cannot know that a product contracted over a split dim is a pending sum, so a
+claim "P" turns an inferred V into P; every other disagreement is an error.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import spmd_types as spmd
+import spmd_types.checker
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.codegen.emit import emit
+from autopar.codegen.program import Program
+from autopar.runtime.load_program import axes_of, compile_source, namespace
+from autopar.sbp.convert import Axis
+from autopar.sbp.placement import I, Layout, Placement, R, local_shape
+from autopar.torch_compat import pytree
+
+_KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
+# Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
+# varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
+_LINEAR = {
+    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "gather",
+    "index", "index_select", "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice",
+    "split_with_sizes", "to", "tril", "triu", "where",
+}  # fmt: skip
+_EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
+# Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
+_BIAS = {"linear": 2, "turned_linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
+
+
+def check(program: Program, mesh: DeviceMesh) -> None:
+    """Run the program once on zeros under the checker's strict mode; SpmdTypeError on the first disagreement.
+
+    Needs a process group, which may be the fake one: no numbers are compared.
+    """
+    check_source(emit(program, is_typed=True), program, mesh)
+
+
+def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
+    """`check` of typed source that was made from `program`."""
+    referee = _Referee(program, mesh)
+    names = namespace() | _names(referee)
+    forward = compile_source(source, names)
+    inputs = [(referee.tensor(item.value, layout), layout) for item, layout in program.inputs if item.kind == "argument"]
+    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(strict_mode="strict"):
+        for argument, layout in inputs:
+            referee.declare(argument, *layout)
+        if program.gather is not None:
+            referee.used = names["gather"](referee)
+        forward(referee, *(argument for argument, _ in inputs))
+
+
+def _names(referee: "_Referee") -> dict[str, Any]:
+    """What generated code calls, as the checker can follow it."""
+    return {
+        "aten": _Ops(torch.ops.aten, "aten", referee), "autopar": _Ops(torch.ops.autopar, "autopar", referee),
+        "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
+        "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
+        "regathered": lambda *_: nullcontext(), "recomputed": lambda function, *inputs: function(*inputs),
+        "Offload": lambda *_: nullcontext(),
+        "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
+    }  # fmt: skip
+
+
+class _Referee:
+    """`self` of the generated function."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        self.mesh_axes = axes_of(mesh)
+        self.axes = (*self.mesh_axes, *(tuple(self.mesh_axes[axis] for axis in axes) for axes in program.joint_axes))
+        self.program = program
+        self.used: dict[str, torch.Tensor] = {}
+        self.expanded: dict[int, torch.Tensor] = {}
+        self.inputs = {item.fqn: (item.value, layout) for item, layout in program.inputs}
+        self.constants = {item.value.name: self.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "constant"}
+
+    def draw_seed(self) -> int:
+        return 0
+
+    def tensor(self, value: Any, layout: Layout) -> torch.Tensor:
+        shape = local_shape(value.shape, layout, self.program.mesh.shape)
+        return torch.zeros(shape, dtype=value.dtype, requires_grad=value.needs_grad)
+
+    def local(self, fqn: str) -> torch.Tensor:
+        with spmd.no_typecheck():
+            tensor = self.tensor(*self.inputs[fqn])
+        return nn.Parameter(tensor) if tensor.requires_grad else tensor
+
+    local_copy = local
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        """Numbers are not compared."""
+
+    def declare(self, x: torch.Tensor, *layout: Placement) -> torch.Tensor:
+        """`x`, inferred to lie as `layout` says; a value not typed yet is given that type."""
+        types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.mesh_axes, layout) if axis.size > 1}
+        is_expanded = id(x) in self.expanded
+        known = spmd.get_local_type(x) if spmd.has_local_type(x) else {}
+        if not known:
+            return spmd.assert_type(x, types)
+        for group, wanted in types.items():
+            found = spmd.get_axis_local_type(x, group)
+            if wanted is spmd.P and found is spmd.V:
+                x = spmd.reinterpret(x, group, src=spmd.V, dst=spmd.P)
+            elif wanted is spmd.V and is_expanded and (found is spmd.R or not x.requires_grad):
+                # each rank's part of copies of one whole value is that many copies
+                x = spmd.reinterpret(x, group, src=found, dst=spmd.V, expert_mode=True)
+            elif wanted is not found and not ({wanted, found} == {spmd.R, spmd.I} and not x.requires_grad):
+                raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {found}")
+        return x
+
+    def convert(self, x: torch.Tensor, axis: Axis | tuple[Axis, ...], src: Placement, dst: Placement) -> torch.Tensor:
+        """The checker's own conversion of the same name, which knows one axis at a time."""
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        for one in axes if dst.is_split else reversed(axes):  # parts are nested outermost first
+            if one.size > 1:
+                function, options = _conversion(src.kind, dst.kind)
+                x = function(x.contiguous(), one.group, src=_spmd(src), dst=_spmd(dst), **options)
+        return x
+
+
+def _spmd(placement: Placement) -> Any:
+    return spmd.S(placement.dim) if placement.is_split else _KINDS[placement.kind]
+
+
+def _conversion(src: str, dst: str) -> tuple[Callable[..., torch.Tensor], dict[str, bool]]:
+    if src == "P":
+        return (spmd.reduce_scatter if dst == "S" else spmd.all_reduce), {}
+    if src == "S" and dst in "RI":
+        return spmd.all_gather, {}
+    if src == "S" and dst == "S":
+        return spmd.all_to_all, {}
+    return spmd.convert, {"expert_mode": True}
+
+
+class _Ops:
+    """`aten` for generated code: the Python function the checker knows in place of the op, where there is one."""
+
+    def __init__(self, found: Any, path: str, referee: _Referee) -> None:
+        self._found, self._path, self._referee = found, path, referee
+
+    def __getattr__(self, name: str) -> Any:
+        return _Ops(getattr(self._found, name), f"{self._path}.{name}", self._referee)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._path.split(".")[1]
+        slot = _BIAS.get(name)
+        if slot is not None and slot < len(args) and args[slot] is not None:
+            return self._with_bias(name, slot, args, kwargs)
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if name == "linear":
+            return torch.matmul(args[0], args[1].mT)
+        if name == "turned_linear":
+            return torch.matmul(args[0], args[1])
+        if name in _LINEAR:
+            return self._linear(args, kwargs)
+        if name in _EXPANDING:
+            result = _python_function(self._path)(*args, **kwargs)
+            self._referee.expanded[id(result)] = result
+            return result
+        return _python_function(self._path)(*args, **kwargs)
+
+    def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        groups = [axis.group for axis in self._referee.mesh_axes if axis.size > 1]
+        types = {g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index) for g in groups}
+        result = _Untyped.call(self._found, args, kwargs)
+        for x in pytree.tree_leaves(result):
+            spmd.assert_type(x, types)
+        return result
+
+    def _with_bias(self, name: str, slot: int, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The product, claimed to be pending where its bias is, and then the bias."""
+        bias = args[slot]
+        if slot == 0:
+            product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
+        else:
+            product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
+        for group in (axis.group for axis in self._referee.mesh_axes if axis.size > 1):
+            types = spmd.get_axis_local_type(bias, group), spmd.get_axis_local_type(product, group)
+            if types == (spmd.P, spmd.V):
+                product = spmd.reinterpret(product, group, src=spmd.V, dst=spmd.P)
+        return torch.add(product, bias.reshape(-1, *[1] * (product.ndim - 2)) if name.startswith("conv") else bias)
+
+
+class _Untyped:
+    """Local implementations issue collectives of their own; their rules are checked against the real op instead."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.call(getattr(self._functions, name), args, kwargs)
+
+    @staticmethod
+    def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with spmd.no_typecheck():
+            return function(*args, **kwargs)
+
+
+def _python_function(path: str) -> Callable[..., Any]:
+    _, name, overload = path.split(".")
+    for home in (torch, torch.Tensor, nn.functional):
+        if hasattr(home, name):
+            return getattr(home, name)
+    return getattr(getattr(torch.ops.aten, name), overload)

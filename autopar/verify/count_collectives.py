@@ -1,0 +1,87 @@
+"""The collectives a rank really issues, counted where they reach the process group, whoever issued them and in whichever pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.process_groups import find_joint_axes
+from autopar.sbp.redistribute import Collective
+from autopar.torch_compat import TorchDispatchMode, is_in_backward, is_traceable_wrapper_subclass_type, pytree
+
+# Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", "wrap_tensor_autograd")
+
+
+@contextmanager
+def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
+    """Collect every collective this rank issues inside the block, in order, as the plan would write it.
+
+    `axes` are the axes of `mesh` whose process group was used, () for any other group. What autograd issues has phase
+    "backward", all else "forward". Barriers and waits move no tensor and are left out.
+    """
+    issued: list[Collective] = []
+    with _Counter(mesh, issued):
+        yield issued
+
+
+class _Counter(TorchDispatchMode):
+    # Below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all pass here.
+    def __init__(self, mesh: DeviceMesh, issued: list[Collective]) -> None:
+        super().__init__()
+        self.axes = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
+        self.mesh = mesh
+        self.issued = issued
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # DTensor and the like: their inner, plain ops come by once more
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func._schema.name.partition("::")[2].strip("_"), (*args, *(kwargs or {}).values()), out)
+        return out
+
+    def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
+        if name not in WITHOUT_DATA:
+            group = _group_name(arguments)
+            axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
+            self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), _phase()))
+
+
+def _group_name(arguments: tuple[Any, ...]) -> str:
+    """c10d ops carry the process group itself, functional ones its name as their last string."""
+    groups = [arg for arg in arguments if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if groups:
+        return dist.ProcessGroup.unbox(groups[0]).group_name
+    return [arg for arg in arguments if isinstance(arg, str)][-1]
+
+
+def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
+    """Larger side: inputs and outputs are different arguments, or the outputs are the result."""
+    return max(sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor)) for side in (*arguments, out))
+
+
+def _phase() -> str:
+    return "backward" if is_in_backward() else "forward"

@@ -1,0 +1,243 @@
+"""One training step on the ranks of a mesh beside the same step on one device."""
+
+import copy
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.api import compile as shard
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models.catalogue import Example
+from autopar.models.target import load_target
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.trainer import Trainer
+from autopar.sbp.redistribute import Collective
+from autopar.torch_compat import pytree
+from autopar.verify.count_collectives import count_collectives
+
+# Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64 model,
+# so float64 is not held to its own precision.
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
+# Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with themselves, and
+# AdamW's epsilon is a share of it too, so that such a gradient does not turn into a whole step.
+FLOOR = 1e-4
+LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step on whole tensors: loss, gradients before the optimizer's step, parameters and buffers after it."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether the ranks computed what one device computes and issued what was planned, and the tables that show it."""
+
+    is_equal: bool
+    text: str
+
+
+def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = None) -> Outcome:
+    """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare.
+
+    AutoparError with the reason of the rank that failed first.
+    """
+    tolerance = _tolerance(plan)
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+        plan.save(Path(folder) / "plan.json")
+        try:
+            _start_ranks(plan.mesh, target, dtype, folder)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
+        found, issued = pickle.loads((Path(folder) / "result").read_bytes())
+    truth = train_step(_seeded(target, dtype))
+    planned, mesh = planned_collectives(plan)
+    return _judge(found, truth, planned, issued, mesh, tolerance)
+
+
+def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
+    """What the first rank should issue in a step but for what stages send one another, and the mesh whose axes they name."""
+    stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
+    found = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
+    return list(chain.from_iterable(found)), stages[0].mesh
+
+
+def _tolerance(plan: Plan | StagedPlan) -> float:
+    dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
+    if not dtypes <= TOLERANCES.keys():
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise AutoparError(f"the model has parameters of {found}, too coarse to compare; pass --dtype float32 or float64")
+    return max((TOLERANCES[dtype] for dtype in dtypes), default=min(TOLERANCES.values()))
+
+
+def _first_cause(folder: Path) -> str:
+    """What the rank that failed first wrote; the others fail for want of it."""
+    written = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+    return f"rank {written[0].name.removeprefix('error')} failed: {written[0].read_text()}" if written else ""
+
+
+def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+    """Run `_run_rank` for each device and wait: forks of a process that has imported all once, the modules of the model among it."""
+    of_models = [name for name in sys.modules if name.startswith("transformers.models.")]
+    multiprocessing.set_forkserver_preload([__name__, *of_models])
+    mp.start_processes(_run_rank, (mesh, target, dtype, folder), nprocs=mesh.num_devices, start_method="forkserver")
+
+
+def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=mesh.num_devices)
+        result = _sharded_step(mesh, target, dtype, folder)
+        if rank == 0:
+            (Path(folder) / "result").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        text = str(error) if isinstance(error, AutoparError) else traceback.format_exc()
+        (Path(folder) / f"error{rank}").write_text(text)
+        raise
+
+
+def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> tuple[Step, list[Collective]]:
+    device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
+    example = _seeded(target, dtype)
+    model = shard(example.model, device_mesh, args=example.args, kwargs=example.kwargs, plan=Path(folder) / "plan.json")
+    loaded = model._autopar.current()
+    parts = [part.loaded for part in loaded.parts] if isinstance(loaded, Trainer) else [loaded]
+    if any(part.program.has_random_ops for part in parts):
+        raise AutoparError("the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability to 0")
+    with count_collectives(parts[0].mesh) as issued:
+        # train_step has made the loss and the gradients whole
+        summed = [model.train_step(*example.args, **example.kwargs)] if isinstance(loaded, Trainer) else backward(model, example)
+    step = _finish(model, summed)
+    if isinstance(loaded, Trainer):
+        return _of_all_stages(step), [collective for collective in issued if collective.axes]
+    return step, issued
+
+
+def _of_all_stages(step: Step) -> Step:
+    """On the first rank, what the stages of all ranks hold."""
+    found: list = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((step.gradients, step.state), found)
+    parts = found or [(step.gradients, step.state)]
+    gradients, state = ({name: x for part in reversed(parts) for name, x in part[which].items()} for which in (0, 1))
+    return Step(step.loss, gradients, state)
+
+
+def _seeded(target: str, dtype: torch.dtype | None) -> Example:
+    torch.manual_seed(0)  # equal weights on every rank, whether the target seeds or not
+    return load_target(target, dtype)
+
+
+def train_step(example: Example) -> Step:
+    """The step on one device."""
+    model = copy.deepcopy(example.model)
+    return _finish(model, backward(model, example))
+
+
+def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
+    """Run forward and backward; returns the outputs whose sum is the loss: the first scalar, or all if there is none."""
+    outputs = model(*example.args, **example.kwargs)
+    floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not floating:
+        raise AutoparError("the model returns no floating tensor to compute gradients of; return a loss")
+    scalars = [x for x in floating if x.ndim == 0]
+    summed = [scalars[0]] if scalars else floating
+    # Each rank's part of a split output is a term of the sum, and needs no collective for its gradient.
+    sum(_local(x).sum() for x in summed).backward()
+    return [x.detach() for x in summed]
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A DTensor put together, innermost axis first as its parts are nested; a plain tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    for axis in reversed(range(x.device_mesh.ndim)):
+        x = x.redistribute(placements=[*x.placements[:axis], Replicate(), *x.placements[axis + 1 :]])
+    return x.to_local()
+
+
+def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
+    loss = sum(whole(x).sum() for x in summed)
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    largest = _of_all_ranks(max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0))
+    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
+    return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
+
+
+def _of_all_ranks(largest: float) -> float:
+    if not dist.is_initialized():
+        return largest
+    found = torch.tensor(largest, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float) -> Outcome:
+    rows = [
+        ["loss", *difference({"loss": found.loss}, {"loss": truth.loss})],
+        ["gradients", *difference(found.gradients, truth.gradients)],
+        ["parameters and buffers after AdamW", *difference(found.state, truth.state)],
+    ]
+    close = all(row[1] <= tolerance for row in rows)
+    counted, same = _compare(planned, issued, mesh)
+    lines = [[what, f"{worst:.1e}", where] for what, worst, where in rows]
+    table = tabulate(lines, ["what", "largest relative difference", "at"], disable_numparse=True)
+    verdict = "equal" if close and same else "NOT equal"
+    return Outcome(close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued")
+
+
+def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest difference of any tensor relative to its largest entry, and the tensor's name; infinity where one side lacks it."""
+    if missing := sorted(found.keys() ^ truth.keys()):
+        return float("inf"), missing[0]
+    floor = FLOOR * max((float(x.abs().max()) for x in truth.values() if x.numel()), default=0.0)
+    pairs = {name: (found[name].double(), x.double()) for name, x in truth.items() if x.numel()}
+    worst = {name: float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-300) for name, (a, b) in pairs.items()}
+    name = max(worst, key=lambda name: worst[name] if worst[name] == worst[name] else float("inf"), default="")
+    return (worst[name], name) if name else (0.0, "")
+
+
+def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
+    """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
+    keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
+    rows = [[key[0], mesh.name_of(key[1]) or "other", key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys]
+    headers = ["phase", "axis", "kind", "planned", "bytes", "counted", "bytes"]
+    text = tabulate(rows, headers, disable_numparse=True) if rows else "No collective is planned, none was issued."
+    return text, Counter(planned) == Counter(issued)
+
+
+def _key(collective: Collective) -> tuple[str, tuple[int, ...], str]:
+    return collective.phase, collective.axes, collective.kind
+
+
+def _sums(collectives: Iterable[Collective], key: tuple[str, tuple[int, ...], str]) -> list[Any]:
+    found = [collective.num_bytes for collective in collectives if _key(collective) == key]
+    return [len(found), sum(found)]

@@ -1,0 +1,68 @@
+"""What the meta device says is kept, against tensors that real runs keep."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.costmodel.activations.autograd_footprint import footprint, regatherable
+from tests.costmodel.build import make_op, meta
+from tests.runtime.training import traced
+from tests.zoo import build
+
+i64 = torch.int64
+
+
+@pytest.mark.parametrize(
+    "target, args, inputs, outputs",
+    [
+        ("aten.linear.default", (meta(2, 3, 8), meta(6, 8), meta(6)), {0, 1}, set()),
+        ("aten.mul.Tensor", (meta(4, 8), meta(4, 8, grad=False)), {1}, set()),
+        ("aten.mul.Tensor", (meta(4, 8), meta(4, 8)), {0, 1}, set()),
+        ("aten.relu.default", (meta(4, 8),), set(), {0}),
+        ("aten.silu.default", (meta(4, 8),), {0}, set()),
+        ("aten.add.Tensor", (meta(4, 8), meta(8)), set(), set()),
+        ("aten.softmax.int", (meta(4, 8), -1), set(), {0}),
+        ("aten.embedding.default", (meta(9, 8), meta(4, dtype=i64)), {1}, set()),
+        ("aten.layer_norm.default", (meta(4, 8), (8,), meta(8), meta(8)), {0, 1, 2}, set()),
+        ("aten.scaled_dot_product_attention.default", (meta(1, 2, 4, 8), meta(1, 2, 4, 8), meta(1, 2, 4, 8)), {0, 1, 2}, {0}),
+    ],
+)
+def test_saved_tensors(target, args, inputs, outputs):
+    found = footprint(make_op(target, *args))
+    assert found.saved_inputs == inputs and found.saved_outputs == outputs
+
+
+def test_nothing_is_saved_without_gradient():
+    assert footprint(make_op("aten.mm.default", meta(4, 8, grad=False), meta(8, 4, grad=False))).saved_inputs == frozenset()
+
+
+def test_views_share_memory():
+    assert footprint(make_op("aten.transpose.int", meta(4, 8), 0, 1)).is_view
+    assert footprint(make_op("aten.split.Tensor", meta(4, 8), 2)).alias_of == (0, 0)
+    assert not footprint(make_op("aten.neg.default", meta(4, 8))).is_view
+
+
+def test_cross_entropy_keeps_its_log_softmax():
+    op = make_op("aten.cross_entropy_loss.default", meta(16, 100), meta(16, dtype=i64))
+    saved: list[torch.Tensor] = []
+    logits, target = torch.randn(16, 100, requires_grad=True), torch.zeros(16, dtype=i64)
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.ops.aten.cross_entropy_loss.default(logits, target)
+    internal = {t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in (logits.data_ptr(), target.data_ptr())}
+    assert footprint(op).internal_bytes == pytest.approx(sum(internal.values()), abs=8)
+
+
+def test_an_op_that_looks_at_values_keeps_everything():
+    op = make_op("aten.masked_select.default", meta(4, 8), meta(4, 8, dtype=torch.bool), outputs=[meta(5)])
+    assert footprint(op).saved_inputs == {0, 1} and footprint(op).alias_of == (-1,)
+
+
+@pytest.mark.parametrize(("name", "left"), [("gpt2", {"transformer.wte.weight"}), ("llama", set()), ("bert", set())])
+def test_matrices_of_blocks_may_be_gathered_again(name, left):
+    """In transformers' Conv1D too, which stores its weight the other way round; tables that are looked up are not saved for backward."""
+    graph = traced(build(name))
+    found = regatherable(graph, {item.value.name: item.value.name for item in graph.inputs})
+    looked_up = {op.inputs[0].name for op in graph.ops if op.target == "aten.embedding.default"}
+    matrices = {item.value.name: item.fqn for item in graph.of_kind("parameter") if len(item.value.shape) == 2}
+    assert {matrices[name] for name in matrices.keys() - found - looked_up} == set()
+    assert {matrices[name] for name in looked_up & found} == set() and left <= {matrices[name] for name in looked_up}

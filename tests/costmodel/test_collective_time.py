@@ -1,0 +1,127 @@
+"""Formulas by hand on round numbers, and properties that any machine obeys."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, check_mesh
+from autopar.costmodel.cluster.presets import PRESETS
+from autopar.costmodel.collective_time import algorithms, collective_time, collective_times, spans
+from autopar.errors import MeshError
+from autopar.mesh import parse_mesh
+from autopar.sbp.redistribute import Collective
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+NODE, NETWORK = LinkLevel(8, 1e-6, 100e9), LinkLevel(0, 1e-5, 1e9)
+
+
+def cluster_of(*levels: LinkLevel, kind_factors: dict | None = None) -> Cluster:
+    return Cluster("test", levels, {"float32": 1e12}, 1e11, 2**30, "made up", kind_factors or {})
+
+
+def time_of(cluster: Cluster, mesh: str, kind: str, num_bytes: float, axes: tuple[int, ...] = (0,)) -> float:
+    return collective_time(cluster, parse_mesh(mesh), Collective(kind, axes, int(num_bytes), "forward"))
+
+
+def test_one_level_by_hand():
+    flat = cluster_of(LinkLevel(0, 1e-6, 1e9))
+    assert time_of(flat, "4", "all_reduce", 4e9) == pytest.approx(6.0 + 6e-6)
+    assert time_of(flat, "4", "all_gather", 4e9) == pytest.approx(3.0 + 3e-6)
+    assert time_of(flat, "4", "reduce_scatter", 4e9) == pytest.approx(3.0 + 3e-6)
+    assert time_of(flat, "4", "all_to_all", 4e9) == pytest.approx(3.0 + 3e-6)
+
+
+def test_small_all_reduce_takes_the_tree():
+    assert time_of(cluster_of(LinkLevel(0, 1e-6, 1e9)), "64", "all_reduce", 0) == pytest.approx(2 * 6 * 1e-6)
+
+
+def test_an_axis_is_priced_at_the_level_it_spans():
+    cluster = cluster_of(NODE, NETWORK)
+    inner, outer = time_of(cluster, "4x8", "all_gather", 8e9, axes=(1,)), time_of(cluster, "4x8", "all_gather", 8e9, axes=(0,))
+    assert inner == pytest.approx(7 / 8 * 8e9 / 100e9, rel=1e-3)
+    assert outer == pytest.approx(3 / 4 * 8e9 / 1e9, rel=1e-3)
+
+
+def test_hierarchical_all_reduce_by_hand():
+    hierarchical = algorithms((NODE, NETWORK), (32,), (0,), "all_reduce")[1]
+    inside, across = 2 * 7 / 8 / 100e9, 2 * 3 / 4 / 8 / 1e9
+    assert hierarchical.beta_s_per_byte == pytest.approx(inside + across)
+    assert hierarchical.alpha_s == pytest.approx(2 * (7 * 1e-6 + 3 * 1e-5))
+
+
+def test_a_ring_through_a_node_uses_the_shares_of_all_its_devices():
+    ring = algorithms((NODE, NETWORK), (32,), (0,), "all_gather")[0]
+    assert ring.beta_s_per_byte == pytest.approx(31 / 32 / 8e9)
+    assert ring.alpha_s == pytest.approx(31 * 1e-5)
+
+
+def test_an_axis_over_parts_of_two_levels():
+    found = spans((NODE, NETWORK), (4, 4, 2), (1,))  # stride 2, size 4: half of it is still inside a node of 8
+    assert [(span.num_children, span.latency_s) for span in found] == [(4, 1e-6)]
+    found = spans((NODE, NETWORK), (2, 8, 2), (1,))
+    assert [(span.num_children, span.num_inside) for span in found] == [(4, 1), (2, 4)]
+
+
+def test_measured_factors_scale_their_kind_only():
+    plain, scaled = cluster_of(NETWORK), cluster_of(NETWORK, kind_factors={"all_gather": 1.5})
+    assert time_of(scaled, "4", "all_gather", 1e6) == pytest.approx(1.5 * time_of(plain, "4", "all_gather", 1e6))
+    assert time_of(scaled, "4", "all_reduce", 1e6) == time_of(plain, "4", "all_reduce", 1e6)
+
+
+def sets_of_axes(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [axes for size in range(1, len(mesh_shape) + 1) for axes in itertools.combinations(range(len(mesh_shape)), size)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["8x8", "4x16", "16x4", "2x4x8", "64x1"])
+def test_all_axes_together_are_as_one_flat_axis(kind, mesh):
+    for cluster in (cluster_of(NODE, NETWORK), PRESETS["h100"], PRESETS["v100-25g"]):
+        for num_bytes in (0, 1000, 10**8):
+            together = time_of(cluster, mesh, kind, num_bytes, tuple(range(parse_mesh(mesh).ndim)))
+            assert together == time_of(cluster, "64", kind, num_bytes)
+
+
+def test_outer_and_innermost_axis_together_span_half_of_each_node():
+    found = spans((NODE, NETWORK), (4, 2, 4), (0, 2))
+    assert [(span.num_children, span.num_inside, span.latency_s) for span in found] == [(4, 1, 1e-6), (4, 4, 1e-5)]
+
+
+meshes = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3).map(tuple)
+
+
+@given(meshes, st.sampled_from(KINDS), st.integers(0, 2**34), st.integers(0, 2**34), st.sampled_from(sorted(PRESETS)))
+def test_more_bytes_never_take_less_time(mesh_shape, kind, few, many, preset):
+    few, many = sorted((few, many))
+    for axes in sets_of_axes(mesh_shape):
+        times = collective_times(PRESETS[preset], mesh_shape, axes, kind, np.array([few, many]))
+        assert 0 <= times[0] <= times[1]
+
+
+@given(meshes, st.sampled_from(KINDS), st.integers(1, 2**34))
+def test_faster_links_never_take_more_time(mesh_shape, kind, num_bytes):
+    slow, fast = cluster_of(NODE, NETWORK), cluster_of(NODE, LinkLevel(0, 5e-6, 4e9))
+    for axes in sets_of_axes(mesh_shape):
+        times = [float(collective_times(c, mesh_shape, axes, kind, np.float64(num_bytes))) for c in (slow, fast)]
+        assert times[1] <= times[0]
+
+
+@given(meshes, st.integers(2**26, 2**34))
+def test_large_gathers_cost_less_than_the_all_reduce_they_are_half_of(mesh_shape, num_bytes):
+    for axes in sets_of_axes(mesh_shape):
+        half, whole = (float(collective_times(cluster_of(NODE, NETWORK), mesh_shape, axes, k, np.float64(num_bytes))) for k in KINDS[1::-1])
+        assert half <= whole
+
+
+@given(meshes, st.sampled_from(KINDS), st.integers(0, 2**34))
+def test_free_links_are_free(mesh_shape, kind, num_bytes):
+    for axes in sets_of_axes(mesh_shape):
+        assert collective_times(PRESETS["free-links"], mesh_shape, axes, kind, np.float64(num_bytes)) == 0
+
+
+def test_a_mesh_must_fit_the_cluster():
+    check_mesh(cluster_of(NODE), 8)
+    with pytest.raises(MeshError, match=r"16 devices.*has 8"):
+        check_mesh(cluster_of(NODE), 16)

@@ -1,0 +1,89 @@
+"""Flops against torch's own counter, and the roofline by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.roofline import op_bytes, op_flops, op_time
+from autopar.ir.graph import Op, Value
+from autopar.sbp.placement import I, P, R, S
+from autopar.sbp.signature import Signature, Strategy
+from tests.costmodel.build import make_op, meta
+
+CLUSTER = Cluster("test", (LinkLevel(0, 0.0, 1.0),), {"float32": 1e6}, 1e6, 2**30, "made up")
+
+PRODUCTS = {
+    "linear": ("aten.linear.default", (meta(3, 4, 8), meta(6, 8), meta(6)), {}),
+    "matmul": ("aten.matmul.default", (meta(2, 3, 4, 8), meta(2, 3, 8, 5)), {}),
+    "matmul vector": ("aten.matmul.default", (meta(4, 8), meta(8)), {}),
+    "mm": ("aten.mm.default", (meta(4, 8), meta(8, 5)), {}),
+    "bmm": ("aten.bmm.default", (meta(2, 4, 8), meta(2, 8, 5)), {}),
+    "addmm": ("aten.addmm.default", (meta(5), meta(4, 8), meta(8, 5)), {}),
+    "baddbmm": ("aten.baddbmm.default", (meta(2, 4, 5), meta(2, 4, 8), meta(2, 8, 5)), {}),
+    "einsum": ("aten.einsum.default", ("b i d, b j d -> b i j", (meta(2, 3, 8), meta(2, 5, 8))), {}),
+    "einsum ellipsis": ("aten.einsum.default", ("...id,...dj->...ij", (meta(2, 7, 3, 8), meta(2, 7, 8, 5))), {}),
+    "conv": ("aten.conv2d.default", (meta(2, 4, 9, 9), meta(6, 4, 3, 3), meta(6), (2, 2), (1, 1)), {}),
+    "conv transposed": ("aten.conv_transpose2d.input", (meta(2, 4, 5, 5), meta(4, 6, 3, 3)), {}),
+    "attention": ("aten.scaled_dot_product_attention.default", (meta(2, 3, 6, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8)), {}),
+}
+
+
+def whole(op: Op) -> Strategy:
+    return Strategy((Signature((I,) * len(op.inputs), (I,) * len(op.outputs)),))
+
+
+def shapes(values: tuple[Value, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(value.shape for value in values)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_forward_and_backward_flops(name):
+    target, args, kwargs = PRODUCTS[name]
+    op = make_op(target, *args, **kwargs)
+    found, overload = target.removeprefix("aten.").split(".")
+    with FlopCounterMode(display=False) as forward:
+        out = getattr(getattr(torch.ops.aten, found), overload)(*args, **kwargs)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    if name != "matmul vector":  # matrix times vector is missing in torch's counter
+        assert op_flops(op, shapes(op.inputs), shapes(op.outputs)) == forward.get_total_flops()
+    fast = Cluster("x", CLUSTER.levels, {"float32": 1.0}, 1e30, 1, "")
+    times = op_time(op, whole(op), (1,), fast)
+    # torch counts the backward of attention without the product that it computes again
+    if name not in ("matmul vector", "attention"):
+        assert times[1] / times[0] == backward.get_total_flops() / forward.get_total_flops()
+
+
+def test_causal_attention_does_half_and_split_queries_wait_for_the_last():
+    heads = [meta(2, 3, 8, 4) for _ in range(3)]
+    full = make_op("aten.scaled_dot_product_attention.default", *heads)
+    causal = make_op("aten.scaled_dot_product_attention.default", *heads, None, 0.0, True)
+    whole_shapes = shapes(full.inputs), shapes(full.outputs)
+    assert op_flops(causal, *whole_shapes) == op_flops(full, *whole_shapes) / 2
+    split = ((2, 3, 2, 4), *whole_shapes[0][1:]), ((2, 3, 2, 4),)
+    assert op_flops(causal, *split) == op_flops(full, *split) * (1 - 1 / 8)
+
+
+def test_backward_needs_a_product_per_tracked_input_only():
+    for tracked, ratio in (((True, True), 2), ((False, True), 1), ((False, False), 0)):
+        op = make_op("aten.mm.default", meta(64, 64, grad=tracked[0]), meta(64, 64, grad=tracked[1]))
+        forward, backward = op_time(op, whole(op), (1,), CLUSTER)
+        assert backward == ratio * forward
+
+
+def test_roofline_on_local_shapes():
+    op = make_op("aten.mm.default", meta(64, 64), meta(64, 64))
+    rows = Strategy((Signature((S(0), R), (S(0),)),))
+    inner = Strategy((Signature((S(1), S(0)), (P,)),))
+    assert op_time(op, whole(op), (4,), CLUSTER)[0] == pytest.approx(2 * 64**3 / 1e6)
+    assert op_time(op, rows, (4,), CLUSTER)[0] == op_time(op, inner, (4,), CLUSTER)[0] == pytest.approx(2 * 64**3 / 4 / 1e6)
+    add = make_op("aten.add.Tensor", meta(64, 64), meta(64, 64))
+    assert op_time(add, whole(add), (4,), CLUSTER)[0] == pytest.approx(3 * 64 * 64 * 4 / 1e6)
+
+
+def test_views_and_lookups():
+    view = make_op("aten.view.default", meta(4, 8), (32,))
+    assert op_time(view, whole(view), (1,), CLUSTER) == (0.0, 0.0)
+    rows = make_op("aten.embedding.default", meta(1000, 8), meta(5, dtype=torch.int64))
+    assert op_bytes(rows, shapes(rows.inputs), shapes(rows.outputs)) == 5 * 8 * 4 * 2 + 5 * 8

@@ -1,0 +1,148 @@
+"""Stages run one after the other do what the whole graph does."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import UnsupportedOp
+from autopar.ir.folding.fold import fold
+from autopar.ir.graph import Value
+from autopar.ir.run_graph import run
+from autopar.ir.split_stages import cut, cut_points
+from autopar.ir.trace import trace
+from tests import zoo
+from tests.ir.compare import bindings, results
+
+
+def run_stages(stages, inputs):
+    """As `run` of the whole graph. Each stage is given its own inputs and what it receives, and nothing else."""
+    received, mutations = {}, {}
+    for stage in stages:
+        own = {item.value.name: inputs[item.value.name] for item in stage.graph.inputs if item.value.name in inputs}
+        outputs, written = run(stage.graph, own | received)
+        mutations |= written
+        received = dict(zip(stage.sends, outputs))
+    return outputs, mutations
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": zoo.VOCABULARY, "d_model": zoo.HIDDEN, "d_kv": 8, "d_ff": 64, "num_heads": zoo.HEADS, "num_layers": 3}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0))
+    tokens = torch.randint(1, zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
+    return zoo.Case(model.double(), (), {"input_ids": tokens, "labels": tokens.flip(0)}, lambda output: output.loss)
+
+
+def build(name):
+    return t5() if name == "t5" else zoo.build(name)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "bert", "vit", "resnet", "t5"])
+def test_stages_in_turn_equal_the_whole(name):
+    case = build(name)
+    graph = trace(case.model, case.args, case.kwargs)
+    inputs = bindings(graph, case.model, case.args, case.kwargs)
+    whole, written = run(graph, inputs)
+    expected = results(whole, case.model)
+    points = cut_points(fold(graph), graph)
+    anywhere = tuple(op.name for op in graph.ops[3 :: max(len(graph.ops) // 5, 1)])
+    for starts in (points, points[1::2], anywhere, ()):
+        stages = cut(graph, starts)
+        assert len(stages) == len(starts) + 1
+        names = [op.name for stage in stages for op in stage.graph.ops]
+        assert set(names) == {op.name for op in graph.ops}
+        outputs, mutations = run_stages(stages, inputs)
+        torch.testing.assert_close(results(outputs, case.model), expected, rtol=0, atol=0)
+        torch.testing.assert_close(mutations, written, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_stages_hold_what_they_need_and_no_more(name):
+    case = build(name)
+    graph = trace(case.model, case.args, case.kwargs)
+    stages = cut(graph, cut_points(fold(graph), graph)[::2])
+    for stage, following in pairwise(stages):
+        assert stage.sends == following.receives
+        assert [value.name for value in stage.graph.outputs] == list(stage.sends)
+        assert [item.value for item in following.graph.inputs[: len(stage.sends)]] == list(stage.graph.outputs), "shape and gradient alike"
+    for number, stage in enumerate(stages):
+        read = {value.name for op in stage.graph.ops for value in op.inputs} | {v.name for v in stage.graph.outputs if isinstance(v, Value)}
+        for item in stage.graph.inputs:
+            assert item.value.name in read or (number == 0 and item.kind in ("parameter", "buffer")), item.fqn
+    state = [item.fqn for stage in stages for item in stage.graph.inputs if item.kind in ("parameter", "buffer")]
+    assert set(state) == {item.fqn for item in graph.inputs if item.kind in ("parameter", "buffer")}
+    tied = {fqn for fqn in state if state.count(fqn) > 1}
+    assert tied == {"gpt2": {"transformer.wte.weight"}, "t5": {"shared.weight"}, "resnet": set()}[name]
+
+
+def test_blocks_are_where_stages_may_start():
+    case = zoo.build("gpt2")
+    graph = trace(case.model, case.args, case.kwargs)
+    points = cut_points(fold(graph), graph)
+    by_name = {op.name: op for op in graph.ops}
+    modules = [by_name[name].module for name in points]
+    assert modules == ["transformer.h.0.ln_1", "transformer.h.1.ln_1", "transformer.ln_f"]
+    for stage in cut(graph, points)[1:]:
+        assert len(stage.receives) == 1, "only the activations of the blocks cross"
+
+
+def test_what_skips_a_stage_is_passed_on():
+    case = t5()
+    graph = trace(case.model, case.args, case.kwargs)
+    stages = cut(graph, cut_points(fold(graph), graph))
+    passed = [set(stage.receives) & set(stage.sends) for stage in stages]
+    made = {value.name for stage in stages for op in stage.graph.ops for value in op.outputs}
+    assert any(passed), "the encoder's output and the position bias are read by every layer after them"
+    for names, stage in zip(passed, stages):
+        own = {value.name for op in stage.graph.ops for value in op.outputs}
+        assert names <= made - own
+
+
+def test_what_follows_from_the_arguments_does_not_cross():
+    case = zoo.build("llama")
+    graph = trace(case.model, case.args, case.kwargs)
+    stages = cut(graph, cut_points(fold(graph), graph))
+    assert [len(stage.receives) for stage in stages] == [0, 1, 1, 1], "the rotary angles are made on each stage with a layer"
+    made = [op.name for stage in stages for op in stage.graph.ops]
+    again = {name for name in made if made.count(name) > 1}
+    by_name = {op.name: op for op in graph.ops}
+    assert again and not any(value.needs_grad for name in again for value in by_name[name].outputs)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.first(x) + self.calls
+        x = self.second(x)
+        self.calls.add_(x.detach().mean())
+        return x
+
+
+def test_a_buffer_written_on_another_stage_is_refused():
+    graph = trace(Counter(), (torch.randn(2, 4),), {})
+    assert len(cut(graph, (graph.ops[1].name,))) == 2, "reading and writing on one stage"
+    with pytest.raises(UnsupportedOp, match=r"buffer calls .* stages \[0, 1\]"):
+        cut(graph, (graph.ops[2].name,))
+
+
+def test_bad_starts():
+    graph = trace(Counter(), (torch.randn(2, 4),), {})
+    first, second, third = (op.name for op in graph.ops[:3])
+    with pytest.raises(ValueError, match="nowhere"):
+        cut(graph, ("nowhere",))
+    for starts in ((first,), (third, second), (second, second)):
+        with pytest.raises(ValueError, match="in graph order"):
+            cut(graph, starts)
+
+
+def test_points_of_a_graph_without_repeats():
+    graph = trace(Counter(), (torch.randn(2, 4),), {})
+    assert cut_points(replace(fold(graph), repeats=()), graph) == ()

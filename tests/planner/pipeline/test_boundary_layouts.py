@@ -1,0 +1,83 @@
+"""What crosses a cut is sent in the layout with which the pipeline is fastest: every choice tried, and what the whole plan gains by it."""
+
+import sys
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
+from autopar.costmodel.training import Training
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.mesh import parse_mesh
+from autopar.models.catalogue import build_model
+from autopar.planner.budget import Budget
+from autopar.planner.pipeline.boundary_layouts import _WORTH, _alike, _Pipeline, _values, choose_crossing
+from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as
+from autopar.planner.pipeline.search_pipeline import Asked, model_in_stages, plan_in_stages, sweep_stages
+from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.problem import Wishes
+from autopar.sbp.candidates import even_layouts
+
+WISHES = Wishes({}, {}, float("inf"), Training())
+ASKED = Asked(num_microbatches=4, schedule="1f1b")
+V100 = load_cluster("v100-25g")
+# Two devices a node, and between nodes a hundredth of the rate: what is sent whole holds up the stages.
+INNER, OUTER = V100.levels
+SLOW = replace(
+    V100, levels=(replace(INNER, size=2), replace(OUTER, bandwidth_bytes_per_s=OUTER.bandwidth_bytes_per_s / 100))
+)
+
+
+def traced(name: str, **sizes: int) -> Graph:
+    example = build_model(name, **sizes)
+    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Graph]:
+    """The sequence of the first cannot be split in two: by hand, what crosses its cuts is whole. T5's decoder gets several values."""
+    return {
+        "gpt2": traced("gpt2", layers=4, batch=8, sequence=127),
+        "t5-large": traced("t5-large", layers=4, batch=8, sequence=128),
+    }
+
+
+def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
+    model = model_in_stages(graph, ASKED)
+    found = sweep_stages(model, parse_mesh(mesh), cluster, WISHES, ASKED, Budget.of())
+    return cut_as(model, found[0]), found[0]
+
+
+@pytest.mark.parametrize("cluster", [V100, SLOW], ids=["as it is", "slow"])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pp=2,tp=2"), ("gpt2", "pp=2,dp=2,tp=2"), ("t5-large", "pp=2,tp=2")])
+def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster: Cluster) -> None:
+    cut, found = cut_of(graphs[name], mesh, cluster)
+    budget = Budget.of(60.0)
+    pipeline = _Pipeline(cut, found, found.mesh, cluster, WISHES, budget)
+    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, WISHES, budget), crossing_layouts(cut), _values(cut)
+    classes = _alike(cut, by_hand)
+    offered = [even_layouts(values[names[0]].shape, found.mesh.shape) for names in classes]
+    choices = ({name: layout for names, layout in zip(classes, layouts) for name in names} for layouts in product(*offered))
+    best_s = min(pipeline.step_s(choice) for choice in choices)
+    assert pipeline.least_s() <= best_s * (1 + 1e-9) <= pipeline.step_s(by_hand) * (1 + 2e-9)
+    assert pipeline.step_s(chosen) <= best_s * (1 + 2 * _WORTH)
+
+
+def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan() -> object:
+        return plan_in_stages(
+            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, WISHES, ASKED, budget=Budget.of(20)
+        )
+
+    chosen = plan()
+    driver = sys.modules["autopar.planner.pipeline.search_pipeline"]
+    monkeypatch.setattr(driver, "choose_crossing", lambda cut, *_, **__: crossing_layouts(cut))
+    by_hand = plan()
+    sent = [stage.assignment.outputs[stage.graph.outputs[0].name] for stage in (chosen.stages[0], by_hand.stages[0])]
+    assert sent[0] != sent[1] and chosen.step_s < by_hand.step_s
+    # one layout on both sides of the cut
+    (received,) = (item.value.name for item in chosen.stages[1].graph.of_kind("argument") if item.value.needs_grad)
+    assert chosen.stages[1].assignment.layouts[received] == sent[0]

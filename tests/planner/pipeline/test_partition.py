@@ -1,0 +1,70 @@
+"""Cuts into stages against every cut there is."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.planner.pipeline.partition import Blocks, partition
+
+
+def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
+    forward_s = rng.uniform(1, 2) * np.ones(number)
+    forward_s[[0, -1]] = rng.uniform(0.1, 3, 2)
+    saved, entering = np.full(number, rng.uniform(5, 10)), np.full(number, 1.0)
+    can = np.ones(number, bool)
+    can[[0, -1]] = False
+    shared = (((0, number - 1), 4.0, 0.5),)
+    once, state, waiting, split = (np.full(number, x) for x in (0.1, 3.0, 0.7, 0.0))
+    return Blocks(forward_s, 2 * forward_s, forward_s, split, once, state, saved, waiting, entering, can, shared)
+
+
+def _stage(blocks: Blocks, a: int, b: int, kept: int, limit: float, waits: int = 0) -> float:
+    """Seconds of a stage with as few blocks recomputed as fit, one after the other; infinite if all are not enough."""
+    state = blocks.state_bytes[a:b].sum() + sum(size for readers, size, _ in blocks.shared if any(a <= i < b for i in readers))
+    time_s = (blocks.forward_s + blocks.backward_s)[a:b].sum()
+    can = [i for i in range(a, b) if blocks.is_recomputable[i]]
+    state += waits * blocks.waiting_bytes[a:b].sum()
+    for num in range(len(can) + 1):
+        # the inside of one while its backward runs, or of all that wait for the gradients of weights
+        inside = waits * sum(blocks.saved_bytes[i] - blocks.entering_bytes[i] for i in can[:num])
+        inside = blocks.saved_bytes[1] if num and not waits else inside
+        saved = sum(blocks.entering_bytes[i] if i in can[:num] else blocks.saved_bytes[i] for i in range(a, b))
+        if state + kept * saved + inside <= limit + 1e-9:
+            return time_s + sum(blocks.forward_s[i] for i in can[:num])
+    return math.inf
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("limit", [60.0, 100.0, math.inf])
+@pytest.mark.parametrize(("in_flight", "waiting"), [((3, 2, 1), (0, 0, 0)), ((3, 3, 3), (0, 1, 2))])
+def test_equals_brute_force(seed: int, limit: float, in_flight: tuple[int, ...], waiting: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(seed)
+    blocks = _random_blocks(rng, 9)
+    blocks.saved_bytes[[0, -1]] = 0.5
+    best = math.inf
+    for cuts in itertools.combinations(range(1, 9), 2):
+        ends = (0, *cuts, 9)
+        times = [_stage(blocks, a, b, kept, limit, waits) for a, b, kept, waits in zip(ends, ends[1:], in_flight, waiting)]
+        best = min(best, max(times))
+    found = partition(blocks, in_flight, limit, waiting=waiting)
+    if found is None:
+        assert best == math.inf
+        return
+    ends = (*found.starts, 9)
+    times = [_stage(blocks, a, b, kept, limit, waits) for a, b, kept, waits in zip(ends, ends[1:], in_flight, waiting)]
+    assert math.isclose(max(found.times_s), best, rel_tol=1e-9)
+    assert max(times) <= best * (1 + 1e-9)
+
+
+def test_what_weights_wait_with_takes_memory() -> None:
+    blocks = _random_blocks(np.random.default_rng(0), 9)
+    ample, waiting = partition(blocks, (3, 2, 1), math.inf), partition(blocks, (3, 2, 1), math.inf, waiting=(0, 1, 2))
+    ends = (*ample.starts, 9)
+    more = [a - b for a, b in zip(waiting.memory_bytes, ample.memory_bytes)]
+    assert more == pytest.approx([num * 0.7 * (b - a) for num, a, b in zip((0, 1, 2), ends, ends[1:])])
+
+
+def test_no_cut_fits() -> None:
+    assert partition(_random_blocks(np.random.default_rng(0), 9), (3, 2, 1), 5.0) is None

@@ -1,0 +1,186 @@
+"""One deadline for all of planning, and Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.errors import InfeasibleError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.mesh import parse_devices
+from autopar.models.catalogue import build_model
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.budget import Budget
+from autopar.planner.choose import choose_plan
+from autopar.planner.fit_memory import AnyPlan
+from autopar.search.deadline import Deadline
+
+
+@pytest.fixture(scope="module")
+def graph() -> Callable[..., Graph]:
+    made: dict[tuple, Graph] = {}
+
+    def graph_of(name: str, **sizes: int) -> Graph:
+        key = (name, *sorted(sizes.items()))
+        if key not in made:
+            example = build_model(name, **sizes)
+            made[key] = trace(skeleton(example.model), example.args, dict(example.kwargs))
+        return made[key]
+
+    return graph_of
+
+
+def test_a_part_ends_with_the_whole():
+    whole = Deadline.after(100.0)
+    half = whole.part(0.5)
+    assert 49.0 < half.remaining_s <= 50.0 and 24.0 < half.part(0.5).remaining_s <= 25.0
+    inner = half.part(1.0)
+    half.stop()
+    assert half.is_past and inner.is_past and not whole.is_past
+    assert Deadline.after(0.0).is_past and not Deadline().part(0.5).is_past
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 6.0])
+def test_planning_that_cannot_fit_or_hardly_can_ends_in_time(graph: Callable[..., Graph], time_limit_s: float):
+    whole = graph("gpt2", layers=4)
+    start = time.process_time()
+    with pytest.raises(InfeasibleError, match=r"people write the one|in the time|in use at one time"):
+        choose_plan(
+            whole, parse_devices("2x4"), load_cluster("h100"), memory_limit_bytes=2**27, time_limit_s=time_limit_s, predict=rank_peaks
+        )
+    assert time.process_time() - start < 1.2 * time_limit_s + 12.0  # without a deadline it takes minutes
+
+
+@pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])
+def test_without_time_a_plan_by_hand_that_fits_is_returned(graph: Callable[..., Graph], mesh: str):
+    whole, cluster = graph("gpt2", layers=4), load_cluster("v100")
+    plan = choose_plan(whole, parse_devices(mesh), cluster, time_limit_s=0.0, predict=rank_peaks)
+    assert plan.found_by.startswith("hand plan ") and max(plan.peak_bytes) <= plan.memory_limit_bytes
+    assert 0 < plan.lower_bound_s <= plan.step_s
+    assert f"found by {plan.found_by}" in plan.explain()
+
+
+@pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])
+def test_after_the_deadline_lighter_plans_by_hand_are_tried(graph: Callable[..., Graph], mesh: str):
+    whole, mesh, cluster = graph("gpt2", layers=4), parse_devices(mesh), load_cluster("v100")
+    plentiful = choose_plan(whole, mesh, cluster, memory_limit_bytes=float("inf"), time_limit_s=0.0)
+    limit, asked = 0.9 * max(plentiful.memory_bytes), []
+
+    def first_is_too_large(plan: AnyPlan) -> tuple[int, ...]:
+        asked.append(max(plan.memory_bytes))
+        return tuple(round(1.1 * limit) if size > 0.97 * asked[0] else size for size in plan.memory_bytes)
+
+    plan = choose_plan(whole, mesh, cluster, memory_limit_bytes=limit, time_limit_s=0.0, predict=first_is_too_large)
+    assert len(asked) > 1 and max(plan.peak_bytes) <= 0.97 * asked[0] and "ended by its time limit" in plan.found_by
+
+
+def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph: Callable[..., Graph]):
+    """Without microbatches 10 GiB are the least; the error names what all plans need."""
+    whole, mesh, cluster = graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("h100")
+
+    def planned(limit: float):
+        return choose_plan(whole, mesh, cluster, memory_limit_bytes=limit, time_limit_s=20.0, predict=rank_peaks)
+
+    with pytest.raises(InfeasibleError, match="microbatches") as refused:
+        planned(2**28)
+    named = float(str(refused.value).split("takes least")[1].split("needs ")[1].split(" bytes")[0])
+    assert max(planned(1.25 * named).peak_bytes) <= 1.25 * named
+
+
+def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Graph]):
+    plan = choose_plan(graph("gpt2", layers=4), parse_devices("8"), load_cluster("h100"), time_limit_s=10.0, predict=rank_peaks)
+    assert plan.lower_bound_s > 0 and plan.gap < 0.9
+    assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
+
+
+def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch):
+    """GPT-2's first and last stage share the embedding: searched on one, it may be stored otherwise than by hand."""
+    solver = sys.modules["autopar.planner.pipeline.search_stages"].Solver
+    solve, solved = solver._solve, []
+
+    def solve_and_end(self, rank: int):
+        solved.append(rank)
+        plans = solve(self, rank)
+        self.budget.deadline.stop()
+        return plans
+
+    monkeypatch.setattr(solver, "_solve", solve_and_end)
+    asked = {"num_microbatches": 4, "schedule": "interleaved"}
+    plan = choose_plan(graph("gpt2", layers=4), parse_devices("pp=2,dp=2"), load_cluster("v100"), predict=rank_peaks, **asked)
+    assert len(solved) >= 2 and max(plan.peak_bytes) <= plan.memory_limit_bytes
+
+
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.trace import trace
+from autopar.mesh import parse_devices
+from autopar.models.catalogue import build_model
+from autopar.planner.choose import choose_plan
+from autopar.planner.fit_memory import AnyPlan
+example = build_model("gpt2", layers=12)
+graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
+print("ready", flush=True)
+def tell(text):
+    print(text, flush=True)
+plan = choose_plan(graph, parse_devices(sys.argv[1]), load_cluster("h100"), memory_limit_bytes=float(sys.argv[2]), time_limit_s=300.0,
+                   progress=tell)
+print("planned", plan.found_by, max(plan.memory_bytes) <= plan.memory_limit_bytes)
+"""
+
+
+@pytest.mark.parametrize(("mesh", "when"), [("2x4", "search ("), ("pp=2,dp=4", "search ("), ("8", "stages by hand")])
+def test_one_ctrl_c_ends_all_of_planning_with_a_plan(mesh: str, when: str):
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, mesh, str(4 * 2**30)], stdout=subprocess.PIPE, text=True) as process:
+        while when not in next(process.stdout):
+            pass
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 0 and time.monotonic() - start < 30.0
+    assert "interrupted: taking the best plan so far" in rest
+    assert rest.strip().splitlines()[-1].startswith("planned ") and rest.strip().endswith("True")
+
+
+def test_a_second_ctrl_c_gives_up_and_handlers_are_put_back():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        budget = Budget.of(60.0)
+        with pytest.raises(KeyboardInterrupt), budget.ended_by_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert budget.is_spent and budget.part(1.0).is_spent
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_program_and_other_threads_are_left_alone():
+    struck, before = [], signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: struck.append(True))
+    try:
+        budget = Budget.of(60.0)
+        with budget.ended_by_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert struck == [True] and not budget.is_spent
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def in_a_thread() -> None:
+        with Budget.of(1.0).ended_by_interrupt():
+            struck.append(False)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert struck == [True, False]

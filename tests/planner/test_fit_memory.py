@@ -1,0 +1,102 @@
+"""Plans whose predicted peak is not what the search estimated: by hand on made-up plans, and through the planner with made-up peaks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.mesh import parse_mesh
+from autopar.planner.choose import choose_plan
+from autopar.planner.fit_memory import Candidate, best_fitting, fitting
+from tests.planner.cases import CPU, traced
+
+LIMIT = 1000.0
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan: the less memory it takes, the slower it is."""
+
+    memory_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...] = ()
+    memory_limit_bytes: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return 1e6 / max(self.memory_bytes)
+
+
+def make(allowed_bytes: float) -> Made:
+    """The fastest within the limit, which less than 500 bytes are for none."""
+    if allowed_bytes < 500:
+        raise InfeasibleError("500 bytes are the least")
+    return Made((int(allowed_bytes), int(allowed_bytes) // 2))
+
+
+def missed_by(factor: float) -> Callable[[Made], tuple[int, ...]]:
+    return lambda plan: tuple(round(factor * size) for size in plan.memory_bytes)
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0])
+def test_a_plan_that_fits_is_taken_as_it_is(factor: float):
+    found = fitting(make, LIMIT, missed_by(factor))
+    assert found.memory_bytes[0] == LIMIT and found.peak_bytes[0] == factor * LIMIT
+
+
+@pytest.mark.parametrize("factor", [1.01, 1.1, 1.45, 1.9])
+def test_the_limit_is_lowered_by_what_was_missed(factor: float):
+    found = fitting(make, LIMIT, missed_by(factor))
+    assert 0.98 * LIMIT < found.peak_bytes[0] <= LIMIT and found.memory_limit_bytes == LIMIT
+
+
+def test_only_ranks_above_the_limit_lower_it():
+    found = fitting(make, LIMIT, lambda plan: (round(1.1 * plan.memory_bytes[0]), round(1.6 * plan.memory_bytes[1])))
+    assert found.peak_bytes[0] > 0.98 * LIMIT
+
+
+def test_the_next_best_is_taken_where_the_best_does_not_fit():
+    heavy, light = Made((1000,)), Made((800,))
+    peaks = {1000: (1100,), 800: (900,)}
+    found = best_fitting([Candidate(one, lambda _: None) for one in (light, heavy)], LIMIT, lambda plan: peaks[plan.memory_bytes[0]])
+    assert found.memory_bytes == light.memory_bytes
+    again = Made((900,))  # faster than the light one, and fits
+    candidates = [Candidate(light, lambda _: None), Candidate(heavy, lambda _: again)]
+    found = best_fitting(candidates, LIMIT, lambda plan: peaks.get(plan.memory_bytes[0], (950,)))
+    assert found.memory_bytes == again.memory_bytes
+
+
+def test_what_no_lower_limit_makes_fit_is_refused():
+    with pytest.raises(InfeasibleError, match=r"in 1000 bytes .* would have 2500 bytes .* in use at one time; 500 bytes are the least"):
+        fitting(make, LIMIT, missed_by(2.5))
+    with pytest.raises(InfeasibleError, match=r"^500 bytes are the least"):
+        fitting(make, 400.0, missed_by(1.0))
+    with pytest.raises(InfeasibleError, match="would have 1001 bytes"):
+        fitting(make, LIMIT, lambda _: (1001, 500))
+
+
+@pytest.mark.parametrize("limit", [10 * LIMIT, float("inf")])
+def test_every_plan_is_asked_also_where_memory_is_plenty(limit: float):
+    assert fitting(lambda _: Made((590,)), limit, missed_by(3.0)).peak_bytes == (1770,)
+
+
+def test_what_is_estimated_far_below_the_limit_may_be_above_it():
+    found = fitting(make, 2 * LIMIT, lambda plan: tuple(3 * size for size in plan.memory_bytes))
+    assert found.memory_bytes[0] < 0.4 * 2 * LIMIT and 0.95 * 2 * LIMIT < found.peak_bytes[0] <= 2 * LIMIT
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("vgg13", "dp=2,tp=2"), ("gpt2", "pp=2,dp=2")])
+def test_the_planner_keeps_to_the_peak(name: str, mesh: str):
+    graph, mesh = traced(name), parse_mesh(mesh)
+    limit = 0.8 * max(choose_plan(graph, mesh, CPU, memory_limit_bytes=float("inf"), time_limit_s=2.0).memory_bytes)
+
+    def planned(factor: float):
+        return choose_plan(graph, mesh, CPU, memory_limit_bytes=limit, time_limit_s=2.0, predict=missed_by(factor))
+
+    believed, above = planned(1.0), planned(1.15)
+    assert max(believed.peak_bytes) <= limit and max(above.peak_bytes) <= limit
+    assert max(above.memory_bytes) <= limit / 1.15 and above.memory_limit_bytes == limit
+    assert type(above).loads(above.dumps(), graph, mesh).peak_bytes == above.peak_bytes
+    assert "program" in above.explain()
+    with pytest.raises(InfeasibleError, match=r"in use at one time|fits"):
+        planned(50.0)

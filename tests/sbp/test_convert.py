@@ -1,0 +1,102 @@
+"""The runtime conversions on threads as ranks: values, gradients, and that each issues what `redistribute` says."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from autopar.sbp.convert import Axis, convert, dual
+from autopar.sbp.placement import I, P, Placement, R, S
+from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute
+from tests.sbp.exercise import record
+from tests.sbp.simulate import Coordinate, cut, join, on_threads
+
+PLACEMENTS = (S(0), S(1), P, I, R)
+JOINT = [((2, 2), (0, 1)), ((2, 2, 2), (0, 2)), ((2, 3), (0, 1)), ((3, 2), (0, 1)), ((2, 2, 2), (0, 1, 2))]
+PAIRS = [(src, dst) for src, dst in itertools.product(PLACEMENTS, repeat=2) if src == dst or (src.kind, dst.kind) in CONVERSIONS]
+
+
+def converted(
+    src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` and its gradient, fed back, after going through `convert` on `axes` together; on the other axes it is whole."""
+    before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
+    back = tuple(map(dual, before))
+    parts, grads = cut(x, before, mesh_shape), cut(x, tuple(map(dual, after)), mesh_shape)
+    joint = (axes,) if len(axes) > 1 else ()
+
+    def rank(at: Coordinate, found: tuple[Axis, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = parts[at].clone().requires_grad_()
+        out = convert(leaf, found[-1], src, dst)
+        return out.detach(), torch.autograd.grad(out, leaf, grads[at])[0]
+
+    found = on_threads(rank, mesh_shape, joint)
+    outs, backs = ({at: result[i] for at, result in found.items()} for i in (0, 1))
+    return join(outs, after), join(backs, back)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("src", "dst"), PAIRS, ids=str)
+def test_convert_moves_values_and_gradients(src: Placement, dst: Placement, size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 12, dtype=torch.float64)
+    out, grad = converted(src, dst, (size,), (0,), x)
+    torch.testing.assert_close(out, x)
+    torch.testing.assert_close(grad, x)
+
+
+@pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if pair[0] != pair[1]], ids=str)
+def test_convert_issues_what_redistribute_says(src: Placement, dst: Placement) -> None:
+    """On every rank the collectives of the step, to the byte."""
+    (step,) = redistribute((src,), (dst,))
+    with record((2,)) as issued:
+        converted(src, dst, (2,), (0,), torch.randn(4, 4, dtype=torch.float64))
+    expected = Counter(collectives_of(step, (4, 4), 8, (2,), needs_grad=True))
+    assert [issued[rank] for rank in issued] == [expected] * (2 if expected else 0)
+
+
+@pytest.mark.parametrize(("mesh_shape", "axes"), JOINT, ids=str)
+@pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if pair[0] != pair[1]], ids=str)
+def test_several_axes_at_once(src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Values and gradients lie in mesh order, and each rank issues what `redistribute` says, to the byte."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 24, dtype=torch.float64)
+    before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
+    (step,) = redistribute(before, after)
+    with record(mesh_shape) as issued:
+        out, grad = converted(src, dst, mesh_shape, axes, x)
+    torch.testing.assert_close(out, x)
+    torch.testing.assert_close(grad, x)
+    expected = Counter(collectives_of(step, (24, 24), 8, mesh_shape, needs_grad=True))
+    assert step.axes == axes and all(collective.axes == axes for collective in expected)
+    assert [issued[rank] for rank in issued] == [expected] * (math.prod(mesh_shape) if expected else 0)
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    """The gradient of a sum is an expanded view."""
+
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> torch.Tensor:
+        leaf = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(convert(leaf, axes[0], I, R).sum(), leaf)[0]
+
+    for grad in on_threads(rank, (2,)).values():
+        torch.testing.assert_close(grad, torch.full((4, 3), 2.0, dtype=torch.float64))
+
+
+def test_a_failing_rank_fails_the_test() -> None:
+    def rank(at: Coordinate, axes: tuple[Axis, ...]) -> None:
+        raise RuntimeError(f"rank {at}")
+
+    with pytest.raises(RuntimeError, match="rank"):
+        on_threads(rank, (2,))
+
+
+def test_a_slice_and_its_gradient_hold_no_more_memory_than_they_need():
+    axis = Axis("a", 4, 1, None)
+    whole, part = torch.arange(8.0, requires_grad=True), torch.arange(2.0, requires_grad=True)
+    sliced = convert(whole, axis, I, S(0))
+    assert sliced.tolist() == [2.0, 3.0] and sliced.untyped_storage().nbytes() == sliced.nbytes
+    convert(part, axis, S(0), I).sum().backward()  # its gradient is a slice of the gradient of the whole
+    assert part.grad.untyped_storage().nbytes() == part.nbytes

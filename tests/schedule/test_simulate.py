@@ -1,0 +1,104 @@
+"""The simulated step against a simulation that only knows what waits for what, and against the formulas of the papers."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from autopar.schedule.orders import NAMES, Schedule, actions
+from autopar.schedule.simulate import StageTimes, as_array, ordered, simulate, step_s
+from tests.schedule.test_orders import schedules
+
+ONE = StageTimes(forward_s=1.0, backward_s=1.0, weight_s=1.0)
+
+
+def drawn(num_stages: int, seed: int, *, sends: bool = True) -> list[StageTimes]:
+    draw = random.Random(seed)
+    low, high = (0.1, 0.1, 0.1, 0.0, 0.0), (2.0, 2.0, 2.0, 1.0 * sends, 1.0 * sends)
+    return [StageTimes(*map(draw.uniform, low, high)) for _ in range(num_stages)]
+
+
+def played(schedule: Schedule, times: list[StageTimes]) -> dict[tuple, tuple[float, float]]:
+    """Start and end of each action: ranks as little machines that are asked again and again whether they can go on."""
+    p, last = schedule.num_ranks, schedule.num_stages - 1
+    waiting = [list(row) for row in actions(schedule)]
+    clock, done = [0.0] * p, {}
+    while any(waiting):
+        for rank in range(p):
+            if not waiting[rank]:
+                continue
+            kind, stage, k = waiting[rank][0]
+            own = times[stage]
+            took = {"F": own.forward_s, "B": own.backward_s + own.weight_s, "I": own.backward_s, "W": own.weight_s}[kind]
+            if schedule.name == "zero-bubble" and stage == 0 and kind != "F":
+                took = own.backward_s + own.weight_s if kind == "W" else 0.0
+            arrives, travels = 0.0, 0.0
+            if kind == "F" and stage > 0:
+                sender, travels = ("F", stage - 1, k), times[stage - 1].send_s
+            elif kind in "BI" and stage < last:
+                sender, travels = (kind, stage + 1, k), times[stage + 1].send_back_s
+            else:
+                sender = None
+            if sender is not None:
+                if sender not in done:
+                    continue
+                arrives, travels = done[sender][1], travels if sender[1] % p != rank else 0.0
+            if schedule.name in ("interleaved", "zero-bubble"):
+                start = max(clock[rank], arrives + travels)
+            else:
+                start = max(clock[rank], arrives) + travels
+            clock[rank] = start + took
+            done[(kind, stage, k)] = (start, clock[rank])
+            waiting[rank].pop(0)
+    return done
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unequal_stages_take_what_machines_that_wait_for_one_another_take(name):
+    for seed, schedule in enumerate(schedules(name)):
+        times = drawn(schedule.num_stages, seed)
+        found = {tuple(span.action): (span.start_s, span.end_s) for row in simulate(schedule, times).rows for span in row}
+        expected = played(schedule, times)
+        assert found.keys() == expected.keys()
+        np.testing.assert_allclose([found[key] for key in expected], list(expected.values()), rtol=1e-12, err_msg=str(schedule))
+
+
+def test_gpipe_is_two_flow_shops():
+    # n equal jobs through machines in line: the sum of one job's times, and the slowest machine's n - 1 times more (Johnson 1954).
+    schedule, times = Schedule("gpipe", 5, 5, 9), drawn(5, 1, sends=False)
+    forward, backward = [t.forward_s for t in times], [t.backward_s + t.weight_s for t in times]
+    expected = sum(forward) + sum(backward) + 8 * (max(forward) + max(backward))
+    assert simulate(schedule, times).step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("p, m", [(2, 2), (2, 8), (4, 4), (4, 16), (8, 24)])
+def test_bubble_of_balanced_stages_is_the_papers(p, m):
+    for times in (ONE, StageTimes(1.0, 1.3, 0.9)):
+        assert simulate(Schedule("1f1b", p, p, m), [times] * p).bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert simulate(Schedule("gpipe", p, p, m), [times] * p).bubble == pytest.approx((p - 1) / (m + p - 1))
+        for v in (2, 3):  # the bubble of Narayanan et al. is (p - 1) / v of a microbatch's time on a rank
+            found = simulate(Schedule("interleaved", p * v, p, m), [times] * (p * v)).bubble
+            assert found == pytest.approx((p - 1) / (v * m + p - 1)), (v, times)
+
+
+@pytest.mark.parametrize("p, m", [(2, 2), (4, 8), (8, 24)])
+def test_bubble_of_zero_bubble_is_that_of_zb_h1(p, m):
+    # Qi et al. 2024, table 2: ZB-H1 waits (p - 1)(T_F + T_B - T_W), which is (p - 1) T for three equal parts T.
+    found = simulate(Schedule("zero-bubble", p, p, m), [ONE] * p).bubble
+    assert found == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+def test_many_sets_of_times_at_once_are_each_of_them_alone():
+    order = ordered(Schedule("1f1b", 4, 4, 8))
+    sets = [drawn(4, seed) for seed in range(6)]
+    together = step_s(order, np.stack([as_array(times) for times in sets], axis=-1))
+    assert together.tolist() == [simulate(order.schedule, times).step_s for times in sets]
+
+
+def test_a_thousand_sets_take_a_moment():
+    order = ordered(Schedule("1f1b", 8, 8, 32))
+    times = np.random.default_rng(0).uniform(1, 2, (8, 5, 1000))
+    start = time.process_time()
+    step_s(order, times)
+    assert time.process_time() - start < 0.5
