@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
@@ -61,8 +62,8 @@ def plan(
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    wishes = _wishes(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    return _planned(traced(skeleton(model), loss_fn, args, kwargs), planar, found, wishes)
+    request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
+    return _planned(traced(skeleton(model), loss_fn, args, kwargs), planar, found, request)
 
 
 def compile(
@@ -84,25 +85,26 @@ def compile(
 
     Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's name,
     a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file; it brings its
-    own cluster, and takes no wishes. A `mesh` that is left open (see `autopar.plan`) is known once there is a plan: it needs `plan` or
-    example arguments. `loss_fn`, `num_microbatches`, `schedule`: as in `autopar.plan`; they are about `train_step`, which runs every plan.
+    own cluster, and no planning options beside it. A `mesh` that is left open (see `autopar.plan`) is known once there is a plan: it needs
+    `plan` or example arguments. `loss_fn`, `num_microbatches`, `schedule`: as in `autopar.plan`; they are about `train_step`, which runs
+    every plan.
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
-    wishes = _wishes(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    if plan is not None and (wishes or cluster is not None):
-        raise AutoparError("plan= is given together with cluster=, pins= or another wish, which are for planning; choose one")
+    request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
+    if plan is not None and (request != ANYTHING or cluster is not None):
+        raise AutoparError("plan= is given together with cluster=, pins= or another planning option; choose one")
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or 'dp=2,tp=4'")
-        mesh, plan = _settled(model, _mesh(mesh), example, cluster, wishes, plan, loss_fn)
+        mesh, plan = _settled(model, _mesh(mesh), example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
-    module = shard_module(model, mesh, _Planner(mesh, found, wishes, given, is_own), loss_fn)
+    module = shard_module(model, mesh, _Planner(mesh, found, request, given, is_own), loss_fn)
     if args is not None or kwargs is not None:
         module._autopar.prepare(module, *example, trains=True)
     module._autopar.is_in_use = True
@@ -115,29 +117,29 @@ class _Planner:
 
     mesh: DeviceMesh
     cluster: Cluster | None
-    wishes: dict[str, Any]  # keyword arguments of make_plan
+    request: PlanRequest
     given: str | None  # JSON text of a plan made before
     is_own: bool  # it was made by this run, as what is planned here is
 
     def __call__(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         text, is_own = self.given, self.is_own
-        asked = (text, self.wishes, self.cluster and self.cluster.to_json())
+        asked = (text, self.request, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
             text, is_own = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps()), True
         return on_every_rank(self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own))
 
     def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
-        wishes = {key: x for key, x in self.wishes.items() if key != "pins"} | {"stored": fixed} if fixed else dict(self.wishes)
-        wishes["trains"] = trains
+        pins = {} if fixed else self.request.pins
+        request = replace(self.request, pins=pins, stored=fixed, trains=trains)
         if self.given is None:
-            return _planned(graph, mesh_of(self.mesh), self.cluster, wishes)
+            return _planned(graph, mesh_of(self.mesh), self.cluster, request)
         cluster, asked = staged_plan.made_for(self.given)  # new shapes are planned for what the given plan was made for
-        return _planned(graph, mesh_of(self.mesh), cluster, wishes | asked)
+        return _planned(graph, mesh_of(self.mesh), cluster, replace(request, **asked))
 
 
 def _settled(
-    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, wishes: Mapping[str, Any],
+    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, request: PlanRequest,
     plan: Plan | StagedPlan | str | None, loss_fn: LossFunction | None,
 ) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:  # fmt: skip
     """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
@@ -146,7 +148,7 @@ def _settled(
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
     found = _cluster(cluster, flat.device_type)
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
-    text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, wishes).dumps())
+    text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, request).dumps())
     plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(text, graph, devices, is_own=True))
     return plan.mesh, plan
 
@@ -155,7 +157,7 @@ def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
     return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
 
 
-def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mapping[str, Any]) -> Plan | StagedPlan:
+def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> Plan | StagedPlan:
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
@@ -164,7 +166,7 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Mappi
                 "every rank; pad the batch or drop its last part to split it",
                 stacklevel=4,
             )
-    plan = choose_plan(graph, mesh, cluster, predict=rank_peaks, **wishes)
+    plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
     for note in plan.notes:
         warnings.warn(note, stacklevel=4)
     return plan
@@ -177,33 +179,33 @@ def _divides(mesh: Mesh | Devices, size: int) -> bool:
     return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
 
 
-def _wishes(
+def _request(
     pins: Mapping[str, str] | None, memory_limit_bytes: float | None, time_limit_s: float | None, num_microbatches: int | None,
     schedule: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """What the user asks of the planner, checked; nothing for what is not asked."""
-    wishes: dict[str, Any] = {}
+) -> PlanRequest:  # fmt: skip
+    """The planning options, checked."""
+    request: dict[str, Any] = {}
     if pins:
         if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
             raise AutoparError(f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}")
-        wishes["pins"] = dict(pins)
+        request["pins"] = dict(pins)
     if memory_limit_bytes is not None:
         if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
             raise AutoparError(f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}")
-        wishes["memory_limit_bytes"] = float(memory_limit_bytes)
+        request["memory_limit_bytes"] = float(memory_limit_bytes)
     if time_limit_s is not None:
         if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
             raise AutoparError(f"time_limit_s= expects a number of seconds, found {time_limit_s!r}")
-        wishes["time_limit_s"] = float(time_limit_s)
+        request["time_limit_s"] = float(time_limit_s)
     if num_microbatches is not None:
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise AutoparError(f"num_microbatches= expects a positive number, found {num_microbatches!r}")
-        wishes["num_microbatches"] = num_microbatches
+        request["num_microbatches"] = num_microbatches
     if schedule is not None:
         if schedule not in SCHEDULES:
             raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
-        wishes["schedule"] = schedule
-    return wishes
+        request["schedule"] = schedule
+    return PlanRequest(**request)
 
 
 def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:

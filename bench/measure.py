@@ -24,7 +24,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.layouts.search_mesh import solve_mesh
 from autopar.planner.layouts.search_meshes import make_plan
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.search.deadline import Deadline
@@ -60,7 +60,7 @@ def measure_plan(case: Case, started: float) -> Row:
         return found
 
     try:
-        plan = choose_plan(graph, mesh, cluster, time_limit_s=case.time_limit_s, predict=predict)
+        plan = choose_plan(graph, mesh, cluster, PlanRequest(time_limit_s=case.time_limit_s), predict=predict)
     except InfeasibleError as error:
         return {"error": str(error)}
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
@@ -98,7 +98,7 @@ def measure_whole(case: Case, started: float) -> Row:
     graph = _timed(times, "trace", partial(graph_of, example))
     limit = None if case.is_limited else math.inf
     budget = Budget.of(case.time_limit_s)
-    plan = make_plan(graph, as_mesh(case.mesh), load_cluster(case.cluster), memory_limit_bytes=limit, budget=budget)
+    plan = make_plan(graph, as_mesh(case.mesh), load_cluster(case.cluster), PlanRequest(memory_limit_bytes=limit), budget=budget)
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
     return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan)}
 
@@ -138,7 +138,7 @@ def measure_scope(case: Case, started: float) -> Row:
     sizes = [node.cost_s.size for node in problem.table.nodes]
     free = replace(problem.table, memory_limit_bytes=math.inf)
     limit = binding_limit(problem.table, SEARCH_LIMIT_S)
-    wishes, mesh, cluster = Wishes({}, {}, limit, WHOLE_BATCH), parse_mesh(case.mesh), load_cluster(case.cluster)
+    request, mesh, cluster = PlanRequest({}, {}, limit, WHOLE_BATCH), parse_mesh(case.mesh), load_cluster(case.cluster)
 
     def search() -> Row:
         times: dict[str, float] = {}
@@ -147,7 +147,7 @@ def measure_scope(case: Case, started: float) -> Row:
 
     def plan() -> Row:
         times, budget = {}, Budget.of(SEARCH_LIMIT_S)
-        work = partial(solve_mesh, problem.graph, mesh, cluster, wishes, budget=budget)
+        work = partial(solve_mesh, problem.graph, mesh, cluster, request, budget=budget)
         found = _timed(times, "plan", work)
         gap = (found.cost_s - found.lower_bound_s) / found.cost_s
         return {"search_s": budget.timings["search"], "plan_s": times["plan"], "step_s": found.cost_s, "gap": gap}

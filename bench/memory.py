@@ -26,6 +26,7 @@ from autopar.peak_memory.predict import Peak, predict_peak
 from autopar.planner.budget import Budget
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.sharded_module import run
@@ -159,8 +160,9 @@ def plan_called(name: str, kind: str) -> Plan:
     graph = trace(skeleton(case.model), case.args, case.kwargs)
     if kind == "searched":
         cluster = load_cluster("free-links")
-        least = make_plan(graph, MESH, cluster, memory_limit_bytes=math.inf, budget=Budget.of(TIME_LIMIT_S)).costs.total_memory_bytes
-        return make_plan(graph, MESH, cluster, memory_limit_bytes=0.8 * least, budget=Budget.of(TIME_LIMIT_S))
+        unlimited = make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=math.inf), budget=Budget.of(TIME_LIMIT_S))
+        least = unlimited.costs.total_memory_bytes
+        return make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.8 * least), budget=Budget.of(TIME_LIMIT_S))
     folded = fold(graph)
     by_hand = parse_hand_plan({"recomputed": "megatron", "4 microbatches": "zero2"}.get(kind, kind), MESH)
     assignment = hand_plan(by_hand, graph, folded, annotate(graph, MESH, folded), MESH)

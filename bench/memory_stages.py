@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 from autopar.costmodel.activations.count_storages import Storages, count_storages
 from autopar.costmodel.activations.recomputable import recomputable
 from autopar.costmodel.cluster.load_cluster import load_cluster
-from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
 from autopar.peak_memory.predict import Peak, predict_peaks
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.pipeline.torch_stage import RunningStage
@@ -69,8 +69,8 @@ class StagesRow:
 def staged_plan(case: Sample, mesh: str, schedule: str) -> StagedPlan:
     """A plan in stages as `choose_plan` makes it; `RECOMPUTED`: with every block run again."""
     graph = trace(skeleton(case.model), case.args, case.kwargs)
-    options: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "memory_limit_bytes": math.inf}
-    plan = choose_plan(graph, as_mesh(mesh), load_cluster(CLUSTERS[mesh]), training=Training(), schedule=schedule.split(",")[0], **options)
+    request = PlanRequest(memory_limit_bytes=math.inf, num_microbatches=NUM_MICROBATCHES, schedule=schedule.split(",")[0])
+    plan = choose_plan(graph, as_mesh(mesh), load_cluster(CLUSTERS[mesh]), request)
     assert isinstance(plan, StagedPlan), f"{mesh} has stages"
     if schedule != RECOMPUTED:
         return plan

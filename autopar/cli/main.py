@@ -28,6 +28,7 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.handwritten.hand_plan import NO_STYLES, hand_plan, parse_hand_plan
 from autopar.planner.handwritten.hf_tp_plan import hf_styles
 from autopar.planner.layouts.mesh_shapes import factorise
+from autopar.planner.request import PlanRequest
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import read, write
@@ -163,19 +164,15 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
         return _by_hand(options.hand, example.model, graph, mesh, cluster, Training(options.optimizer), limit)
-    return choose_plan(
-        graph,
-        options.mesh,
-        cluster,
+    request = PlanRequest(
         pins=dict(_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
         training=Training(options.optimizer),
         num_microbatches=options.microbatches,
         schedule=options.schedule,
         time_limit_s=options.time_limit,
-        progress=tell,
-        predict=rank_peaks,
     )
+    return choose_plan(graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks)
 
 
 def _check_whole(options: argparse.Namespace) -> None:

@@ -10,12 +10,11 @@ from time import perf_counter
 from types import FrameType
 from typing import TypeVar
 
+from autopar.planner.request import ANYTHING
 from autopar.search.deadline import Deadline
 
 Progress = Callable[[str], None]  # told in a few words what is being done
 Result = TypeVar("Result")
-
-TIME_LIMIT_S = 30.0
 
 
 def _quiet(_: str) -> None:
@@ -32,7 +31,7 @@ class Budget:
     timings: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, time_limit_s: float = TIME_LIMIT_S, progress: Progress | None = None) -> "Budget":
+    def of(cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None) -> "Budget":
         """`time_limit_s` from now."""
         return cls(Deadline.after(time_limit_s), progress or _quiet)
 

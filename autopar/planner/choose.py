@@ -1,22 +1,19 @@
 """With stages and microbatches or without: the better plan of the two."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.costmodel.cluster.load_cluster import Cluster
-from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
-from autopar.planner.budget import TIME_LIMIT_S, Budget, Progress
+from autopar.planner.budget import Budget, Progress
 from autopar.planner.fit_memory import Predict, fitting
 from autopar.planner.layouts.search_meshes import make_plan
-from autopar.planner.pipeline.search_pipeline import Asked, plan_in_stages
-from autopar.planner.problem import Wishes
+from autopar.planner.pipeline.search_pipeline import plan_in_stages
 from autopar.planner.rarely_collected import rarely_collected
+from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import PIPELINE, StagedPlan
 
@@ -32,37 +29,25 @@ _SHARE_OF_FIRST = 0.5
 
 @rarely_collected()
 def choose_plan(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, *,
-    pins: Mapping[str, str] | None = None,
-    stored: Mapping[str, str] | None = None,
-    memory_limit_bytes: float | None = None,
-    training: Training = WHOLE_BATCH,
-    num_microbatches: int | None = None,
-    schedule: str | None = None,
-    trains: bool = True,
-    time_limit_s: float = TIME_LIMIT_S,
-    progress: Progress | None = None,
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest = ANYTHING, *, progress: Progress | None = None,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan:  # fmt: skip
-    """The best plan within `time_limit_s`, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
+    """The best plan within the time limit, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
 
-    time_limit_s: of planning, all its stages together; after it, and after Ctrl-C, planning ends with the best plan so far, which may be
-    one written by hand.
+    After the time limit, and after Ctrl-C, planning ends with the best plan so far, which may be one written by hand.
     predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search estimates is believed.
-    num_microbatches, schedule: as asked, or None for the best. `trains`: whether the plan will be run by train_step; else it has one stage
-    and one microbatch. MicrobatchError or AutoparError if what is asked cannot be.
+    MicrobatchError or AutoparError if what is requested cannot be.
     """
-    limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
-    budget, asked = Budget.of(time_limit_s, progress), Asked(num_microbatches, schedule)
+    budget, request = Budget.of(request.time_limit_s, progress), request.on(cluster)
     timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
-    ways = _Ways(graph, mesh, cluster, Wishes(pins or {}, stored or {}, limit, training), asked, timed)
-    if ways.has_stages and not trains:
+    ways = _Ways(graph, mesh, cluster, request, timed)
+    if ways.has_stages and not request.trains:
         raise AutoparError(
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
             f"mesh without {PIPELINE}"
         )
     with budget.ended_by_interrupt():
-        plan = _chosen(ways, budget, trains=trains)
+        plan = _chosen(ways, budget)
         return replace(plan, found_by=f"{plan.found_by}, ended by {budget.ended_by}") if budget.is_spent else plan
 
 
@@ -73,8 +58,7 @@ class _Ways:
     graph: Graph
     mesh: Mesh | Devices
     cluster: Cluster
-    wishes: Wishes
-    asked: Asked
+    request: PlanRequest
     predict: Predict | None
 
     @property
@@ -90,29 +74,27 @@ class _Ways:
     def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
         """`plan_in_stages`."""
         return plan_in_stages(
-            self.graph, self.mesh, self.cluster, self.wishes, self.asked, budget=budget, cutoff_s=cutoff_s, predict=self.predict
+            self.graph, self.mesh, self.cluster, self.request, budget=budget, cutoff_s=cutoff_s, predict=self.predict
         )
 
     def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
         """The best plan of `make_plan` that fits; the first search leaves time for others, should its plan not fit."""
-        tries, wishes = iter((budget.part(_SHARE_OF_FIRST),)), self.wishes
+        tries, request = iter((budget.part(_SHARE_OF_FIRST),)), self.request
 
         def make(allowed_bytes: float) -> Plan:
-            if budget.is_spent and allowed_bytes < wishes.memory_limit_bytes:
+            if budget.is_spent and allowed_bytes < request.memory_limit_bytes:
                 raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
-            return make_plan(
-                self.graph, self.mesh, self.cluster, pins=wishes.pins, stored=wishes.stored, memory_limit_bytes=allowed_bytes,
-                training=wishes.training, to_beat_s=to_beat_s, budget=next(tries, budget),
-            )  # fmt: skip
+            within = replace(request, memory_limit_bytes=allowed_bytes)
+            return make_plan(self.graph, self.mesh, self.cluster, within, to_beat_s=to_beat_s, budget=next(tries, budget))
 
-        return fitting(make, wishes.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
+        return fitting(make, request.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
 
 
-def _chosen(ways: _Ways, budget: Budget, *, trains: bool) -> Plan | StagedPlan:
-    asked = ways.asked
-    if ways.has_stages or (trains and not asked.is_open and asked.num_microbatches != 1):
+def _chosen(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
+    request = ways.request
+    if ways.has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return ways.in_stages(budget)
-    if not trains or asked.num_microbatches == 1 or (isinstance(ways.mesh, Devices) and ways.wishes.pins):
+    if not request.trains or request.num_microbatches == 1 or (isinstance(ways.mesh, Devices) and request.pins):
         return ways.whole(budget)
     return _if_memory_binds(ways, budget) if isinstance(ways.mesh, Mesh) else _better(ways, budget)
 
@@ -128,7 +110,7 @@ def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
             raise  # says what the lightest of all plans takes, those in microbatches among them
         except AutoparError:  # the batch cannot be cut, or there is no loss
             raise error from None
-    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.wishes.memory_limit_bytes or budget.is_spent:
+    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.request.memory_limit_bytes or budget.is_spent:
         return plan
     try:
         staged = ways.in_stages(budget, plan.step_s)

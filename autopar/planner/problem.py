@@ -1,21 +1,20 @@
 """What one search is about: from a folding to the priced problem, and from that to the cheapest choice."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.costmodel.activations.saved_activations import Regions
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.pricing.encode_decode import decode, encode
 from autopar.costmodel.pricing.price import Priced, price
-from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.pin_conflict import binding_pins
+from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.sbp.pins import restrict
@@ -31,21 +30,6 @@ from autopar.search.table import Choice
 ENOUGH_GAP = 5e-3
 # On how many axes an op may leave the plan that a neighbourhood is searched around.
 NEAR_AXES = 2
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked of a plan. pins: FQN -> layout, each for all repeats; stored: the same, each for itself. crossing: value that
-    comes from another stage or goes there -> layout. recomputed, offloaded, state_on_host: as in `Assignment`."""
-
-    pins: Mapping[str, str]
-    stored: Mapping[str, str]
-    memory_limit_bytes: float
-    training: Training
-    crossing: Mapping[str, Layout] = field(default_factory=dict)
-    recomputed: Regions = ()
-    offloaded: Regions = ()
-    state_on_host: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class Setting:
     graph: Graph
     mesh: Mesh
     cluster: Cluster
-    wishes: Wishes
+    request: PlanRequest
     budget: Budget
     near: Assignment | None = None  # search only what differs from it on few axes
     to_beat_s: float = float("inf")  # what costs no less is of no interest
@@ -85,21 +69,21 @@ class Setting:
         near = None if self.near is None else self.near.strategies
         offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
         everything = self.budget.run("annotate", offer)
-        return Problem(self.graph, folded, everything, self.budget.run("price", lambda: self._price(folded, everything, self.wishes.pins)))
+        return Problem(self.graph, folded, everything, self.budget.run("price", lambda: self._price(folded, everything, self.request.pins)))
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
-        candidates = restrict(everything, self.graph, {**pins, **self.wishes.stored}, self.mesh, folded)
-        candidates = _with_crossing(candidates, self.wishes.crossing)
-        wishes = self.wishes
+        candidates = restrict(everything, self.graph, {**pins, **self.request.stored}, self.mesh, folded)
+        candidates = _with_crossing(candidates, self.request.crossing)
+        request = self.request
         return price(
             self.graph, folded, candidates, self.mesh, self.cluster,
-            training=wishes.training, recomputed=wishes.recomputed, offloaded=wishes.offloaded, state_on_host=wishes.state_on_host,
-            memory_limit_bytes=wishes.memory_limit_bytes,
+            training=request.training, recomputed=request.recomputed, offloaded=request.offloaded, state_on_host=request.state_on_host,
+            memory_limit_bytes=request.memory_limit_bytes,
         )  # fmt: skip
 
     def repriced(self, problem: Problem) -> Problem:
-        """The problem of another setting of the same graph with these wishes."""
-        return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.wishes.pins)))
+        """The problem of another setting of the same graph with these request."""
+        return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)))
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
         """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
@@ -116,7 +100,7 @@ class Setting:
         def least_bytes(pins: Mapping[str, str]) -> float:
             return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
 
-        pins = binding_pins(self.wishes.pins, least_bytes, self.wishes.memory_limit_bytes) if self.wishes.pins else ()
+        pins = binding_pins(self.request.pins, least_bytes, self.request.memory_limit_bytes) if self.request.pins else ()
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
         memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (

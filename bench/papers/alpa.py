@@ -13,6 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Devices
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from bench.models import GPT
@@ -82,7 +83,7 @@ def planned(size: Size) -> Plan | StagedPlan:
     for count in NUM_MICROBATCHES:
         try:
             found.append(
-                choose_plan(graph, devices, cluster, num_microbatches=count, time_limit_s=TIME_LIMIT_S, predict=rank_peaks)
+                choose_plan(graph, devices, cluster, PlanRequest(num_microbatches=count, time_limit_s=TIME_LIMIT_S), predict=rank_peaks)
             )
         except InfeasibleError as error:
             failure = error

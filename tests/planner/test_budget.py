@@ -21,6 +21,7 @@ from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
+from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 
 
@@ -53,16 +54,15 @@ def test_planning_that_cannot_fit_or_hardly_can_ends_in_time(graph: Callable[...
     whole = graph("gpt2", layers=4)
     start = time.process_time()
     with pytest.raises(InfeasibleError, match=r"people write the one|in the time|in use at one time"):
-        choose_plan(
-            whole, parse_devices("2x4"), load_cluster("h100"), memory_limit_bytes=2**27, time_limit_s=time_limit_s, predict=rank_peaks
-        )
+        request = PlanRequest(memory_limit_bytes=2**27, time_limit_s=time_limit_s)
+        choose_plan(whole, parse_devices("2x4"), load_cluster("h100"), request, predict=rank_peaks)
     assert time.process_time() - start < 1.2 * time_limit_s + 12.0  # without a deadline it takes minutes
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])
 def test_without_time_a_plan_by_hand_that_fits_is_returned(graph: Callable[..., Graph], mesh: str):
     whole, cluster = graph("gpt2", layers=4), load_cluster("v100")
-    plan = choose_plan(whole, parse_devices(mesh), cluster, time_limit_s=0.0, predict=rank_peaks)
+    plan = choose_plan(whole, parse_devices(mesh), cluster, PlanRequest(time_limit_s=0.0), predict=rank_peaks)
     assert plan.found_by.startswith("hand plan ") and max(plan.peak_bytes) <= plan.memory_limit_bytes
     assert 0 < plan.lower_bound_s <= plan.step_s
     assert f"found by {plan.found_by}" in plan.explain()
@@ -71,14 +71,14 @@ def test_without_time_a_plan_by_hand_that_fits_is_returned(graph: Callable[..., 
 @pytest.mark.parametrize("mesh", ["8", "2x4", "pp=2,dp=4"])
 def test_after_the_deadline_lighter_plans_by_hand_are_tried(graph: Callable[..., Graph], mesh: str):
     whole, mesh, cluster = graph("gpt2", layers=4), parse_devices(mesh), load_cluster("v100")
-    plentiful = choose_plan(whole, mesh, cluster, memory_limit_bytes=float("inf"), time_limit_s=0.0)
+    plentiful = choose_plan(whole, mesh, cluster, PlanRequest(memory_limit_bytes=float("inf"), time_limit_s=0.0))
     limit, asked = 0.9 * max(plentiful.memory_bytes), []
 
     def first_is_too_large(plan: AnyPlan) -> tuple[int, ...]:
         asked.append(max(plan.memory_bytes))
         return tuple(round(1.1 * limit) if size > 0.97 * asked[0] else size for size in plan.memory_bytes)
 
-    plan = choose_plan(whole, mesh, cluster, memory_limit_bytes=limit, time_limit_s=0.0, predict=first_is_too_large)
+    plan = choose_plan(whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=0.0), predict=first_is_too_large)
     assert len(asked) > 1 and max(plan.peak_bytes) <= 0.97 * asked[0] and "ended by its time limit" in plan.found_by
 
 
@@ -87,7 +87,7 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
     whole, mesh, cluster = graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("h100")
 
     def planned(limit: float):
-        return choose_plan(whole, mesh, cluster, memory_limit_bytes=limit, time_limit_s=20.0, predict=rank_peaks)
+        return choose_plan(whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=20.0), predict=rank_peaks)
 
     with pytest.raises(InfeasibleError, match="microbatches") as refused:
         planned(2**28)
@@ -96,7 +96,8 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
 
 
 def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Graph]):
-    plan = choose_plan(graph("gpt2", layers=4), parse_devices("8"), load_cluster("h100"), time_limit_s=10.0, predict=rank_peaks)
+    request = PlanRequest(time_limit_s=10.0)
+    plan = choose_plan(graph("gpt2", layers=4), parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
     assert plan.lower_bound_s > 0 and plan.gap < 0.9
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
 
@@ -114,7 +115,7 @@ def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(graph: Ca
 
     monkeypatch.setattr(solver, "_solve", solve_and_end)
     asked = {"num_microbatches": 4, "schedule": "interleaved"}
-    plan = choose_plan(graph("gpt2", layers=4), parse_devices("pp=2,dp=2"), load_cluster("v100"), predict=rank_peaks, **asked)
+    plan = choose_plan(graph("gpt2", layers=4), parse_devices("pp=2,dp=2"), load_cluster("v100"), PlanRequest(**asked), predict=rank_peaks)
     assert len(solved) >= 2 and max(plan.peak_bytes) <= plan.memory_limit_bytes
 
 

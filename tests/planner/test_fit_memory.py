@@ -9,6 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import parse_mesh
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import Candidate, best_fitting, fitting
+from autopar.planner.request import PlanRequest
 from tests.planner.cases import CPU, traced
 
 LIMIT = 1000.0
@@ -88,10 +89,10 @@ def test_what_is_estimated_far_below_the_limit_may_be_above_it():
 @pytest.mark.parametrize(("name", "mesh"), [("vgg13", "dp=2,tp=2"), ("gpt2", "pp=2,dp=2")])
 def test_the_planner_keeps_to_the_peak(name: str, mesh: str):
     graph, mesh = traced(name), parse_mesh(mesh)
-    limit = 0.8 * max(choose_plan(graph, mesh, CPU, memory_limit_bytes=float("inf"), time_limit_s=2.0).memory_bytes)
+    limit = 0.8 * max(choose_plan(graph, mesh, CPU, PlanRequest(memory_limit_bytes=float("inf"), time_limit_s=2.0)).memory_bytes)
 
     def planned(factor: float):
-        return choose_plan(graph, mesh, CPU, memory_limit_bytes=limit, time_limit_s=2.0, predict=missed_by(factor))
+        return choose_plan(graph, mesh, CPU, PlanRequest(memory_limit_bytes=limit, time_limit_s=2.0), predict=missed_by(factor))
 
     believed, above = planned(1.0), planned(1.15)
     assert max(believed.peak_bytes) <= limit and max(above.peak_bytes) <= limit

@@ -14,6 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import annotate
 from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
@@ -76,6 +77,6 @@ def test_the_folded_optimum_is_that_of_all_layers(name, layers, mesh):
     every = unfolded(graph)
     table = price(graph, every, annotate(graph, mesh, every), mesh, V100).table
     whole = solve(table, deadline=Deadline.after(60.0))
-    plan = make_plan(graph, mesh, V100, memory_limit_bytes=math.inf)
+    plan = make_plan(graph, mesh, V100, PlanRequest(memory_limit_bytes=math.inf))
     assert whole.gap < 1e-6 and plan.gap < 1e-6
     assert plan.costs.step_s == pytest.approx(whole.cost_s, rel=1e-8)

@@ -10,6 +10,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models.catalogue import build_model
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.batch_size import _LITTLE, too_small
 from autopar.schedule.simulate import simulate
 
@@ -17,7 +18,7 @@ from autopar.schedule.simulate import simulate
 def planned(mesh: str, batch: int, cluster: str = "h100", model: str = "gpt-39b", **asked: object):
     example = build_model(model, layers=16, batch=batch)
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
-    return choose_plan(graph, parse_devices(mesh), load_cluster(cluster), time_limit_s=3.0, **asked)
+    return choose_plan(graph, parse_devices(mesh), load_cluster(cluster), PlanRequest(time_limit_s=3.0, **asked))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -32,9 +32,9 @@ class Net(nn.Module):
         return nn.functional.mse_loss(x, y)
 
 
-def planned(mesh="pp=2,dp=2", *, batch=16, **wishes):
+def planned(mesh="pp=2,dp=2", *, batch=16, **request):
     example = (torch.zeros(batch, 64), torch.zeros(batch, 64))
-    return autopar.plan(Net(), mesh, args=example, **({"num_microbatches": 4, "cluster": "cpu"} | wishes))
+    return autopar.plan(Net(), mesh, args=example, **({"num_microbatches": 4, "cluster": "cpu"} | request))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.trace_with_loss import traced
 from autopar.mesh import as_mesh
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.pipeline.trainer import Trainer, pipeline_mesh
@@ -155,12 +156,12 @@ def loss_of(case: Sample) -> torch.Tensor:
 
 
 def plan_of_sample(
-    case: Sample, mesh: str, num_microbatches: int | None = None, schedule: str | None = None, **wishes: Any
+    case: Sample, mesh: str, num_microbatches: int | None = None, schedule: str | None = None, **request: Any
 ) -> Plan | StagedPlan:
     """A plan on devices whose links cost nothing, so that it splits what it can."""
     graph = traced(skeleton(case.model), case.loss_fn, case.args, case.kwargs)
-    asked = {"num_microbatches": num_microbatches, "schedule": schedule, "time_limit_s": 2.0} | wishes
-    return choose_plan(graph, as_mesh(mesh), load_cluster("free-links"), **asked)
+    asked = {"num_microbatches": num_microbatches, "schedule": schedule, "time_limit_s": 2.0} | request
+    return choose_plan(graph, as_mesh(mesh), load_cluster("free-links"), PlanRequest(**asked))
 
 
 def with_any_layouts(plan: StagedPlan, seed: int) -> StagedPlan:

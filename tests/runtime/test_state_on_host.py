@@ -19,6 +19,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import as_mesh
 from autopar.peak_memory.predict import Peak, predict_peak, predict_peaks
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime import offload_optimizer as home
@@ -40,7 +41,7 @@ def plan_on(mesh: str) -> Plan | StagedPlan:
     graph = trace(skeleton(case.model), case.args, case.kwargs)
     cluster = replace(load_cluster("free-links"), host_bandwidth_bytes_per_s=1e12)
     num = 4 if "pp" in mesh else 1
-    return choose_plan(graph, as_mesh(mesh), cluster, memory_limit_bytes=LIMITS[mesh], num_microbatches=num, time_limit_s=10.0)
+    return choose_plan(graph, as_mesh(mesh), cluster, PlanRequest(memory_limit_bytes=LIMITS[mesh], num_microbatches=num, time_limit_s=10.0))
 
 
 def own_stages(plan: Plan | StagedPlan, rank: int) -> list[Plan]:

@@ -20,7 +20,7 @@ def bound_unfolded(setting: Setting) -> float:
     """
     if sum(size > 1 for size in setting.mesh.shape) > MOST_AXES:
         return math.inf
-    folded = fold_stored(setting.graph, setting.wishes)
+    folded = fold_stored(setting.graph, setting.request)
     priced = setting.problem(segmented(folded, setting.graph, copies_apart(folded))).priced
     try:
         table = condensed(unfold(setting.graph, folded, priced))

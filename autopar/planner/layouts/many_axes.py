@@ -14,7 +14,8 @@ from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import search_on_host
 from autopar.planner.layouts.refine_mesh import lift
 from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored, solve_mesh
-from autopar.planner.problem import Problem, Setting, Wishes
+from autopar.planner.problem import Problem, Setting
+from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
 
 # On four axes an op may have 2,000 strategies and a pair of ops 4 million; on three, 343 and 0.1 million.
@@ -23,22 +24,22 @@ _MOST_ROUNDS = 6
 
 
 def solve_any_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), budget: Budget
+    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, *, starts: Iterable[Assignment] = (), budget: Budget
 ) -> Solved:
     """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few axes help.
 
     What is proven there is only that no plan is faster than its share of the work (`floor_s`).
     """
     if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
-        return solve_mesh(graph, mesh, cluster, wishes, starts=starts, budget=budget)
+        return solve_mesh(graph, mesh, cluster, request, starts=starts, budget=budget)
     coarse = _merged(mesh)
-    unpinned = replace(wishes, pins={}, stored={})  # layouts are for this mesh
+    unpinned = replace(request, pins={}, stored={})  # layouts are for this mesh
     first = solve_any_mesh(graph, coarse, cluster, unpinned, budget=budget.part(0.5))
-    folded = fold_stored(graph, wishes)
+    folded = fold_stored(graph, request)
     classes = segmented(folded, graph, ends_apart(folded))
     best, cost_s = lift(first.assignment, coarse, mesh), math.inf
     for _ in range(_MOST_ROUNDS):
-        setting = Setting(graph, mesh, cluster, wishes, budget, near=best)
+        setting = Setting(graph, mesh, cluster, request, budget, near=best)
         problem = setting.problem(classes)
         start = problem.encode(best)
         found, found_s = _search(setting, problem, [] if start is None else [start])
@@ -47,7 +48,7 @@ def solve_any_mesh(
             best, cost_s = found, found_s
         if is_done:
             break
-    bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=wishes.training))
+    bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=request.training))
     return Solved(mesh, best, cost_s, bound_s, ANY, first.hand, "search")
 
 

@@ -124,7 +124,7 @@ def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
 def with_moves(setting: Setting, problem: Problem) -> Problem:
     """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave out what can go."""
     trained = frozenset(item.value.name for item in hostable(setting.graph))
-    away = replace(setting, wishes=replace(setting.wishes, state_on_host=trained)).repriced(problem)
+    away = replace(setting, request=replace(setting.request, state_on_host=trained)).repriced(problem)
     here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
     known: dict[tuple[int, int], np.ndarray] = {}  # what is one array there is one here
 
@@ -153,17 +153,17 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
 
     None if nothing can go there. InfeasibleError if nothing fits with all of it there.
     """
-    wishes = setting.wishes
-    if not (setting.cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes and hostable(setting.graph)):
+    request = setting.request
+    if not (setting.cluster.host_bandwidth_bytes_per_s and request.training.state_bytes and hostable(setting.graph)):
         return None
     both = with_moves(setting, problem)
-    price = s_per_byte(setting.cluster) * wishes.memory_limit_bytes
+    price = s_per_byte(setting.cluster) * request.memory_limit_bytes
     try:
         choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
     except InfeasibleError as error:
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
-    part, place = Part(setting.graph, both.decode(choice.strategies), wishes.training), (setting.mesh, setting.cluster)
-    found = fill([part], *place, wishes.memory_limit_bytes)
+    part, place = Part(setting.graph, both.decode(choice.strategies), request.training), (setting.mesh, setting.cluster)
+    found = fill([part], *place, request.memory_limit_bytes)
     # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a time.
     (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
     return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))

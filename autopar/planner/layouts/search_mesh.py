@@ -13,7 +13,8 @@ from autopar.planner.budget import Budget
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.planner.layouts.optimizer_offload import is_worth_moving, search_on_host
 from autopar.planner.layouts.two_groups import can_mix, mixture, two_groups
-from autopar.planner.problem import ENOUGH_GAP, Problem, Setting, Wishes
+from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
+from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.search.table import Choice, cost_of, memory_of
@@ -36,10 +37,10 @@ class Solved:
 
 
 def solve_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, wishes: Wishes, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
+    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
     budget: Budget,
 ) -> Solved:
-    """The best plan within the budget, never worse than a start or a hand plan that meets the wishes.
+    """The best plan within the budget, never worse than a start or a hand plan that meets the request.
 
     The search ends early when no plan can take less than `to_beat_s`.
 
@@ -47,13 +48,13 @@ def solve_mesh(
     copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
     PinError, InfeasibleError or MeshError if what is wished cannot be.
     """
-    setting = Setting(graph, mesh, cluster, wishes, budget, to_beat_s=to_beat_s)
-    folded = budget.run("fold", lambda: fold_stored(graph, wishes))
+    setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
+    folded = budget.run("fold", lambda: fold_stored(graph, request))
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
     hand = budget.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]
-    is_mixed = can_mix(folded) and wishes.memory_limit_bytes < float("inf")
+    is_mixed = can_mix(folded) and request.memory_limit_bytes < float("inf")
     starts, table = [*given, *by_hand.values()], problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     bound_of = ALIKE if folded.repeats else ANY
@@ -84,7 +85,7 @@ def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]
 
 def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
     """`best`, or better where the inner copies of a repeat may be of two kinds."""
-    (over_bytes, within_bytes), limit = (memory_of(alike.priced.table, end) for end in choice.around), setting.wishes.memory_limit_bytes
+    (over_bytes, within_bytes), limit = (memory_of(alike.priced.table, end) for end in choice.around), setting.request.memory_limit_bytes
     segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
     problem = setting.problem(segmented(folded, setting.graph, segments))
     above, within = (alike.decode(end) for end in choice.around)
@@ -99,6 +100,6 @@ def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice,
     )  # fmt: skip
 
 
-def fold_stored(graph: Graph, wishes: Wishes) -> Folded:
+def fold_stored(graph: Graph, request: PlanRequest) -> Folded:
     """The graph folded so that what is stored differently already stays apart."""
-    return fold(graph, {item.value.name: wishes.stored[item.fqn] for item in graph.inputs if item.fqn in wishes.stored})
+    return fold(graph, {item.value.name: request.stored[item.fqn] for item in graph.inputs if item.fqn in request.stored})

@@ -1,13 +1,11 @@
 """From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import Cluster
-from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.training import Training
 from autopar.costmodel.work_bound import floor_s
 from autopar.errors import InfeasibleError, PinError
 from autopar.ir.folding.fold import fold
@@ -20,8 +18,9 @@ from autopar.planner.layouts.many_axes import solve_any_mesh
 from autopar.planner.layouts.mesh_shapes import as_used, factorise
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
-from autopar.planner.problem import Setting, Wishes
+from autopar.planner.problem import Setting
 from autopar.planner.rarely_collected import rarely_collected
+from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
 
@@ -40,54 +39,48 @@ def make_plan(
     graph: Graph,
     mesh: Mesh | Devices,
     cluster: Cluster,
+    request: PlanRequest = ANYTHING,
     *,
-    pins: Mapping[str, str] | None = None,
-    stored: Mapping[str, str] | None = None,
-    memory_limit_bytes: float | None = None,
-    training: Training = WHOLE_BATCH,
     to_beat_s: float = math.inf,
     budget: Budget | None = None,
 ) -> Plan:
-    """The best plan within the budget, by default `TIME_LIMIT_S`; never worse than a hand plan that meets the pins and the memory limit.
+    """The best plan within the budget, by default the time limit; never worse than a hand plan that meets the pins and memory limit.
 
     `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the best of them.
-    `memory_limit_bytes`: per device, `usable_memory_bytes` of the cluster if it is None. `pins`: FQN -> layout; one holds for all repeats.
-    `stored`: the same for what has its layout already, each for itself. `to_beat_s`: an open mesh is not searched where no hand plan, were
-    there memory for it, takes less.
+    `to_beat_s`: an open mesh is not searched where no hand plan, were there memory for it, takes less.
     PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
-    limit = usable_memory_bytes(cluster) if memory_limit_bytes is None else memory_limit_bytes
-    wishes = Wishes(pins or {}, stored or {}, limit, training)
-    budget = budget or Budget.of()
+    request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
     if isinstance(mesh, Mesh):
-        found = {mesh: solve_any_mesh(graph, mesh, cluster, wishes, budget=budget)}
+        found = {mesh: solve_any_mesh(graph, mesh, cluster, request, budget=budget)}
     else:
         cluster = as_used(mesh, cluster)
-        found = _solve_all(graph, mesh, cluster, wishes, to_beat_s, budget)
+        found = _solve_all(graph, mesh, cluster, request, to_beat_s, budget)
     best = min(found.values(), key=lambda solved: solved.cost_s)
-    if limit == math.inf and not budget.is_spent:
-        of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, wishes, budget))
+    if request.memory_limit_bytes == math.inf and not budget.is_spent:
+        of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, request, budget))
         if of_all_s < math.inf:
             best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
     return plan_of(
         graph, best.assignment, best.mesh, cluster,
-        training=training, memory_limit_bytes=limit, lower_bound_s=best.lower_bound_s, bound_of=best.bound_of, found_by=best.found_by,
-        hand=best.hand, meshes={str(mesh): solved.cost_s for mesh, solved in found.items()}, timings=budget.timings,
+        training=request.training, memory_limit_bytes=request.memory_limit_bytes, lower_bound_s=best.lower_bound_s,
+        bound_of=best.bound_of, found_by=best.found_by, hand=best.hand, timings=budget.timings,
+        meshes={str(mesh): solved.cost_s for mesh, solved in found.items()},
     )  # fmt: skip
 
 
 def _solve_all(
-    graph: Graph, devices: Devices, cluster: Cluster, wishes: Wishes, to_beat_s: float, budget: Budget
+    graph: Graph, devices: Devices, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
 ) -> dict[Mesh, Solved]:
     """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if it is better.
 
     A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is known. It starts from
     the plans of those it refines. Without time the best hand plan is returned as it is. InfeasibleError of the last mesh if there is none.
     """
-    if wishes.pins:
+    if request.pins:
         raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
-    limit, training = wishes.memory_limit_bytes, wishes.training
+    limit, training = request.memory_limit_bytes, request.training
     has_other = to_beat_s < math.inf  # a plan, which is returned where none is found here
     deadline = budget.deadline if has_other else NEVER
     by_hand = budget.run(
@@ -109,7 +102,7 @@ def _solve_all(
         to_beat_s = min((solved.cost_s for solved in found.values()), default=to_beat_s)
         part = budget.part(1.0 if mesh == meshes[-1] else _SHARE, where=f"mesh {mesh}: ")
         try:
-            found[mesh] = solve_mesh(graph, mesh, cluster, wishes, starts=starts, to_beat_s=to_beat_s, budget=part)
+            found[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
         except InfeasibleError as error:
             failure = error
     best_s = min((solved.cost_s for solved in found.values()), default=math.inf)
@@ -119,7 +112,7 @@ def _solve_all(
             return found | {expert.mesh: _as_written(by_hand, graph, cluster, training)}
         # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something of its mesh
         part = budget.part(1.0, where=f"mesh {expert.mesh}: ")
-        found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, wishes, starts=[by_hand.assignment], budget=part)
+        found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, request, starts=[by_hand.assignment], budget=part)
     if not found:
         raise failure
     return found

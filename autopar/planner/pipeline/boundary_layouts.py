@@ -21,7 +21,8 @@ from autopar.planner.budget import Budget
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts
 from autopar.planner.pipeline.equal_stages import shape_of
 from autopar.planner.pipeline.sweep import Staged
-from autopar.planner.problem import Problem, Setting, Wishes
+from autopar.planner.problem import Problem, Setting
+from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import even_layouts
 from autopar.sbp.placement import Layout
 from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
@@ -34,7 +35,7 @@ Crossing = Mapping[str, Layout]
 
 
 def choose_crossing(
-    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget
+    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> dict[str, Layout]:
     """Each value that crosses a cut -> its layout there, one for all that are alike by hand.
 
@@ -45,7 +46,7 @@ def choose_crossing(
     best = crossing_layouts(cut)
     if not best or budget.is_spent:
         return best
-    pipeline = _Pipeline(cut, found, mesh, cluster, wishes, budget)
+    pipeline = _Pipeline(cut, found, mesh, cluster, request, budget)
     best_s = pipeline.step_s(best)
     if pipeline.least_s() > (1 - _WORTH) * best_s:
         return best
@@ -93,14 +94,14 @@ class _Ends:
 class _Pipeline:
     """What a step takes for any choice; each meeting of a kind of stage with layouts at its ends is searched once."""
 
-    def __init__(self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, budget: Budget) -> None:
+    def __init__(self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget) -> None:
         self.cut, self.schedule, self.mesh, self.cluster = cut, found.schedule, mesh, cluster
-        self.training = replace(wishes.training, num_microbatches=found.schedule.num_microbatches)
-        self.wishes = replace(wishes, training=self.training, memory_limit_bytes=math.inf, crossing={})
+        self.training = replace(request.training, num_microbatches=found.schedule.num_microbatches)
+        self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
         self.budget = budget
         self.values = _values(cut)
         self.order, self.link = ordered(found.schedule), transfer(cluster, found.schedule.num_ranks, mesh.num_devices)
-        self.kinds = [shape_of(stage.graph, self._wishes(number)) for number, stage in enumerate(cut.stages)]
+        self.kinds = [shape_of(stage.graph, self._request(number)) for number, stage in enumerate(cut.stages)]
         self.ends: dict[Any, _Ends] = {}
         self.known: dict[Any, float] = {}
 
@@ -150,15 +151,15 @@ class _Pipeline:
             self.ends[self.kinds[number]] = self._priced(number)
         return self.ends[self.kinds[number]]
 
-    def _wishes(self, number: int) -> Wishes:
+    def _request(self, number: int) -> PlanRequest:
         fqns = {item.fqn for item in self.cut.stages[number].graph.inputs}
-        asked = {kind: {fqn: at for fqn, at in getattr(self.wishes, kind).items() if fqn in fqns} for kind in ("pins", "stored")}
-        return replace(self.wishes, **asked)
+        asked = {kind: {fqn: at for fqn, at in getattr(self.request, kind).items() if fqn in fqns} for kind in ("pins", "stored")}
+        return replace(self.request, **asked)
 
     def _priced(self, number: int) -> _Ends:
         stage = self.cut.stages[number]
         names = (*stage.receives, *stage.sends)
-        setting = Setting(stage.graph, self.mesh, self.cluster, self._wishes(number), self.budget)
+        setting = Setting(stage.graph, self.mesh, self.cluster, self._request(number), self.budget)
         folded = within(self.cut.folded, stage.graph, names)
         problem = setting.problem(segmented(folded, stage.graph, ends_apart(folded)))
         node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}

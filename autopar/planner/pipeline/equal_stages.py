@@ -6,22 +6,22 @@ from typing import Any
 
 from autopar.ir.folding.match_blocks import wire
 from autopar.ir.graph import Graph, Value, nameless
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
 
 
-def shape_of(graph: Graph, wishes: Wishes) -> Any:
-    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same wishes but for names."""
+def shape_of(graph: Graph, request: PlanRequest) -> Any:
+    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same request but for names."""
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     wired = wire(graph).sources
     wished = [
-        (wishes.pins.get(x.fqn), wishes.stored.get(x.fqn), wishes.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
+        (request.pins.get(x.fqn), request.stored.get(x.fqn), request.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
         for x in graph.inputs
     ]
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    each = (wishes.recomputed, wishes.offloaded)
+    each = (request.recomputed, request.offloaded)
     regions = tuple(tuple(tuple(position[name] for name in region) for region in found) for found in each)
-    sent = tuple(wishes.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
+    sent = tuple(request.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
     return ops, wired, tuple(wished), regions, sent, made
@@ -33,7 +33,7 @@ def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
     return inputs.get(value.name, (value.shape, value.dtype))
 
 
-def renamed(assignment: Assignment, like: Graph, graph: Graph, wishes: Wishes) -> Assignment:
+def renamed(assignment: Assignment, like: Graph, graph: Graph, request: PlanRequest) -> Assignment:
     """The assignment of graph `like` for `graph`, which is the same but for names."""
     names = dict(zip(_names(like), _names(graph)))
     return Assignment(
@@ -42,8 +42,8 @@ def renamed(assignment: Assignment, like: Graph, graph: Graph, wishes: Wishes) -
         kept={names[name]: layout for name, layout in assignment.kept.items()},
         outputs={names[name]: layout for name, layout in assignment.outputs.items()},
         regathered=frozenset(names[name] for name in assignment.regathered),
-        recomputed=wishes.recomputed,
-        offloaded=wishes.offloaded,
+        recomputed=request.recomputed,
+        offloaded=request.offloaded,
     )
 
 

@@ -11,7 +11,7 @@ from autopar.explain.text import format_bytes
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.sweep import LIGHTEST, Model, Staged, in_flight, lightest, waiting
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 
 # Kinds of memory that neither fewer samples nor shorter sequences make less.
@@ -21,14 +21,14 @@ _NAMED = 0.05
 
 
 def refusal(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, num_microbatches: int | None, schedule: str | None,
-    deadline: Deadline,
-) -> InfeasibleError:  # fmt: skip
-    """The error that says what the lightest point of the sweep would take. num_microbatches, schedule: as asked."""
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
+) -> InfeasibleError:
+    """The error that says what the lightest point of the sweep would take."""
+    num_microbatches, schedule = request.num_microbatches, request.schedule
     counts = () if num_microbatches is None else (num_microbatches,)
     schedules = LIGHTEST if schedule is None else (schedule,)
     point = lightest(
-        model, meshes, cluster, training=wishes.training, num_microbatches=counts, schedules=schedules, deadline=deadline
+        model, meshes, cluster, training=request.training, num_microbatches=counts, schedules=schedules, deadline=deadline
     )
     if point is None:
         size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
@@ -37,35 +37,35 @@ def refusal(
             f"{num_microbatches or 'any number of'} microbatches of schedule {schedule or 'any'}; each stage "
             "needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more microbatches"
         )
-    limit, num_bytes = wishes.memory_limit_bytes, max(point.rank_bytes)
+    limit, num_bytes = request.memory_limit_bytes, max(point.rank_bytes)
     rank = point.rank_bytes.index(num_bytes)
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those people write the one "
         f"that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB)"
-        f"{_with_state_on_host(model, meshes, cluster, wishes, counts, deadline)}; {_what_binds(model, point, rank, cluster, wishes)}"
+        f"{_with_state_on_host(model, meshes, cluster, request, counts, deadline)}; {_what_binds(model, point, rank, cluster, request)}"
     )
 
 
 def _with_state_on_host(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, wishes: Wishes, counts: Sequence[int], deadline: Deadline
+    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, counts: Sequence[int], deadline: Deadline
 ) -> str:
     """What would do if no optimizer state were on the device; nothing where it has to be."""
-    if not (cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes):
+    if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
-    training = replace(wishes.training, optimizer="none")
+    training = replace(request.training, optimizer="none")
     num_bytes = max(lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline).rank_bytes)
     return f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
 
 
-def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, wishes: Wishes) -> str:
+def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> str:
     """What a device of the fullest rank holds, and what would help."""
-    memory = _memory_bytes(model, point, rank, cluster, wishes)
+    memory = _memory_bytes(model, point, rank, cluster, request)
     total = sum(memory.values())
     named = [(kind, size) for kind, size in memory.most_common() if size >= _NAMED * total]
     counts = " + ".join(str(in_flight(point.schedule)[stage]) for stage in point.schedule.stages_of(rank))
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
-    if sum(memory[kind] for kind in _STORED) > wishes.memory_limit_bytes:
+    if sum(memory[kind] for kind in _STORED) > request.memory_limit_bytes:
         remedy = "what is stored alone is more than the limit, whatever the batch: raise the memory limit, or use more devices"
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"
@@ -73,10 +73,10 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, wishes
     return f"the limit of rank {rank} of the pipeline (stage {stages}) binds, which holds {kinds}; {remedy}"
 
 
-def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, wishes: Wishes) -> Counter[str]:
+def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> Counter[str]:
     """Kind -> bytes on a device of the rank, of the plan as it is written."""
     cut, memory = cut_as(model, point), Counter()
-    crossing, training = crossing_layouts(cut), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+    crossing, training = crossing_layouts(cut), replace(request.training, num_microbatches=point.schedule.num_microbatches)
     for number in point.schedule.stages_of(rank):
         graph = cut.stages[number].graph
         own = {op.name for op in graph.ops}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
@@ -19,7 +19,7 @@ from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.infeasible import refusal
 from autopar.planner.pipeline.search_stages import Solver, solve_stages
 from autopar.planner.pipeline.sweep import SCHEDULES, Model, Staged, grids, model_of, sweep
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import PIPELINE, StagedPlan, sub_mesh
@@ -44,37 +44,25 @@ _MOST_NODES = 2
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of microbatches and stages; None and () leave it to the search."""
-
-    num_microbatches: int | None = None
-    schedule: str | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.num_microbatches is None and self.schedule is None
-
-
-def model_in_stages(graph: Graph, asked: Asked) -> Model:
+def model_in_stages(graph: Graph, request: PlanRequest) -> Model:
     """What is swept. MicrobatchError if the batch cannot be cut as asked."""
     training_graph = loss_only(graph)
-    if asked.num_microbatches is not None:
-        microbatched(training_graph, asked.num_microbatches)  # says what is wrong with it
+    if request.num_microbatches is not None:
+        microbatched(training_graph, request.num_microbatches)  # says what is wrong with it
     return model_of(training_graph, fold(training_graph))
 
 
 def sweep_stages(
-    model: Model, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, budget: Budget
+    model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Staged]:  # fmt: skip
     """The points by hand that fit, fastest first. MeshError for a pipeline axis that is not the first."""
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-    schedules = SCHEDULES if asked.schedule is None else (asked.schedule,)
-    counts = () if asked.num_microbatches is None else (asked.num_microbatches,)
+    schedules = SCHEDULES if request.schedule is None else (request.schedule,)
+    counts = () if request.num_microbatches is None else (request.num_microbatches,)
     return budget.run(
         "stages by hand",
         lambda: sweep(
-            model, meshes, cluster, training=wishes.training, limit_bytes=wishes.memory_limit_bytes, num_microbatches=counts,
+            model, meshes, cluster, training=request.training, limit_bytes=request.memory_limit_bytes, num_microbatches=counts,
             schedules=schedules, deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         ),
     )  # fmt: skip
@@ -94,7 +82,7 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 
 def plan_in_stages(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, wishes: Wishes, asked: Asked, *, budget: Budget, cutoff_s: float = math.inf,
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, *, budget: Budget, cutoff_s: float = math.inf,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:  # fmt: skip
     """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
@@ -103,17 +91,17 @@ def plan_in_stages(
     Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
     none fits. predict: as in `choose_plan`.
     """
-    best, recorded, limit_bytes = None, Recorded(predict), wishes.memory_limit_bytes
-    model = model_in_stages(graph, asked)
+    best, recorded, limit_bytes = None, Recorded(predict), request.memory_limit_bytes
+    model = model_in_stages(graph, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break
         factor = min(_LOWERED, recorded.least_ratio) if budget.is_spent else _LOWERED
-        within = replace(wishes, memory_limit_bytes=limit_bytes * factor**number)
-        by_hand = sweep_stages(model, mesh, cluster, within, asked, budget)
+        within = replace(request, memory_limit_bytes=limit_bytes * factor**number)
+        by_hand = sweep_stages(model, mesh, cluster, within, budget)
         found = by_hand
         for lighter in _lighter(within, cluster):
-            found = found or sweep_stages(model, mesh, cluster, lighter, asked, budget)
+            found = found or sweep_stages(model, mesh, cluster, lighter, budget)
         points = _worth_searching(found, cutoff_s)
         if by_hand and not points:
             return None
@@ -128,24 +116,24 @@ def plan_in_stages(
         raise above_estimate(recorded, limit_bytes, f"so would those with less{ended}; raise it, or use more devices")
     if best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
-        raise refusal(model, meshes, cluster, wishes, asked.num_microbatches, asked.schedule, budget.deadline)
-    bound_s = min(floor_s(model.graph, best.mesh, cluster, training=wishes.training), best.step_s)
+        raise refusal(model, meshes, cluster, request, budget.deadline)
+    bound_s = min(floor_s(model.graph, best.mesh, cluster, training=request.training), best.step_s)
     best = replace(best, hand=_shown(by_hand), lower_bound_s=bound_s, timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
 
 
-def _lighter(wishes: Wishes, cluster: Cluster) -> Iterator[Wishes]:
+def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
     """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of each stage finds
     how much of it has to go to the host; and what nearly fits it may make fit."""
-    if cluster.host_bandwidth_bytes_per_s and wishes.training.state_bytes:
+    if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         for factor in (1.0, _NEARLY):
-            training = replace(wishes.training, optimizer="none")
-            yield replace(wishes, training=training, memory_limit_bytes=factor * wishes.memory_limit_bytes)
+            training = replace(request.training, optimizer="none")
+            yield replace(request, training=training, memory_limit_bytes=factor * request.memory_limit_bytes)
 
 
 def _candidates(
-    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, wishes: Wishes, budget: Budget
+    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Candidate]:
     """The plans of the points, as many as there is time for. Each gets half of the time that is left: some is kept for plans that turn out
     not to fit. Those are made anew as long as there is time."""
@@ -155,13 +143,13 @@ def _candidates(
             break
         part = budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
         cut = cut_as(model, point)
-        chosen = choose_crossing(cut, point, point.mesh, cluster, wishes, part)
+        chosen = choose_crossing(cut, point, point.mesh, cluster, request, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
         solvers, keeping = (
-            [Solver(cut, point, point.mesh, cluster, wishes, crossing, part, may_move_state=moves) for crossing in crossings]
+            [Solver(cut, point, point.mesh, cluster, request, crossing, part, may_move_state=moves) for crossing in crossings]
             for moves in (True, False)
         )
-        plan = _searched(solvers, keeping, graph, part, [wishes.memory_limit_bytes] * point.schedule.num_ranks)
+        plan = _searched(solvers, keeping, graph, part, [request.memory_limit_bytes] * point.schedule.num_ranks)
         again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
     return found
@@ -200,13 +188,13 @@ def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_byt
     for solver in solvers:
         if found and budget.is_spent:
             break
-        point, wishes = solver.found, solver.wishes
-        mesh, training = _whole_mesh(point), replace(wishes.training, num_microbatches=point.schedule.num_microbatches)
+        point, request = solver.found, solver.request
+        mesh, training = _whole_mesh(point), replace(request.training, num_microbatches=point.schedule.num_microbatches)
         try:
             stages = _stages(solver, allowed_bytes, budget)
         except InfeasibleError:
             continue
-        limit, starts = wishes.memory_limit_bytes, solver.cut.starts
+        limit, starts = request.memory_limit_bytes, solver.cut.starts
         found_by = "search" if solver.is_searched else f"hand plan {point.name}"
         found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by))
     return found

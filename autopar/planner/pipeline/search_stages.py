@@ -21,7 +21,8 @@ from autopar.planner.layouts.optimizer_offload import Part, fill, is_worth_movin
 from autopar.planner.pipeline.cut_stages import Cut, restricted
 from autopar.planner.pipeline.equal_stages import renamed, shape_of
 from autopar.planner.pipeline.sweep import Staged, in_flight, waiting
-from autopar.planner.problem import Problem, Setting, Wishes
+from autopar.planner.problem import Problem, Setting
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout
@@ -37,7 +38,7 @@ class Wanted:
     """A stage, and what is asked of its plan. most_saved: how many of its blocks the plan by hand recomputes."""
 
     graph: Graph
-    wishes: Wishes
+    request: PlanRequest
     most_saved: int
 
 
@@ -61,11 +62,12 @@ class Solver:
     """
 
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, wishes: Wishes, crossing: Mapping[str, Layout], budget: Budget, *,
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, crossing: Mapping[str, Layout],
+        budget: Budget, *,
         may_move_state: bool = True,
     ) -> None:  # fmt: skip
-        self.cut, self.found, self.mesh, self.cluster, self.wishes, self.budget = cut, found, mesh, cluster, wishes, budget
-        self.crossing, self.limit_bytes = crossing, wishes.memory_limit_bytes
+        self.cut, self.found, self.mesh, self.cluster, self.request, self.budget = cut, found, mesh, cluster, request, budget
+        self.crossing, self.limit_bytes = crossing, request.memory_limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
         self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
@@ -122,26 +124,26 @@ class Solver:
     def _training(self, number: int) -> Training:
         schedule = self.found.schedule
         counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
-        return replace(self.wishes.training, num_microbatches=schedule.num_microbatches, **counts)
+        return replace(self.request.training, num_microbatches=schedule.num_microbatches, **counts)
 
     def _wanted(self, number: int) -> Wanted:
         stage = self.cut.stages[number]
         fqns = {item.fqn for item in stage.graph.inputs}
-        stored = {fqn: layout for fqn, layout in (self.tied | dict(self.wishes.stored)).items() if fqn in fqns}
-        pins = {fqn: layout for fqn, layout in self.wishes.pins.items() if fqn in fqns}
+        stored = {fqn: layout for fqn, layout in (self.tied | dict(self.request.stored)).items() if fqn in fqns}
+        pins = {fqn: layout for fqn, layout in self.request.pins.items() if fqn in fqns}
         crossing = {name: self.crossing[name] for name in (*stage.receives, *stage.sends)}
-        wishes = replace(self.wishes, pins=pins, stored=stored, training=self._training(number), crossing=crossing)
-        return Wanted(stage.graph, wishes, self.found.partition.num_recomputed[number])
+        request = replace(self.request, pins=pins, stored=stored, training=self._training(number), crossing=crossing)
+        return Wanted(stage.graph, request, self.found.partition.num_recomputed[number])
 
     def _best(self, stages: Stages) -> "_Found":
         """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by hand recomputes."""
         best: _Found | None = None
         failure: InfeasibleError | None = None
-        pressure = _pressure((one.wishes.training for one in stages), self.limit_bytes)
+        pressure = _pressure((one.request.training for one in stages), self.limit_bytes)
         for asked in self._ways(stages):
             if self.is_late or (self.budget.is_spent and (best or failure)):
                 break
-            is_last_resort = all(len(one.wishes.recomputed) == one.most_saved for one in asked)
+            is_last_resort = all(len(one.request.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
             is_hopeless = not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure
             if is_hopeless and not self.can_move_state:
@@ -171,7 +173,7 @@ class Solver:
     @property
     def is_late(self) -> bool:
         """Whether the plan by hand is to do, since the budget is spent: unless parameters are stored in layouts that it may not have."""
-        return self.budget.is_spent and not (self.wishes.pins or self.wishes.stored or self.tied)
+        return self.budget.is_spent and not (self.request.pins or self.request.stored or self.tied)
 
     def _as_written(self, stages: Stages) -> "_Found | None":
         """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,
@@ -180,10 +182,10 @@ class Solver:
         for one in stages:
             own = restricted(self.cut.by_hand, one.graph, self.crossing)
             stored = {item.fqn: format_layout(own.layouts[item.value.name]) for item in one.graph.inputs}
-            if any(stored[fqn] != layout for fqn, layout in (*one.wishes.pins.items(), *one.wishes.stored.items())):
+            if any(stored[fqn] != layout for fqn, layout in (*one.request.pins.items(), *one.request.stored.items())):
                 return None
             regions = self._regions(one.graph)[: one.most_saved]
-            asked.append(replace(one, wishes=replace(one.wishes, recomputed=regions)))
+            asked.append(replace(one, request=replace(one.request, recomputed=regions)))
             parts.append((one.graph, replace(own, recomputed=regions)))
         written = self._priced(_Found(tuple(parts), math.inf, is_searched=False), asked)
         if self._fits(written):
@@ -202,7 +204,7 @@ class Solver:
             for nums in counts:
                 if kind == "recomputed" or any(nums):
                     saved = [{kind: found[:num]} for found, num in zip(regions, nums)]
-                    yield tuple(replace(one, wishes=replace(one.wishes, **each)) for one, each in zip(stages, saved))
+                    yield tuple(replace(one, request=replace(one.request, **each)) for one, each in zip(stages, saved))
 
     def _regions(self, graph: Graph) -> tuple[tuple[str, ...], ...]:
         own = {op.name for op in graph.ops}
@@ -212,7 +214,7 @@ class Solver:
         """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank alike under more
         pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts."""
         if self._fits(free):
-            return replace(free, is_free=not any(one.wishes.recomputed or one.wishes.offloaded for one in stages))
+            return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
         known = self.known.setdefault(_key(stages), [])
         alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
         fitting = [one for one in (self._priced(other.of_others(stages), stages) for other in alike) if self._fits(one)]
@@ -224,7 +226,7 @@ class Solver:
     @property
     def can_move_state(self) -> bool:
         """Whether the optimizer has state that may be moved, and there is a way to the host."""
-        return bool(self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.wishes.training.state_bytes)
+        return bool(self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes)
 
     def _with_state_on_host(self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None") -> "_Found | None":
         """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are none, or if `other`,
@@ -249,7 +251,7 @@ class Solver:
         best: _Found | None = None
         for one in (other if other.costs else other.of_others(stages) for other in found):
             known = zip(one.parts, stages, one.costs or [None] * len(stages))
-            parts = [Part(graph, own, wanted.wishes.training, costs) for (graph, own), wanted, costs in known]
+            parts = [Part(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
             made = fill(parts, self.mesh, self.cluster, self.limit_bytes) or ()
             cost_s = sum(part.costs.step_s for part in made)
             if made and (best is None or cost_s < best.cost_s):
@@ -269,7 +271,7 @@ class Solver:
 
     def _priced(self, found: "_Found", stages: Stages) -> "_Found":
         pairs = zip(found.parts, stages)
-        costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.wishes.training) for (graph, own), one in pairs)
+        costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.request.training) for (graph, own), one in pairs)
         return replace(found, costs=tuple(costs))
 
     def _fits(self, found: "_Found") -> bool:
@@ -277,7 +279,7 @@ class Solver:
 
     def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
         """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not those of a step."""
-        settings = [Setting(x.graph, self.mesh, self.cluster, x.wishes, self.budget) for x in stages]
+        settings = [Setting(x.graph, self.mesh, self.cluster, x.request, self.budget) for x in stages]
         problems = [self._problem(setting) for setting in settings]
         if is_on_host:
             problems = [with_moves(*each) for each in zip(settings, problems)]
@@ -294,13 +296,13 @@ class Solver:
         return _Found(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, self.cluster))
 
     def _problem(self, setting: Setting) -> Problem:
-        folded = within(self.cut.folded, setting.graph, setting.wishes.crossing)
-        saved = len(setting.wishes.recomputed or setting.wishes.offloaded)
+        folded = within(self.cut.folded, setting.graph, setting.request.crossing)
+        saved = len(setting.request.recomputed or setting.request.offloaded)
         return setting.problem(segmented(folded, setting.graph, segments(folded, saved)))
 
 
 def _key(stages: Stages) -> Any:
-    return tuple(shape_of(one.graph, one.wishes) for one in stages)
+    return tuple(shape_of(one.graph, one.request) for one in stages)
 
 
 def _pressure(trainings: Iterator[Training], limit_bytes: float) -> float:
@@ -334,7 +336,7 @@ class _Found:
     def of_others(self, stages: Stages) -> "_Found":
         """The same for stages alike."""
         pairs = zip(self.parts, stages)
-        return replace(self, parts=tuple((one.graph, renamed(own, like, one.graph, one.wishes)) for (like, own), one in pairs), costs=())
+        return replace(self, parts=tuple((one.graph, renamed(own, like, one.graph, one.request)) for (like, own), one in pairs), costs=())
 
 
 def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:

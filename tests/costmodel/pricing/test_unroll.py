@@ -12,6 +12,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.folding.segments import segmented
 from autopar.mesh import parse_mesh
 from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import annotate
 from autopar.search.min_plus.repeat_power import Chains, condensed
 from autopar.search.solve import solve
@@ -63,7 +64,7 @@ def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
 )  # fmt: skip
 def test_condensed_they_prove_the_plan_of_the_fold(name, layers, mesh):
     bound_s = solve(condensed(_chains(name, layers, mesh))).lower_bound_s
-    plan = make_plan(traced(name, layers), parse_mesh(mesh), V100, memory_limit_bytes=math.inf)
+    plan = make_plan(traced(name, layers), parse_mesh(mesh), V100, PlanRequest(memory_limit_bytes=math.inf))
     assert plan.lower_bound_s <= bound_s * (1 + 1e-12) <= plan.costs.step_s * (1 + 1e-9)
     assert plan.gap < 1e-6
 

@@ -6,6 +6,7 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.work_bound import floor_s
 from autopar.mesh import parse_mesh
 from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.equal_runs import as_planned
 from autopar.plans.validate import check_assignment
 from autopar.sbp.candidates import annotate
@@ -31,7 +32,7 @@ def test_a_plan_on_four_axes_is_valid(plan):
 
 
 def test_pins_hold_on_four_axes():
-    pinned = make_plan(traced("mlp"), FOUR, CPU, pins={"head.weight": "S(1)BS(0)B"})
+    pinned = make_plan(traced("mlp"), FOUR, CPU, PlanRequest(pins={"head.weight": "S(1)BS(0)B"}))
     name = next(item.value.name for item in traced("mlp").inputs if item.fqn == "head.weight")
     assert "".join(map(str, pinned.assignment.layouts[name])) == "S(1)BS(0)B"
 

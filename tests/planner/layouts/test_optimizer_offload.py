@@ -18,7 +18,8 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import Part, fill, s_per_byte, search_on_host
 from autopar.planner.layouts.search_meshes import make_plan
-from autopar.planner.problem import Problem, Setting, Wishes
+from autopar.planner.problem import Problem, Setting
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from tests.costmodel.build import layer_stack, unfolded
 from tests.planner.cases import CPU, MESH, by_hand, hand_made, traced
@@ -74,8 +75,8 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
     cluster = replace(CPU, host_bandwidth_bytes_per_s=host_bandwidth)
 
     def setting(limit: float, names: frozenset[str] = frozenset()) -> Setting:
-        wishes = Wishes({}, {}, limit, TRAINING, state_on_host=names)
-        return Setting(graph, mesh, cluster, wishes, Budget.of(60.0))
+        request = PlanRequest({}, {}, limit, TRAINING, state_on_host=names)
+        return Setting(graph, mesh, cluster, request, Budget.of(60.0))
 
     problem = setting(math.inf).problem(unfolded(graph))
     fastest = setting(math.inf).search(problem, [])
@@ -107,32 +108,32 @@ def _best(setting: Setting, problem: Problem) -> float:
 @pytest.mark.parametrize("host_bandwidth", [0.0, 1e5, 1e12])
 def test_a_plan_has_state_on_the_host_where_nothing_else_fits_or_costs_less(host_bandwidth: float) -> None:
     graph, cluster = traced("mlp"), replace(load_cluster("free-links"), host_bandwidth_bytes_per_s=host_bandwidth)
-    free = make_plan(graph, MESH, cluster, memory_limit_bytes=math.inf)
+    free = make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=math.inf))
     least = _least(graph, replace(cluster, host_bandwidth_bytes_per_s=0.0))
     assert not free.assignment.state_on_host
     if not host_bandwidth:
         with pytest.raises(InfeasibleError, match="the least that would do"):
-            make_plan(graph, MESH, cluster, memory_limit_bytes=0.99 * least)
+            make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.99 * least))
         return
-    tight = make_plan(graph, MESH, cluster, memory_limit_bytes=0.99 * least)
+    tight = make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.99 * least))
     assert tight.assignment.state_on_host and tight.costs.total_memory_bytes <= 0.99 * least
     assert tight.costs.waiting_s["update"] == pytest.approx(2 * tight.costs.state_on_host_bytes / host_bandwidth)
     assert 0 < tight.lower_bound_s <= tight.step_s
     with pytest.raises(InfeasibleError, match="with all of the optimizer's state on the host"):
-        make_plan(graph, MESH, cluster, memory_limit_bytes=0.3 * least)
+        make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.3 * least))
 
 
 def test_on_four_axes_too() -> None:
     graph, mesh, cluster = traced("mlp"), Mesh((2, 2, 2, 2), ("a", "b", "c", "d")), load_cluster("free-links")
     with pytest.raises(InfeasibleError):
-        make_plan(graph, mesh, replace(cluster, host_bandwidth_bytes_per_s=0.0), memory_limit_bytes=27_000)
-    plan = make_plan(graph, mesh, cluster, memory_limit_bytes=27_000)
+        make_plan(graph, mesh, replace(cluster, host_bandwidth_bytes_per_s=0.0), PlanRequest(memory_limit_bytes=27_000))
+    plan = make_plan(graph, mesh, cluster, PlanRequest(memory_limit_bytes=27_000))
     assert plan.assignment.state_on_host and plan.costs.total_memory_bytes <= 27_000
 
 
 def _least(graph: Graph, cluster: Cluster) -> float:
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(graph, MESH, cluster, memory_limit_bytes=1.0)
+        make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=1.0))
     return float(str(caught.value).split("would do is ")[1].split(" bytes")[0])
 
 

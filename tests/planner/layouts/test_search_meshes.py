@@ -12,6 +12,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.handwritten.tune import tuned
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.validate import check_assignment
 from autopar.sbp.placement import format_layout
@@ -34,23 +35,23 @@ def test_planning_twice_gives_the_same_text():
 
 
 def test_pins_hold():
-    plan = make_plan(traced("mlp"), MESH, CPU, pins={"head.weight": "S(1)S(0)"})
+    plan = make_plan(traced("mlp"), MESH, CPU, PlanRequest(pins={"head.weight": "S(1)S(0)"}))
     name = next(item.value.name for item in traced("mlp").inputs if item.fqn == "head.weight")
     assert format_layout(plan.assignment.layouts[name]) == "S(1)S(0)"
 
 
 def test_a_pin_that_cannot_be_is_refused():
     with pytest.raises(PinError, match=r"tail\.weight"):
-        make_plan(traced("mlp"), MESH, CPU, pins={"tail.weight": "BB"})
+        make_plan(traced("mlp"), MESH, CPU, PlanRequest(pins={"tail.weight": "BB"}))
 
 
 def test_a_memory_limit_holds_or_is_refused():
     free = make_plan(traced("vgg13"), MESH, CPU)
     limit = 0.8 * free.costs.total_memory_bytes
-    tight = make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=limit)
+    tight = make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=limit))
     assert tight.costs.total_memory_bytes <= limit and tight.costs.step_s >= free.costs.step_s
     with pytest.raises(InfeasibleError, match=r"the least that would do is \d+ bytes.*smaller batch.*--memory-limit"):
-        make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=1000.0)
+        make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=1000.0))
 
 
 def test_plans_fit_the_cluster_by_default():
@@ -97,7 +98,7 @@ def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_li
 
 
 def test_it_is_said_what_the_bound_is_about():
-    limited, free = make_plan(traced("gpt2"), MESH, CPU), make_plan(traced("gpt2"), MESH, CPU, memory_limit_bytes=float("inf"))
+    limited, free = make_plan(traced("gpt2"), MESH, CPU), make_plan(traced("gpt2"), MESH, CPU, PlanRequest(memory_limit_bytes=float("inf")))
     assert "no plan whose inner layers are alike takes less than" in limited.explain()
     assert "no plan takes less than" in free.explain()
     assert Plan.loads(limited.dumps(), traced("gpt2"), MESH).bound_of == limited.bound_of
@@ -105,13 +106,13 @@ def test_it_is_said_what_the_bound_is_about():
 
 def test_an_open_mesh_has_no_axes_to_pin_to():
     with pytest.raises(PinError, match="left open; write a mesh"):
-        make_plan(traced("mlp"), Devices(4), CPU, pins={"head.weight": "S(0)"})
+        make_plan(traced("mlp"), Devices(4), CPU, PlanRequest(pins={"head.weight": "S(0)"}))
 
 
 def test_of_pins_that_leave_no_plan_those_that_bind_are_named():
     # classifier.3 has 2 MiB, four times with gradient and state
     pins = {"features.0.weight": "BB", "classifier.3.weight": "BB", "features.17.weight": "BB"}
     with pytest.raises(InfeasibleError, match=r"; the pins of classifier\.3\.weight together leave no plan within it"):
-        make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=4.5e6, pins=pins)
-    fitting = make_plan(traced("vgg13"), MESH, CPU, memory_limit_bytes=4.5e6, pins={"features.0.weight": "BB"})
+        make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins=pins))
+    fitting = make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins={"features.0.weight": "BB"}))
     assert fitting.costs.total_memory_bytes <= 4.5e6

@@ -19,6 +19,7 @@ from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.layouts.two_groups import mixture, two_groups
+from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import annotate
 from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
@@ -63,7 +64,7 @@ def limited(table: CostTable, share: float) -> CostTable:
 def test_it_costs_no_more_than_a_plan_whose_layers_are_alike(share, name="gpt2"):
     table = limited(alike(name)[1].table, share)
     same = solve(table, deadline=Deadline.after(5.0), enough_gap=5e-3)
-    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes, budget=Budget.of(5.0))
+    plan = make_plan(traced(name), MESH, V100, PlanRequest(memory_limit_bytes=table.memory_limit_bytes), budget=Budget.of(5.0))
     assert plan.costs.total_memory_bytes <= table.memory_limit_bytes
     assert plan.costs.step_s <= same.cost_s * (1 + 5e-3)
     assert plan.gap <= 0.02
@@ -74,7 +75,7 @@ def test_the_bound_holds_of_every_plan_in_two_groups(name="gpt2"):
     around = solve(table, is_brief=True).around
     over, within = (memory_of(table, end) for end in around)
     segments = two_groups(fold(traced(name)), (table.memory_limit_bytes - within) / (over - within))
-    plan = make_plan(traced(name), MESH, V100, memory_limit_bytes=table.memory_limit_bytes)
+    plan = make_plan(traced(name), MESH, V100, PlanRequest(memory_limit_bytes=table.memory_limit_bytes))
     assert "groups" in plan.bound_of
     in_groups = replace(priced(name, segments)[1].table, memory_limit_bytes=table.memory_limit_bytes)
     assert plan.lower_bound_s <= solve(in_groups, deadline=Deadline.after(5.0), enough_gap=5e-3).cost_s * (1 + 1e-9)

@@ -16,13 +16,12 @@ from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.boundary_layouts import _WORTH, _alike, _Pipeline, _values, choose_crossing
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as
-from autopar.planner.pipeline.search_pipeline import Asked, model_in_stages, plan_in_stages, sweep_stages
+from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.sweep import Staged
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.sbp.candidates import even_layouts
 
-WISHES = Wishes({}, {}, float("inf"), Training())
-ASKED = Asked(num_microbatches=4, schedule="1f1b")
+REQUEST = PlanRequest(memory_limit_bytes=float("inf"), training=Training(), num_microbatches=4, schedule="1f1b")
 V100 = load_cluster("v100-25g")
 # Two devices a node, and between nodes a hundredth of the rate: what is sent whole holds up the stages.
 INNER, OUTER = V100.levels
@@ -46,8 +45,8 @@ def graphs() -> dict[str, Graph]:
 
 
 def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
-    model = model_in_stages(graph, ASKED)
-    found = sweep_stages(model, parse_mesh(mesh), cluster, WISHES, ASKED, Budget.of())
+    model = model_in_stages(graph, REQUEST)
+    found = sweep_stages(model, parse_mesh(mesh), cluster, REQUEST, Budget.of())
     return cut_as(model, found[0]), found[0]
 
 
@@ -56,8 +55,8 @@ def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
 def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster: Cluster) -> None:
     cut, found = cut_of(graphs[name], mesh, cluster)
     budget = Budget.of(60.0)
-    pipeline = _Pipeline(cut, found, found.mesh, cluster, WISHES, budget)
-    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, WISHES, budget), crossing_layouts(cut), _values(cut)
+    pipeline = _Pipeline(cut, found, found.mesh, cluster, REQUEST, budget)
+    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, REQUEST, budget), crossing_layouts(cut), _values(cut)
     classes = _alike(cut, by_hand)
     offered = [even_layouts(values[names[0]].shape, found.mesh.shape) for names in classes]
     choices = ({name: layout for names, layout in zip(classes, layouts) for name in names} for layouts in product(*offered))
@@ -69,7 +68,7 @@ def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster:
 def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     def plan() -> object:
         return plan_in_stages(
-            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, WISHES, ASKED, budget=Budget.of(20)
+            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, REQUEST, budget=Budget.of(20)
         )
 
     chosen = plan()

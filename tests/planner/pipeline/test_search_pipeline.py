@@ -1,6 +1,7 @@
 """Plans in stages: what the sweep says of a point is what the point costs, and the search never makes it worse."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
-from autopar.planner.pipeline.search_pipeline import Asked, model_in_stages, plan_in_stages, sweep_stages
+from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.sweep import Model, Staged, in_flight, waiting
-from autopar.planner.problem import Wishes
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan, loads
 from tests.zoo import build
@@ -37,13 +38,16 @@ def gpt() -> Graph:
     return trace(skeleton(example.model), example.args, dict(example.kwargs))
 
 
-def wishes(limit: float = float("inf")) -> Wishes:
-    return Wishes({}, {}, limit, Training())
+def request(limit: float = float("inf"), **asked: Any) -> PlanRequest:
+    return PlanRequest(memory_limit_bytes=limit, training=Training(), **asked)
 
 
-def points(graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: Asked | None = None) -> tuple[Model, list[Staged]]:
-    model = model_in_stages(graph, asked or Asked())
-    return model, sweep_stages(model, mesh, V100, wishes(limit), asked or Asked(), Budget.of())
+def points(
+    graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: dict[str, Any] | None = None
+) -> tuple[Model, list[Staged]]:
+    wanted = request(limit, **(asked or {}))
+    model = model_in_stages(graph, wanted)
+    return model, sweep_stages(model, mesh, V100, wanted, Budget.of())
 
 
 def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
@@ -75,7 +79,7 @@ def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
 def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
     for limit in (float("inf"), 5 * GIB):
         _, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"), limit)
-        plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, wishes(limit), Asked(), budget=Budget.of(20))
+        plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, request(limit), budget=Budget.of(20))
         assert isinstance(plan, StagedPlan)
         assert plan.step_s <= found[0].step_s * (1 + 1e-6)
         assert max(plan.memory_bytes) <= limit
@@ -84,33 +88,33 @@ def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
 
 def test_recomputes_where_memory_is_short(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=4")
-    asked = Asked(num_microbatches=2, schedule="1f1b")
-    ample = plan_in_stages(gpt, mesh, V100, wishes(), asked, budget=Budget.of(20))
+    asked = {"num_microbatches": 2, "schedule": "1f1b"}
+    ample = plan_in_stages(gpt, mesh, V100, request(**asked), budget=Budget.of(20))
     limit = 0.7 * max(ample.memory_bytes)
-    short = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
+    short = plan_in_stages(gpt, mesh, V100, request(limit, **asked), budget=Budget.of(20))
     assert max(short.memory_bytes) <= limit and short.step_s > ample.step_s
     assert sum(len(stage.assignment.recomputed) for stage in short.stages) > 0
 
 
 def test_zero_bubble_stages_recompute_where_that_frees_memory(gpt: Graph) -> None:
-    mesh, asked = parse_mesh("pp=4,dp=2"), Asked(num_microbatches=8, schedule="zero-bubble")
-    limit = 0.8 * max(plan_in_stages(gpt, mesh, V100, wishes(), asked, budget=Budget.of(20)).memory_bytes)
-    plan = plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
+    mesh, asked = parse_mesh("pp=4,dp=2"), {"num_microbatches": 8, "schedule": "zero-bubble"}
+    limit = 0.8 * max(plan_in_stages(gpt, mesh, V100, request(**asked), budget=Budget.of(20)).memory_bytes)
+    plan = plan_in_stages(gpt, mesh, V100, request(limit, **asked), budget=Budget.of(20))
     assert max(plan.memory_bytes) <= limit
     recomputed = [len(stage.assignment.recomputed) for stage in plan.stages]
     # all of the last stage's microbatches wait for the gradients of weights: there it would free nothing
     assert sum(recomputed) > 0 == recomputed[-1] and plan.stages[-1].training.num_in_flight == plan.stages[-1].training.num_waiting
     with pytest.raises(InfeasibleError, match=r"takes least, pp=4,.*zero-bubble") as caught:
-        plan_in_stages(gpt, mesh, V100, wishes(limit / 2), asked, budget=Budget.of(20))
+        plan_in_stages(gpt, mesh, V100, request(limit / 2, **asked), budget=Budget.of(20))
     assert int(str(caught.value).split("needs ")[1].split(" bytes")[0]) > limit / 2
 
 
 def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None:
     """The first stage has the embedding and most microbatches in flight: with an even share it would have to save memory."""
-    mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=4, schedule="interleaved")
+    mesh, asked = parse_mesh("pp=2,dp=4"), {"num_microbatches": 4, "schedule": "interleaved"}
 
     def plan(limit: float) -> StagedPlan:
-        return plan_in_stages(gpt, mesh, V100, wishes(limit), asked, budget=Budget.of(20))
+        return plan_in_stages(gpt, mesh, V100, request(limit, **asked), budget=Budget.of(20))
 
     ample = plan(float("inf"))
     limit = 1.01 * max(ample.memory_bytes)
@@ -124,11 +128,11 @@ def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None
 
 def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
     """Recomputing costs time whatever the link; a transfer that computing hides costs none."""
-    mesh, asked = parse_mesh("pp=2,dp=4"), Asked(num_microbatches=2, schedule="1f1b")
+    mesh, asked = parse_mesh("pp=2,dp=4"), {"num_microbatches": 2, "schedule": "1f1b"}
 
     def plan(host_bandwidth: float, limit: float) -> StagedPlan:
         cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
-        return plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, budget=Budget.of(20))
+        return plan_in_stages(gpt, mesh, cluster, request(limit, **asked), budget=Budget.of(20))
 
     limit = 0.7 * max(plan(0.0, float("inf")).memory_bytes)
     fast, slow = plan(1e13, limit), plan(1e8, limit)
@@ -139,14 +143,14 @@ def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
 
 def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
-        plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, wishes(GIB / 4), Asked(), budget=Budget.of(5))
+        plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, request(GIB / 4), budget=Budget.of(5))
     assert "pp=2" in str(caught.value)
     # the optimizer's state, eight bytes an element, takes more than anything else; the last rank has the head besides its blocks
     assert "rank 1 of the pipeline (stage 1) binds, which holds optimizer" in str(caught.value)
     assert "whatever the batch" in str(caught.value)
     least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
-    assert not points(gpt, parse_mesh("pp=2,dp=2"), 0.9 * least, Asked(schedule="1f1b"))[1]
-    assert points(gpt, parse_mesh("pp=2,dp=2"), 1.01 * least, Asked(schedule="1f1b"))[1]
+    assert not points(gpt, parse_mesh("pp=2,dp=2"), 0.9 * least, {"schedule": "1f1b"})[1]
+    assert points(gpt, parse_mesh("pp=2,dp=2"), 1.01 * least, {"schedule": "1f1b"})[1]
 
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (2, 1), (3, 3), (6, 3)])
@@ -154,9 +158,9 @@ def test_batches_too_small_for_every_axis_are_planned(batch: int, most: int) -> 
     """Of two stages times two ranks of data: fewer microbatches where they help, else the search splits something else."""
     example = build_model("gpt2", layers=4, batch=batch, sequence=512)
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
-    plan = choose_plan(graph, parse_mesh("pp=2,dp=2,tp=2"), H100, time_limit_s=10)
+    plan = choose_plan(graph, parse_mesh("pp=2,dp=2,tp=2"), H100, PlanRequest(time_limit_s=10))
     assert isinstance(plan, StagedPlan) and plan.schedule.num_microbatches <= most
-    on_two = choose_plan(graph, parse_mesh("pp=2,tp=2"), H100, time_limit_s=10)
+    on_two = choose_plan(graph, parse_mesh("pp=2,tp=2"), H100, PlanRequest(time_limit_s=10))
     assert plan.step_s < on_two.step_s, "the other ranks are of use"
 
 
@@ -164,18 +168,18 @@ def test_without_stages_an_open_mesh_in_a_node_is_searched_whatever_people_write
     """One sample: written by hand no plan comes near that of the search."""
     example = build_model("gpt2", layers=2, batch=1, sequence=512)
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
-    plan = choose_plan(graph, Devices(8), H100, time_limit_s=10)
-    given = choose_plan(graph, parse_mesh("2x4"), H100, time_limit_s=10)
+    plan = choose_plan(graph, Devices(8), H100, PlanRequest(time_limit_s=10))
+    given = choose_plan(graph, parse_mesh("2x4"), H100, PlanRequest(time_limit_s=10))
     assert plan.step_s <= given.step_s * 1.01
 
 
 def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(gpt: Graph) -> None:
-    asked, mesh = Asked(num_microbatches=2, schedule="1f1b"), parse_mesh("pp=2,dp=2")
+    asked, mesh = {"num_microbatches": 2, "schedule": "1f1b"}, parse_mesh("pp=2,dp=2")
     cluster = replace(V100, host_bandwidth_bytes_per_s=0.0)  # else optimizer state would make room there
 
     def refused(limit: float) -> str:
         with pytest.raises(InfeasibleError) as caught:
-            plan_in_stages(gpt, mesh, cluster, wishes(limit), asked, budget=Budget.of(5))
+            plan_in_stages(gpt, mesh, cluster, request(limit, **asked), budget=Budget.of(5))
         return str(caught.value)
 
     least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
@@ -185,7 +189,7 @@ def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(g
 
 def test_files_keep_all_of_it(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=2")
-    plan = choose_plan(gpt, mesh, V100, num_microbatches=4, schedule="1f1b")
+    plan = choose_plan(gpt, mesh, V100, PlanRequest(num_microbatches=4, schedule="1f1b"))
     again = loads(plan.dumps(), gpt, mesh)
     assert isinstance(again, StagedPlan)
     assert again.dumps() == plan.dumps()
@@ -196,7 +200,7 @@ def test_files_keep_all_of_it(gpt: Graph) -> None:
 
 def test_stages_are_chosen_where_they_gain(gpt: Graph) -> None:
     assert isinstance(choose_plan(gpt, parse_mesh("8"), H100), Plan)
-    tight = choose_plan(gpt, parse_mesh("8"), V100, memory_limit_bytes=4 * GIB)
+    tight = choose_plan(gpt, parse_mesh("8"), V100, PlanRequest(memory_limit_bytes=4 * GIB))
     assert isinstance(tight, StagedPlan) and tight.schedule.name == "accumulate"
     assert max(tight.memory_bytes) <= 4 * GIB
 
@@ -205,13 +209,13 @@ def test_refusals(gpt: Graph) -> None:
     with pytest.raises(MeshError, match="outermost"):
         choose_plan(gpt, parse_mesh("dp=2,pp=2"), V100)
     with pytest.raises(AutoparError, match="train_step"):
-        choose_plan(gpt, parse_mesh("pp=2,dp=2"), V100, trains=False)
+        choose_plan(gpt, parse_mesh("pp=2,dp=2"), V100, PlanRequest(trains=False))
     with pytest.raises(MicrobatchError, match="32"):
-        choose_plan(gpt, parse_mesh("dp=4"), V100, num_microbatches=5)
+        choose_plan(gpt, parse_mesh("dp=4"), V100, PlanRequest(num_microbatches=5))
     images = torch.randn(8, 3, 16, 16), torch.zeros(8, dtype=torch.long)
     resnet = trace_loss(build("resnet").model, nn.functional.cross_entropy, images, {})
     with pytest.raises(MicrobatchError, match="batch_norm"):
-        choose_plan(resnet, parse_mesh("dp=4"), V100, num_microbatches=2)
+        choose_plan(resnet, parse_mesh("dp=4"), V100, PlanRequest(num_microbatches=2))
 
 
 def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
@@ -229,11 +233,11 @@ def test_optimizer_state_waits_on_the_host_where_nothing_else_fits() -> None:
     """A small batch, so that what is stored takes most."""
     example = build_model("gpt2-xl", layers=8, batch=8, sequence=64)
     graph, mesh = trace(skeleton(example.model), example.args, dict(example.kwargs)), parse_mesh("pp=2,dp=4")
-    asked = Asked(num_microbatches=2, schedule="1f1b")
+    asked = {"num_microbatches": 2, "schedule": "1f1b"}
 
     def plan(host_bandwidth: float, limit: float) -> StagedPlan:
         cluster = replace(V100, host_bandwidth_bytes_per_s=host_bandwidth)
-        return plan_in_stages(graph, mesh, cluster, wishes(limit), asked, budget=Budget.of(20))
+        return plan_in_stages(graph, mesh, cluster, request(limit, **asked), budget=Budget.of(20))
 
     with pytest.raises(InfeasibleError) as caught:
         plan(0.0, GIB / 8)

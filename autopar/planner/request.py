@@ -1,0 +1,48 @@
+"""What a plan is asked to be: one object from the door to the search."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.costmodel.activations.saved_activations import Regions
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.sbp.placement import Layout
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a user asks, and for a stage of a pipeline what the rest of the pipeline asks of it.
+
+    pins: FQN -> layout, each for all repeats of its layer; stored: the same, each for itself. memory_limit_bytes: of a device, None for
+    what the cluster's devices have. time_limit_s: of planning, all of it. num_microbatches, schedule: None for those of the
+    fastest plan that fits. trains: whether `train_step` runs the plan; else it has one stage and one microbatch.
+    Of a stage: crossing: value that comes from another stage or goes there -> layout; recomputed, offloaded, state_on_host: as in
+    `Assignment`.
+    """
+
+    pins: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
+    memory_limit_bytes: float | None = None
+    training: Training = WHOLE_BATCH
+    time_limit_s: float = 30.0
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    trains: bool = True
+    crossing: Mapping[str, Layout] = field(default_factory=dict)
+    recomputed: Regions = ()
+    offloaded: Regions = ()
+    state_on_host: frozenset[str] = frozenset()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches and stages are left to the search."""
+        return self.num_microbatches is None and self.schedule is None
+
+    def on(self, cluster: Cluster) -> "PlanRequest":
+        """With the memory limit of the cluster's devices where none is asked for."""
+        limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return replace(self, memory_limit_bytes=limit)
+
+
+ANYTHING = PlanRequest()
