@@ -22,8 +22,9 @@ class Deadline:
         return cls(monotonic() + seconds)
 
     def part(self, share: float) -> "Deadline":
-        """The end of `share`, from 0 to 1, of the time that is left."""
-        return Deadline(monotonic() + share * self.remaining_s if self.remaining_s < math.inf else math.inf, self)
+        """The end of `share`, from 0 to 1, of the time that is left; 0 is now, however much is left."""
+        left_s = share * self.remaining_s if share else 0.0
+        return Deadline(monotonic() + left_s, self)
 
     def stop(self) -> None:
         """Make now the end."""

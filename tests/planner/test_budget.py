@@ -128,14 +128,14 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models.catalogue import build_model
 from autopar.planner.choose import choose_plan
-from autopar.planner.fit_memory import AnyPlan
+from autopar.planner.request import PlanRequest
 example = build_model("gpt2", layers=12)
 graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
 print("ready", flush=True)
 def tell(text):
     print(text, flush=True)
-plan = choose_plan(graph, parse_devices(sys.argv[1]), load_cluster("h100"), memory_limit_bytes=float(sys.argv[2]), time_limit_s=300.0,
-                   progress=tell)
+request = PlanRequest(memory_limit_bytes=float(sys.argv[2]), time_limit_s=300.0)
+plan = choose_plan(graph, parse_devices(sys.argv[1]), load_cluster("h100"), request, progress=tell)
 print("planned", plan.found_by, max(plan.memory_bytes) <= plan.memory_limit_bytes)
 """
 

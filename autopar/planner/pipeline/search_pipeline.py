@@ -150,6 +150,11 @@ def _candidates(
             for moves in (True, False)
         )
         plan = _searched(solvers, keeping, graph, part, [request.memory_limit_bytes] * point.schedule.num_ranks)
+        if plan is None or plan.step_s > point.step_s:  # time was up, or what is best for each stage is not for the pipeline
+            late = budget.part(0.0)
+            written = Solver(cut, point, point.mesh, cluster, request, crossing_layouts(cut), late)
+            plans = [plan, _searched([written], (), graph, late, [request.memory_limit_bytes] * point.schedule.num_ranks)]
+            plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
         again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
     return found

@@ -35,6 +35,8 @@ _MOST_COUNTS = 6
 _FULL = 4
 # Plans that take more than this many times the fastest are of no interest.
 _SHOWN = 1.5
+# Of so many points, the fastest, the plan with whole parameters is tried too.
+_MOST_WHOLE = 3
 # To which part of it the least memory is found.
 _PRECISION = 1e-3
 # Tried where none is asked for; gpipe, which takes more memory than 1f1b, only on request.
@@ -140,7 +142,23 @@ def sweep(
         beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
         here = _on(model, model.of_microbatch(num), plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
         found += ((one, number) for one in here)
+    found += [(one, len(usual)) for one in _with_whole_parameters(model, found, cluster, training, limit_bytes)]
     return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
+
+
+def _with_whole_parameters(
+    model: Model, found: Sequence[tuple[Staged, int]], cluster: Cluster, training: Training, limit_bytes: float
+) -> Iterator[Staged]:
+    """The fastest points with parameters that every rank of the batch has whole, as far as these fit: with several microbatches they need
+    no gathering."""
+    kinds: dict[tuple, Staged] = {}
+    for one, _ in sorted(found, key=lambda pair: pair[0].step_s):
+        kinds.setdefault((one.mesh, one.schedule.name, one.schedule.num_microbatches, one.plan.tensor_axes), one)
+    for one in list(kinds.values())[:_MOST_WHOLE]:
+        plan, num, num_ranks = replace(one.plan, flavour="ddp"), one.schedule.num_microbatches, one.schedule.num_ranks
+        if plan != one.plan and _may_fit(model, plan, one.mesh, num_ranks, num, training, limit_bytes):
+            outline, names = model.of_microbatch(num), (one.schedule.name,)
+            yield from _on(model, outline, (plan,), num, num_ranks, one.mesh, cluster, training, limit_bytes, names)
 
 
 Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
