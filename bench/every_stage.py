@@ -13,7 +13,8 @@ from autopar.costmodel.training import Training
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
-from autopar.planner.pipeline.sweep import Model, Staged, as_run, in_flight, profiled, rank_bytes, time_of, waiting
+from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, time_of, waiting
+from autopar.planner.pipeline.sweep import Model, Staged, as_run, profiled
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule, can_run
 

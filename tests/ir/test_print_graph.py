@@ -44,7 +44,7 @@ def test_text():
     ]
     comments = [line.partition("  # ")[2] for line in lines]
     assert comments[0] == "parameter linear.weight" and comments[2] == "buffer count" and comments[3] == "argument x"
-    assert comments[7].startswith("linear test_text.py:")
+    assert comments[7].startswith("linear test_print_graph.py:")
 
 
 def test_fingerprint_is_stable_and_tells_graphs_apart():

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.meta_copy import skeleton
-from autopar.ir.outline.export_once import export_once
+from autopar.ir.outline import export_once
 from autopar.ir.print_graph import fingerprint
 from autopar.ir.run_graph import run
 from autopar.ir.trace_with_loss import trace_loss

@@ -335,7 +335,7 @@ def _targets(family: str) -> tuple[str, ...]:
 
 FAMILIES: Mapping[str, Callable[[Builder], None]] = {
     "attention": attention, "cast": _sampled("cast"), "conv": conv, "create": _sampled("create"), "embedding": embedding,
-    "index": _sampled("index"), "loss": loss, "norm": norm, "pointwise": pointwise, "pool": pool, "product": product,
+    "index": _sampled("index"), "loss": loss, "norm": norm, "pointwise": pointwise, "pool": pool, "matmul": product,
     "random": random, "recurrent": recurrent, "reduce": reduce, "softmax": softmax, "view": view,
 }  # fmt: skip
-WEIGHTS = {"product": 3, "view": 3, "pointwise": 3, "norm": 2, "loss": 2, "reduce": 2}
+WEIGHTS = {"matmul": 3, "view": 3, "pointwise": 3, "norm": 2, "loss": 2, "reduce": 2}

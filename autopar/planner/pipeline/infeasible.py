@@ -10,7 +10,8 @@ from autopar.errors import InfeasibleError
 from autopar.explain.text import format_bytes
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
-from autopar.planner.pipeline.sweep import LIGHTEST, Model, Staged, in_flight, lightest, waiting
+from autopar.planner.pipeline.stage_times import in_flight, waiting
+from autopar.planner.pipeline.sweep import LIGHTEST, Model, Staged, lightest
 from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 

@@ -20,7 +20,8 @@ from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import Part, fill, is_worth_moving, with_moves
 from autopar.planner.pipeline.cut_stages import Cut, restricted
 from autopar.planner.pipeline.equal_stages import renamed, shape_of
-from autopar.planner.pipeline.sweep import Staged, in_flight, waiting
+from autopar.planner.pipeline.stage_times import in_flight, waiting
+from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -18,13 +16,13 @@ from autopar.ir.split_stages import cut_points
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, Outline, format_hand_plan, outlined
 from autopar.planner.pipeline.partition import Blocks, Partition, blocks_of, partition
+from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, stage_times, time_of, waiting
 from autopar.planner.promise import rough_step_s
 from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatched
-from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run, num_in_flight, num_waiting
-from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step_s
+from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
 
 # So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by hand all the same.
@@ -329,55 +327,11 @@ def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[f
     return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
 
 
-def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
-    """Bytes of a device of each rank of the pipeline."""
-    return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-
-
 def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
     """Seconds for which the busiest rank computes."""
     times = stage_times(blocks, found, (0.0, math.inf))
     ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
     return schedule.num_microbatches * max(sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks)
-
-
-@cache
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most microbatches between their forward and their backward."""
-    return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
-
-
-@cache
-def waiting(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most microbatches of which gradients of weights are still to be made."""
-    return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
-
-
-@cache
-def _ordered(schedule: Schedule) -> Order:
-    return ordered(schedule)
-
-
-def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
-    """Seconds of a step: the schedule, and what the slowest rank does once."""
-    times = stage_times(blocks, found, link)
-    if schedule.num_stages == 1:
-        return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
-    return float(step_s(_ordered(schedule), as_array(times))) + found.once_s * schedule.num_stages / schedule.num_ranks
-
-
-def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
-    """Seconds of each stage on a microbatch; `link`: latency in seconds and bytes/s to the next."""
-    stops = (*found.starts, len(blocks.forward_s))
-    times = []
-    for (a, b), again in zip(pairwise(stops), found.num_recomputed):
-        can = blocks.is_recomputable[a:b]
-        forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
-        again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())
-        sent_s = link[0] + blocks.entering_bytes[b] / link[1] if b < len(blocks.forward_s) else 0.0
-        back_s = link[0] + blocks.entering_bytes[a] / link[1] if a else 0.0
-        times.append(StageTimes(forward_s, blocks.backward_s[a:b].sum() - weight_s + again_s, weight_s, sent_s, back_s))
-    return tuple(times)
 
 
 def _index(model: Model, short: Short) -> np.ndarray:

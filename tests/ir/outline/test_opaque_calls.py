@@ -294,7 +294,7 @@ def test_errors_are_those_of_the_model():
         def forward(self, x):
             return super().forward(x[:, :3])
 
-    with pytest.raises(TraceError, match=r"test_standin\.py"):
+    with pytest.raises(TraceError, match=r"test_opaque_calls\.py"):
         trace(stack(block=Broken), (X,), {})
 
 

@@ -1,0 +1,52 @@
+"""How long a step takes in stages, and what they hold, from what their blocks cost."""
+
+from functools import cache
+from itertools import pairwise
+
+from autopar.planner.pipeline.partition import Blocks, Partition
+from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
+from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step_s
+
+
+def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
+    """Bytes of a device of each rank of the pipeline."""
+    return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+
+
+@cache
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches between their forward and their backward."""
+    return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def waiting(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most microbatches of which gradients of weights are still to be made."""
+    return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
+
+
+@cache
+def _ordered(schedule: Schedule) -> Order:
+    return ordered(schedule)
+
+
+def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
+    """Seconds of a step: the schedule, and what the slowest rank does once."""
+    times = stage_times(blocks, found, link)
+    if schedule.num_stages == 1:
+        return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
+    return float(step_s(_ordered(schedule), as_array(times))) + found.once_s * schedule.num_stages / schedule.num_ranks
+
+
+def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
+    """Seconds of each stage on a microbatch; `link`: latency in seconds and bytes/s to the next."""
+    stops = (*found.starts, len(blocks.forward_s))
+    times = []
+    for (a, b), again in zip(pairwise(stops), found.num_recomputed):
+        can = blocks.is_recomputable[a:b]
+        forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
+        again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())
+        sent_s = link[0] + blocks.entering_bytes[b] / link[1] if b < len(blocks.forward_s) else 0.0
+        back_s = link[0] + blocks.entering_bytes[a] / link[1] if a else 0.0
+        times.append(StageTimes(forward_s, blocks.backward_s[a:b].sum() - weight_s + again_s, weight_s, sent_s, back_s))
+    return tuple(times)
