@@ -15,7 +15,8 @@ SEPARATORS = "=,:+"
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major. A name is any text that prints on one line and
-    holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other names, or sizes below 1."""
+    holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other names, or sizes below 1.
+    """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -65,7 +66,8 @@ def _check_name(name: object) -> None:
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Devices without a mesh: how they are factorised into axes is part of the plan. `per_node`: how many of them are in a node, 0 for as
-    many as the cluster has in one."""
+    many as the cluster has in one.
+    """
 
     num_devices: int
     per_node: int = 0

@@ -32,7 +32,7 @@ def test_all_ways_to_write_a_mesh_and_a_cluster_agree(tmp_path):
             assert autopar.plan(MLP(), mesh, cluster=cluster, args=[X]).dumps() == text
 
 
-def test_the_two_calls_take_the_same_wishes():
+def test_the_two_calls_take_the_same_options():
     shared = ("cluster", "args", "kwargs", "pins", "memory_limit_bytes", "time_limit_s")
     of_plan, of_compile = (inspect.signature(call).parameters for call in (autopar.plan, autopar.compile))
     assert set(shared) <= set(of_plan) & set(of_compile)

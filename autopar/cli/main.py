@@ -103,7 +103,8 @@ def _argument(read: Callable) -> Callable:
 
 
 def parse_bytes(text: str) -> float:
-    """
+    """Bytes of a size as people write it.
+
     >>> parse_bytes("16GiB") == 16 * 2**30
     True
     """

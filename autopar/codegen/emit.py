@@ -12,7 +12,8 @@ from autopar.sbp.redistribute import Collective, Step, again_in_backward, collec
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
     """The source of `forward(self, *arguments)`, and of a split program first that of `gather(self)`, which returns variable -> tensor that
-    `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each variable's layout."""
+    `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each variable's layout.
+    """
     emitter = _Emitter(program, is_typed)
     gather = [*emitter.gather(program.gather), ""] if program.gather else []
     return "\n".join([*gather, *emitter.forward()]) + "\n"

@@ -115,7 +115,8 @@ class Gathered:
 @dataclass(frozen=True)
 class Gather:
     """What is done once a step, however many microbatches it has: the parameters are made ready. `results`: the variables that are left,
-    grouped by what makes them: the gradients of a group go back through its conversions together."""
+    grouped by what makes them: the gradients of a group go back through its conversions together.
+    """
 
     steps: tuple[AnyStep, ...]
     results: tuple[tuple[Gathered, ...], ...]
@@ -125,7 +126,8 @@ class Gather:
 class Program:
     """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or a
     constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: of a split program, the
-    part that is run once a step; `steps` are then those of one microbatch."""
+    part that is run once a step; `steps` are then those of one microbatch.
+    """
 
     mesh: Mesh
     inputs: tuple[tuple[Input, Layout], ...]

@@ -32,7 +32,8 @@ class Kind:
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row. used: the k
-    that occur."""
+    that occur.
+    """
 
     kinds: tuple[Kind, ...]
     rows: np.ndarray  # i64[patterns, most collectives of a pattern]
@@ -104,7 +105,7 @@ def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> R
 
 
 def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
-    """i64[layouts, axes]"""
+    """i64[layouts, axes]."""
     return np.array([codes_of(layout) for layout in layouts], dtype=np.int64).reshape(-1, ndim)
 
 
@@ -195,7 +196,8 @@ def kept_bytes(
 
 def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool) -> np.ndarray:
     """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where it is stored: these
-    come to be when those are led back, one after the other."""
+    come to be when those are led back, one after the other.
+    """
     found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     if is_stored:
         return np.maximum(0.0, found - _local_bytes(value, sources, mesh_shape)[:, None])

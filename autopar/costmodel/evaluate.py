@@ -25,7 +25,8 @@ from autopar.sbp.redistribute import Collective, again_in_backward, collectives_
 @dataclass(frozen=True)
 class PlannedCollective:
     """A collective on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`. is_once: issued once a
-    step, else in each microbatch. time_s: of one."""
+    step, else in each microbatch. time_s: of one.
+    """
 
     where: str
     users: tuple[str, ...]
@@ -40,7 +41,8 @@ class Costs:
     "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
     region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back, "transient": the largest of an
     op, less the gradients that are not there yet) -> bytes. moved_bytes: to the host, and as many back; state_on_host_bytes: of the
-    optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that the step waits for them."""
+    optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that the step waits for them.
+    """
 
     compute_forward_s: float
     compute_backward_s: float

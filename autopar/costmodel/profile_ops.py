@@ -57,7 +57,8 @@ class Profile:
 
 def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Profile:
     """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has in flight; with
-    several, gathered parameters stay for all of them, and so do the gradients that add up."""
+    several, gathered parameters stay for all of them, and so do the gradients that add up.
+    """
     training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
     columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}

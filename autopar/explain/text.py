@@ -19,7 +19,8 @@ def format_report(report: Report) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """
+    """A duration in the largest unit of which it has one.
+
     >>> format_seconds(0.00125)
     '1.25 ms'
     >>> format_seconds(0.99999)
@@ -32,7 +33,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """
+    """A size in binary units.
+
     >>> format_bytes(3 * 2**20), format_bytes(-1536)
     ('3 MiB', '-1.5 KiB')
     """

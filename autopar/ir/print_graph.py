@@ -45,10 +45,10 @@ def _format_leaf(leaf: Any) -> str:
 
 
 def printable(text: str, most: int = 0) -> str:
-    """`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest is left out.
+    r"""`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest is left out.
 
-    >>> printable("a\\x1b[2J\\nb")
-    'a\\\\x1b[2J\\\\nb'
+    >>> printable("a\x1b[2J\nb")
+    'a\\x1b[2J\\nb'
     """
     if most and len(text) > most:
         text = f"{text[:most]}..."

@@ -102,7 +102,8 @@ def _block(graph: Graph, made: Mapping[str, int], remade: frozenset[str], index:
 
 def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, int]) -> dict[str, set[int]]:
     """Stages that need each value. The last needs the outputs, the one that makes what is written to a buffer needs the buffer (the first,
-    where that is an input); parameters and buffers that nothing reads are left to the first."""
+    where that is an input); parameters and buffers that nothing reads are left to the first.
+    """
     readers: dict[str, set[int]] = defaultdict(set)
     for index, ops in enumerate(blocks):
         for name in (value.name for op in ops for value in op.inputs):

@@ -27,7 +27,8 @@ from autopar.torch_compat import stage_backward, stage_backward_input, stage_bac
 @dataclass
 class Rank:
     """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the arguments that come
-    from another stage, for each microbatch anew."""
+    from another stage, for each microbatch anew.
+    """
 
     program: Program
     function: Any
@@ -105,7 +106,8 @@ Tensors = list[torch.Tensor]
 @dataclass
 class Stage:
     """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch, outputs and what
-    was received; `halved`, what waits for "W"; `gathered`, what is made once a step."""
+    was received; `halved`, what waits for "W"; `gathered`, what is made once a step.
+    """
 
     rank: Rank
     is_first: bool = True
@@ -174,7 +176,8 @@ class Stage:
 class Step:
     """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way back, the others
     what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other ranks of the pipeline hold too -> how
-    many."""
+    many.
+    """
 
     stages: Mapping[int, Stage]
     actions: Sequence[Action]

@@ -126,7 +126,8 @@ def _ordered(phase: str, times: tuple[int, ...]) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class _Few:
     """A graph, and the repeats in it of which copies can be left out. bucket_bytes: what reducing a bucket of gradients of several copies
-    takes at most."""
+    takes at most.
+    """
 
     graph: Graph
     assignment: Assignment

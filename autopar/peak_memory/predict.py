@@ -35,7 +35,8 @@ UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
 @dataclass(frozen=True)
 class Peak:
     """Bytes of one rank. `stored_bytes`: what is there all the time: parameters, buffers, constants, optimizer state, the batch. `phases`:
-    the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce", "update"), actions as they print."""
+    the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce", "update"), actions as they print.
+    """
 
     stored_bytes: int
     phases: tuple[tuple[str, int], ...]
@@ -261,7 +262,8 @@ def _bytes_of(
     inputs: Sequence[tuple[Mesh, Inputs]], training: Training, slices: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
     """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several stages read is there
-    once."""
+    once.
+    """
     found: dict[str, dict[str, int]] = {}
     for number, (mesh, own) in enumerate(inputs):
         for item, layout in own:

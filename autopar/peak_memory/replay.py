@@ -26,7 +26,8 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Made:
     """A tensor that an action hands on. alike: which of those that were handed to it, or of those before it, shares its memory, -1 for
-    none; is_stored: whether it shares that of one that is there all the time."""
+    none; is_stored: whether it shares that of one that is there all the time.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +51,8 @@ class Made:
 @dataclass(frozen=True)
 class Recording:
     """changes: what is done -> what it changes, in the first microbatch and in later ones. drops_outputs: whether its outputs are gone
-    once "I" is done."""
+    once "I" is done.
+    """
 
     gather: Change
     reduce: Change
@@ -142,7 +144,8 @@ def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
 @dataclass
 class Replayed(Stage):
     """`Stage` by its recording, in blocks of bytes. kept: of each microbatch what its backward wants besides what it received and sends.
-    once: what was gathered, then also the gradients of it, at last those of the parameters."""
+    once: what was gathered, then also the gradients of it, at last those of the parameters.
+    """
 
     recording: Recording = field(kw_only=True)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)

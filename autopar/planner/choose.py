@@ -121,7 +121,8 @@ def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
 
 def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
     """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little there, and what people
-    write says little of a batch too small to split."""
+    write says little of a batch too small to split.
+    """
     failure: AutoparError | None = None
     staged: Plan | StagedPlan | None = None
     try:

@@ -28,7 +28,8 @@ _LITTLE = 1.15
 @dataclass(frozen=True)
 class Candidate:
     """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or () for the real one;
-    that gives None where nothing fits."""
+    that gives None where nothing fits.
+    """
 
     plan: AnyPlan
     again: Again

@@ -20,7 +20,8 @@ _MUCH, _LITTLE = 0.3, 0.1
 @dataclass(frozen=True)
 class TooSmall:
     """batch: samples a step, in which `wasted`, a part from 0 to 1, of the time goes to `what`. enough: samples with which it would be
-    `_LITTLE` at most."""
+    `_LITTLE` at most.
+    """
 
     batch: int
     what: str

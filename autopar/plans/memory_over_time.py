@@ -47,7 +47,8 @@ class _Stage:
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Activations are those of the microbatches in flight; gradients are there from the first backward on, the inside of a recomputed
-        region and the largest transient while a backward runs, or those of the microbatches whose weights wait for their gradients."""
+        region and the largest transient while a backward runs, or those of the microbatches whose weights wait for their gradients.
+        """
         memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
         memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight
         if not self.has_gradients:

@@ -106,7 +106,8 @@ class Plan:
     @classmethod
     def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "Plan":
         """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it:
-        what cannot be computed again is shown as the file's, unless this run wrote the text itself (`is_own`)."""
+        what cannot be computed again is shown as the file's, unless this run wrote the text itself (`is_own`).
+        """
         return cls.of_saved(serialise.reading(lambda: serialise.read_plan(serialise.fields_of(text))), graph, mesh, is_own=is_own)
 
     @classmethod

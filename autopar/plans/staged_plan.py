@@ -216,6 +216,7 @@ def sub_mesh(mesh: Mesh) -> Mesh:
 
 def stage_graphs(graph: Graph, starts: Sequence[str], num_microbatches: int) -> tuple[Microbatched, tuple[StageGraph, ...]]:
     """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError if it cannot be cut
-    so."""
+    so.
+    """
     micro = microbatched(loss_only(graph), num_microbatches)
     return micro, cut(micro.graph, starts)

@@ -55,7 +55,8 @@ def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:
 
 def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh:
     """`mesh` with names, over the groups it has; for its ranks alone to call: a new DeviceMesh makes groups with all ranks of the world,
-    and the next group that all make would hang."""
+    and the next group that all make would hang.
+    """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     ranks = mesh.mesh if mesh.ndim > 1 else None
     return DeviceMesh.from_group(groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=axis_names)

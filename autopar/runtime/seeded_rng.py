@@ -9,7 +9,8 @@ from autopar.sbp.convert import Axis
 
 def draw_seed() -> int:
     """One seed per forward from the default CPU generator, which every rank has seeded alike; activation checkpointing
-    restores that generator, so a recomputed forward draws the same."""
+    restores that generator, so a recomputed forward draws the same.
+    """
     return int(torch.randint(2**62, ()))
 
 

@@ -85,7 +85,8 @@ class ShardedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of other ranks' stages
-        are left out."""
+        are left out.
+        """
         self._autopar.current()
         return super().load_state_dict(with_parts(self, state_dict, self._autopar.elsewhere), *args, **kwargs)
 
@@ -110,7 +111,8 @@ class ShardedModule(nn.Module):
     @property
     def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
         """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch. A step in
-        microbatches takes whole arguments."""
+        microbatches takes whole arguments.
+        """
         found = self._autopar.current()
         if isinstance(found, Trainer):
             return {item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")}

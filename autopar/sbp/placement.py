@@ -39,7 +39,8 @@ _OF_CODE = {PENDING: P, WHOLE: I, USED: R}
 
 
 def codes_of(layout: Layout) -> Codes:
-    """
+    """Small integers for the placements: the dim of a split, else a negative number for the kind.
+
     >>> codes_of((S(1), P, I, R))
     (1, -1, -2, -3)
     """
@@ -57,7 +58,8 @@ def placement_of(code: int) -> Placement:
 
 
 def format_layout(layout: Layout) -> str:
-    """
+    """The layout as pins are written.
+
     >>> format_layout((S(0), I))
     'S(0)B'
     """

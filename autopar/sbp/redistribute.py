@@ -31,7 +31,8 @@ Move = tuple[tuple[int, ...], int, int, Codes]  # axes, code before, code after,
 @dataclass(frozen=True, slots=True)
 class Step:
     """On mesh axes `axes` (ascending), taken as one axis of all their ranks in row-major order, turn `src` into `dst`; `layout` is the
-    whole layout before the step."""
+    whole layout before the step.
+    """
 
     axes: tuple[int, ...]
     src: Placement

@@ -15,7 +15,8 @@ KINDS = "FBIW"
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Seconds of one stage for one microbatch. `backward_s` is its part for the inputs, `weight_s` that for the weights; a backward that is
-    not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its inputs' gradients to the one before."""
+    not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its inputs' gradients to the one before.
+    """
 
     forward_s: float
     backward_s: float
@@ -28,7 +29,8 @@ class StageTimes:
 class Order:
     """A schedule's actions as arrays, in waves: an action's two predecessors are in earlier waves, so that a wave is computed at once.
 
-    Row `i` of the arrays is an action; its predecessors are rows, `len(actions)` if it has none."""
+    Row `i` of the arrays is an action; its predecessors are rows, `len(actions)` if it has none.
+    """
 
     schedule: Schedule
     actions: Row

@@ -13,7 +13,8 @@ from autopar.ir.graph import Graph, Op
 @dataclass(frozen=True, slots=True)
 class Moving:
     """Of a byte that an offloaded region keeps: seconds of forward and of backward that wait for it, and how much of it counts as being on
-    the device."""
+    the device.
+    """
 
     forward_s: float
     backward_s: float

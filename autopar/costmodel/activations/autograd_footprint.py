@@ -89,7 +89,8 @@ def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], ou
 
 def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
     """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta device the
-    unfused one would run."""
+    unfused one would run.
+    """
     if not is_tracked:
         return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
     log_sum_exp_bytes = 4 * torch.Size(outputs[0][0][:-1]).numel()

@@ -146,7 +146,8 @@ def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:
 
 def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Use]:
     """Readings by ops whose results share the memory of what they read, and are saved by others: so a parameter is kept as it was gathered
-    where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`."""
+    where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`.
+    """
     found: set[Use] = set()
     kept = {op.inputs[slot].name for op in graph.ops for slot in known[op.name].saved_inputs}
     for op in reversed(graph.ops):
@@ -159,7 +160,8 @@ def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Us
 
 def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:
     """Values whose memory is there until backward even if none of their readers saves it: inputs, what ops save of their results, views
-    of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep nothing of theirs."""
+    of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep nothing of theirs.
+    """
     held = {item.value.name for item in graph.inputs}
     for op in graph.ops:
         found = known[op.name]

@@ -31,7 +31,8 @@ _MOST = 6
 @dataclass(frozen=True)
 class Transient:
     """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the parameters whose
-    gradients are to come. Both empty if the sum is larger without."""
+    gradients are to come. Both empty if the sum is larger without.
+    """
 
     ops: Mapping[str, float]
     pending: frozenset[str]

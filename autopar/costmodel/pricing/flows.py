@@ -42,7 +42,8 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Flow:
     """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its region 0 or NOWHERE.
-    gives_gradient: whether a gradient comes back."""
+    gives_gradient: whether a gradient comes back.
+    """
 
     value: str
     src: End
@@ -56,7 +57,8 @@ class Count:
     """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
     times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
     times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts;
-    num_pending: gradients that are to come when the largest is there."""
+    num_pending: gradients that are to come when the largest is there.
+    """
 
     times: int = 0
     num_inside: int = 0
@@ -78,7 +80,8 @@ class Count:
 class Flows:
     """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how many ops or inputs are
     of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of parameters; `values`: the class of a value
-    -> its representative."""
+    -> its representative.
+    """
 
     entities: tuple[Entity, ...]
     counts: Mapping[Flow, Count]
@@ -98,7 +101,8 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 @dataclass(frozen=True)
 class _Places:
     """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
-    of each parameter whose optimizer state is on the host the share of it that counts; and the largest transient."""
+    of each parameter whose optimizer state is on the host the share of it that counts; and the largest transient.
+    """
 
     recomputed: Mapping[str, int]
     offloaded: Mapping[str, int]

@@ -34,7 +34,8 @@ class Meeting:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's second node to
-    its first if it is turned."""
+    its first if it is turned.
+    """
 
     meeting: Meeting
     count: tuple[float, ...]  # times, share of the bytes inside of a region, of those moved, seconds for each of those a step

@@ -51,7 +51,8 @@ def _price_ops(
     op: Op, count: Count, strategies: Sequence[Strategy], number: int, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training
 ) -> Prices:
     """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
-    what others keep may be on the host."""
+    what others keep may be on the host.
+    """
     weights = flows.parameters if count.transient_share else None
     prices = _price_op(op, strategies, _operands(op, number, flows), mesh, cluster, weights)
     forward_s, backward_s, saved, waiting, transient = prices.T
@@ -75,7 +76,8 @@ def _price_op(
     parameters: frozenset[str] | None,
 ) -> np.ndarray:  # fmt: skip
     """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the gradient that a
-    weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local shapes and roles share a price."""
+    weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local shapes and roles share a price.
+    """
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]

@@ -46,7 +46,8 @@ def _register_caches() -> None:
 @dataclasses.dataclass(frozen=True)
 class _Cache:
     """Puts a DynamicCache together again. `unflatten`, transformers' own, joins each tensor to an empty plain one, which a DTensor
-    refuses: it is given stand-ins, and the tensors are put in their places."""
+    refuses: it is given stand-ins, and the tensors are put in their places.
+    """
 
     unflatten: Callable[[Any, Any], Any]
 

@@ -76,7 +76,8 @@ def _data_dependent(error: Exception) -> str:
 @contextmanager
 def _without_dump() -> Iterator[None]:
     """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else is said on stderr
-    is passed on."""
+    is passed on.
+    """
     said, dump = io.StringIO(), ""
     try:
         with redirect_stderr(said):

@@ -16,7 +16,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 @lru_cache(maxsize=4096)
 def line_of_stack(stack_trace: str) -> str:
-    """ "model.py:41": the innermost line outside torch, a model file of transformers before its shared helpers; "" if there is none.
+    """The innermost line outside torch as "model.py:41", a model file of transformers before its shared helpers; "" if there is none.
 
     >>> line_of_stack('File "/a/model.py", line 41, in forward')
     'model.py:41'
@@ -25,7 +25,7 @@ def line_of_stack(stack_trace: str) -> str:
 
 
 def quote_stack(stack_trace: str) -> str:
-    """ "model.py:41: `x = x.item()`", for an error."""
+    """The same with its text, "model.py:41: `x = x.item()`", for an error."""
     line, text = _innermost(_frames(stack_trace))
     return f"{line}: `{text}`" if text else line
 

@@ -18,7 +18,8 @@ _PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 @dataclass(frozen=True, slots=True)
 class Alike:
     """FQNs of modules that differ in their tensors' contents and in `numbers` only: integer attributes (path of the submodule, name)
-    that are another one in each, as a layer's index is."""
+    that are another one in each, as a layer's index is.
+    """
 
     members: tuple[str, ...]
     numbers: tuple[tuple[str, str], ...]

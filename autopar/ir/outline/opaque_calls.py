@@ -29,7 +29,8 @@ class Unsure(BaseException):
 @dataclass(frozen=True)
 class Body:
     """A module called in one way. `outputs`: its flat result, a constant or, of a tensor, ("given", which tensor argument) or ("made",
-    which of the tensors that the op returns); `made` describes these."""
+    which of the tensors that the op returns); `made` describes these.
+    """
 
     number: int
     fqn: str

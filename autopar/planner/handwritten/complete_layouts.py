@@ -89,7 +89,8 @@ def _most_parts(
     value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
 ) -> tuple[Layout, ...]:
     """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that moves the fewest
-    bytes, one dim rather than several, the first rather than a later one."""
+    bytes, one dim rather than several, the first rather than a later one.
+    """
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
 
     def key(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -111,7 +112,8 @@ def _outputs(
 
 def _kept(graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]) -> dict[str, Layout]:
     """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
-    uses of all its members."""
+    uses of all its members.
+    """
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
     values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
     several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}

@@ -84,7 +84,8 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int
 
 
 def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
-    """
+    """The plan as `parse_hand_plan` reads it.
+
     >>> format_hand_plan(HandPlan((1,), True, "zero3"), Mesh((4, 8), ("a", "b")))
     'megatron:dp=4,tp=8,sp,zero3'
     """

@@ -111,7 +111,8 @@ def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
 
 def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequence: Mapping[str, int]) -> list[Option]:
     """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value, whose gradient
-    is scattered again."""
+    is scattered again.
+    """
     wanted = {slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence}
     fits = [option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())]
     fits = [option for option in fits if not option.signature.role]

@@ -73,7 +73,7 @@ def tuned(
 
 
 def _grids(num_devices: int) -> Iterator[Mesh]:
-    """dp x tp, row-major; an axis of one device is left out."""
+    """Dp x tp, row-major; an axis of one device is left out."""
     for tensor in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
         sizes = {"dp": num_devices // tensor, "tp": tensor}
         named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}

@@ -75,7 +75,8 @@ class _State:
 
 def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
     """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring back for the
-    update; with several parts, state of one or of all."""
+    update; with several parts, state of one or of all.
+    """
     states = [
         _State(number, x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, part.training))
         for number, part in enumerate(parts)

@@ -46,7 +46,7 @@ def solve_mesh(
 
     First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
     copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
-    PinError, InfeasibleError or MeshError if what is wished cannot be.
+    PinError, InfeasibleError or MeshError if what is requested cannot be.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
     folded = budget.run("fold", lambda: fold_stored(graph, request))

@@ -16,7 +16,7 @@ _LEAST_COPIES = 4
 
 
 def can_mix(folded: Folded) -> bool:
-    """Has any repeat inner copies that could be of two kinds?"""
+    """Whether any repeat has inner copies that could be of two kinds."""
     return any(repeat.count >= _LEAST_COPIES for repeat in folded.repeats)
 
 

@@ -14,7 +14,7 @@ def shape_of(graph: Graph, request: PlanRequest) -> Any:
     """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same request but for names."""
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     wired = wire(graph).sources
-    wished = [
+    requested = [
         (request.pins.get(x.fqn), request.stored.get(x.fqn), request.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
         for x in graph.inputs
     ]
@@ -24,7 +24,7 @@ def shape_of(graph: Graph, request: PlanRequest) -> Any:
     sent = tuple(request.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     ops = tuple(nameless(op) for op in graph.ops)
-    return ops, wired, tuple(wished), regions, sent, made
+    return ops, wired, tuple(requested), regions, sent, made
 
 
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:

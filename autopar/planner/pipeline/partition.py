@@ -12,7 +12,8 @@ from autopar.costmodel.profile_ops import Profile
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """f64[blocks] each, of one microbatch but for once_s and state_bytes, as in `Profile`. entering_bytes: of what is made before a block
-    and read in it or later; is_recomputable: bool[blocks]. shared: (blocks that read it, bytes, seconds a step) of tied parameters."""
+    and read in it or later; is_recomputable: bool[blocks]. shared: (blocks that read it, bytes, seconds a step) of tied parameters.
+    """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
@@ -35,7 +36,8 @@ _SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(
 class Partition:
     """Stage s has blocks starts[s] to starts[s + 1]; the first num_recomputed[s] of its blocks that can be are recomputed. times_s: forward
     and backward of a microbatch on each stage, transfers included; once_s: of the stage that takes longest once a step. memory_bytes: of
-    each stage."""
+    each stage.
+    """
 
     starts: tuple[int, ...]
     num_recomputed: tuple[int, ...]
@@ -92,7 +94,8 @@ def partition(
 class _Sums:
     """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be recomputed; bytes that are
     there throughout, that a microbatch keeps, until its weights have their gradients too, and that recomputing all such blocks frees of
-    these; their number; whether it is empty. inside_bytes: of one block while it is recomputed."""
+    these; their number; whether it is empty. inside_bytes: of one block while it is recomputed.
+    """
 
     times_s: np.ndarray
     again_s: np.ndarray

@@ -125,7 +125,8 @@ def plan_in_stages(
 
 def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
     """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of each stage finds
-    how much of it has to go to the host; and what nearly fits it may make fit."""
+    how much of it has to go to the host; and what nearly fits it may make fit.
+    """
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         for factor in (1.0, _NEARLY):
             training = replace(request.training, optimizer="none")
@@ -136,7 +137,8 @@ def _candidates(
     model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Candidate]:
     """The plans of the points, as many as there is time for. Each gets half of the time that is left: some is kept for plans that turn out
-    not to fit. Those are made anew as long as there is time."""
+    not to fit. Those are made anew as long as there is time.
+    """
     found: list[Candidate] = []
     for point in points:
         if found and budget.is_spent:
@@ -179,7 +181,8 @@ def _searched(
     solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> StagedPlan | None:
     """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes` of each
-    rank. keeping: solvers that leave optimizer state on the device."""
+    rank. keeping: solvers that leave optimizer state on the device.
+    """
     plans = _solved(solvers, graph, budget, allowed_bytes)
     if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
         # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it once a step.
@@ -207,7 +210,8 @@ def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_byt
 
 def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
     """The plans of the stages. Where the budget ends between ranks, what they share may be stored otherwise than by hand on those that were
-    searched, and then the others cannot be as by hand: all are."""
+    searched, and then the others cannot be as by hand: all are.
+    """
     try:
         return solve_stages(solver, allowed_bytes, budget)
     except InfeasibleError:

@@ -48,7 +48,8 @@ Stages = tuple[Wanted, ...]  # of one rank
 
 def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
     """The plans of the stages, those of a rank together within its limit; once the budget is spent, stages are laid out as by hand where
-    that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should."""
+    that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should.
+    """
     solver.budget = budget
     solved: dict[int, Plan] = {}
     for rank in solver.tightest_first(limits_bytes):
@@ -178,7 +179,8 @@ class Solver:
 
     def _as_written(self, stages: Stages) -> "_Found | None":
         """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,
-        or are to be stored otherwise."""
+        or are to be stored otherwise.
+        """
         asked, parts = [], []
         for one in stages:
             own = restricted(self.cut.by_hand, one.graph, self.crossing)
@@ -195,7 +197,8 @@ class Solver:
 
     def _ways(self, stages: Stages) -> Iterator[Stages]:
         """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host meanwhile: none, half
-        of those that the plan by hand recomputes, and as many."""
+        of those that the plan by hand recomputes, and as many.
+        """
         regions = [self._regions(one.graph) for one in stages]
         counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
         for kind in ("recomputed", "offloaded"):
@@ -213,7 +216,8 @@ class Solver:
 
     def _saving(self, stages: Stages, free: "_Found", pressure: float) -> "_Found":
         """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank alike under more
-        pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts."""
+        pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts.
+        """
         if self._fits(free):
             return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
         known = self.known.setdefault(_key(stages), [])
@@ -231,7 +235,8 @@ class Solver:
 
     def _with_state_on_host(self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None") -> "_Found | None":
         """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are none, or if `other`,
-        without, is known to be as good. Those of a rank alike, or nearly as fast as `free`, without a memory limit, will do."""
+        without, is known to be as good. Those of a rank alike, or nearly as fast as `free`, without a memory limit, will do.
+        """
         if not self.can_move_state or (other is not None and not other.is_short):
             return None
         known = self.on_host.setdefault(_key(stages), [])
@@ -324,7 +329,8 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 class _Found:
     """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
     slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by
-    hand; costs: of the parts, or () if nobody asked."""
+    hand; costs: of the parts, or () if nobody asked.
+    """
 
     parts: tuple[tuple[Graph, Assignment], ...]
     cost_s: float

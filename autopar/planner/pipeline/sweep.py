@@ -48,7 +48,8 @@ _CHUNKS = (2, 4)
 @dataclass(frozen=True)
 class Staged:
     """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the sub-mesh of a rank
-    of the pipeline. `assignment`: of the shortened graph of a microbatch."""
+    of the pipeline. `assignment`: of the shortened graph of a microbatch.
+    """
 
     plan: HandPlan
     mesh: Mesh
@@ -148,7 +149,8 @@ def _with_whole_parameters(
     model: Model, found: Sequence[tuple[Staged, int]], cluster: Cluster, training: Training, limit_bytes: float
 ) -> Iterator[Staged]:
     """The fastest points with parameters that every rank of the batch has whole, as far as these fit: with several microbatches they need
-    no gathering."""
+    no gathering.
+    """
     kinds: dict[tuple, Staged] = {}
     for one, _ in sorted(found, key=lambda pair: pair[0].step_s):
         kinds.setdefault((one.mesh, one.schedule.name, one.schedule.num_microbatches, one.plan.tensor_axes), one)
@@ -164,7 +166,8 @@ Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, su
 
 def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
     """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on all of `meshes`, with
-    the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the search that finds what to split."""
+    the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the search that finds what to split.
+    """
 
     def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
         found = (
@@ -256,7 +259,8 @@ def lightest(
     schedules: Sequence[str] = LIGHTEST, deadline: Deadline = NEVER,
 ) -> Staged | None:
     """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`; None if no schedule can
-    run."""
+    run.
+    """
     best: Staged | None = None
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
         if deadline.is_past and best is not None:
@@ -307,7 +311,8 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
 
 def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
     """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits, else each with an
-    even share of its rank's memory, or with as large a part of it as it would have without a limit."""
+    even share of its rank's memory, or with as large a part of it as it would have without a limit.
+    """
 
     def cut(limits: float | Sequence[float]) -> Partition | None:
         return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)

@@ -33,7 +33,8 @@ STORE_DIED = "the process that holds the store of the process groups died, as a 
 @dataclass
 class Meeting:
     """Where the ranks of a model's steps hear of one another's failures. `place`: its keys in the store, the same on every rank and no
-    other model's; `ranks`: global ranks. `heard`: the first cause, as far as this rank knows, once it is over."""
+    other model's; `ranks`: global ranks. `heard`: the first cause, as far as this rank knows, once it is over.
+    """
 
     place: str
     ranks: Sequence[int]

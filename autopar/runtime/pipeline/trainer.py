@@ -74,7 +74,8 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Trainer:
     """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks. `meeting`: of the
-    ranks of the whole mesh."""
+    ranks of the whole mesh.
+    """
 
     plan: StagedPlan
     graph: Graph
@@ -102,7 +103,8 @@ class Trainer:
 
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under torch.no_grad the loss
-        alone."""
+        alone.
+        """
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed()
         with failing_together(self.meeting):

@@ -44,7 +44,7 @@ def logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False, *, 
 def _exponents(
     x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype | None, axes: Sequence[Axis], dst: Placement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x - top, top and the sum of exp(x - top) over `dims` and all ranks; top is the maximum, or 0 where that is infinite."""
+    """X - top, top and the sum of exp(x - top) over `dims` and all ranks; top is the maximum, or 0 where that is infinite."""
     x = x.to(sum_dtype(dtype or x.dtype))
     top = max_over(x.amax(dims, keepdim=True), axes)
     top = torch.where(top.isinf(), 0.0, top)

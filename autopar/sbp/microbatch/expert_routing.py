@@ -23,7 +23,8 @@ _INVERSE = (S(0), S(0), I), (S(0),)  # of index_put: no rule gives this
 @dataclass(frozen=True, slots=True)
 class _Tag:
     """What a value is to the sort of `num_rows` keys called `sort`: its "keys" in order, the "order" itself, "tokens" (the order divided by
-    `divisor`), "rows" in that order, the "counts" of keys, a "blank" of the order's shape, or its "inverse"."""
+    `divisor`), "rows" in that order, the "counts" of keys, a "blank" of the order's shape, or its "inverse".
+    """
 
     sort: str
     kind: str
@@ -80,7 +81,7 @@ def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: li
     walk.tags.update((value.name, tag) for value, tag in zip(op.outputs, tags) if tag)
 
 
-def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature], _Tag | None] | None:
+def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature], _Tag | None] | None:  # noqa: C901 a table
     """How the op is run on tagged inputs and what it gives (None: rows in the batch's order); None if the order would show."""
     first = next(tag for tag in tags if tag)
     kinds = [tag.kind if tag else "" for tag in tags]

@@ -12,12 +12,12 @@ NAMES = ("input", "weight", "bias")
 
 
 def convolution(op: Op) -> Iterator[Signature]:
-    """n i .., o i .. (+ o) -> n o .."""
+    """N i .., o i .. (+ o) -> n o .."""
     return _convolution(op, ("o", "i"))
 
 
 def transposed(op: Op) -> Iterator[Signature]:
-    """n i .., i o .. (+ o) -> n o .."""
+    """N i .., i o .. (+ o) -> n o .."""
     return _convolution(op, ("i", "o"))
 
 

@@ -29,7 +29,8 @@ def _tokens(op: Op) -> Iterator[Signature]:
 
 def cross_entropy(op: Op) -> Iterator[Signature]:
     """Tokens as above. A split of the classes ("vocab") needs each token's maximum, sum of exponentials and target logit from all
-    ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its slice of the logits'."""
+    ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its slice of the logits'.
+    """
     yield from _tokens(op)
     logits, target = tensor_of(op, "self"), tensor_of(op, "target")
     if len(target.shape) < len(logits.shape):

@@ -46,7 +46,7 @@ def matmul(op: Op) -> Iterator[Signature]:
 
 
 def _added_matmul(names: tuple[str, str, str], factors: tuple[str, str], output: str):
-    """beta * self + alpha * (product of two), `self` broadcast to the output."""
+    """Beta * self + alpha * (product of two), `self` broadcast to the output."""
 
     def rule(op: Op) -> Iterator[Signature]:
         term = broadcast_term(tuple(output), tensor_of(op, names[2]).shape, op.outputs[0].shape)

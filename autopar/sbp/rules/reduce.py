@@ -64,7 +64,7 @@ def along_dim(op: Op) -> Iterator[Signature]:
 
 
 def running_sum(op: Op) -> Iterator[Signature]:
-    """cumsum is linear."""
+    """Cumsum is linear."""
     ndim = len(op.inputs[0].shape)
     yield from carry(op, [(dim, dim) for dim in other_dims(ndim, arguments_of(op)["dim"])], is_linear=True)
 

@@ -35,7 +35,7 @@ def trivial_bound(table: CostTable) -> float:
 
 
 def is_solved(state: Squeezed) -> bool:
-    """Is the best choice proven to be one?"""
+    """Whether the best choice is proven to be one."""
     return state.best is not None and is_closed(cost_of(state.reduced.table, state.best), state.lower_bound_s)
 
 
@@ -56,5 +56,5 @@ def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int,
 
 
 def is_closed(cost_s: float, lower_bound_s: float) -> bool:
-    """Is the bound as near to the cost as this package ever brings it?"""
+    """Whether the bound is as near to the cost as this package ever brings it."""
     return cost_s - lower_bound_s <= 5 * TOLERANCE * abs(cost_s)
