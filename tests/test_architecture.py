@@ -146,6 +146,14 @@ def test_words(path):
     assert not REGISTRY_HOST.search(text), f"{path}: names a package registry"
 
 
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_caches_of_modules_are_bounded(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        names = {ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())}
+        if names & {"cache", "functools.cache"}:
+            assert isinstance(node, Function) and not ast.unparse(node.args), f"{path}:{node.lineno} {node.name}: give its cache a size"
+
+
 @pytest.mark.parametrize("listing", [THOROUGH, LONG], ids=lambda path: path.stem)
 def test_every_test_that_is_named_as_thorough_or_long_is_there(listing: Path) -> None:
     for line in listing.read_text().splitlines():

@@ -7,7 +7,7 @@ at its own rate. All groups of the same mesh axes run at the same time, so each 
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Pieces:
     beta_s_per_byte: float
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Span, ...]:
     """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out row-major.
 
@@ -95,7 +95,7 @@ def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
     return math.prod([mesh_shape[axis] for axis in axes])
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str) -> tuple[Pieces, ...]:
     """The algorithms for collective `kind` on mesh axes of more than one device together."""
     found = spans(levels, mesh_shape, axes)

@@ -1,7 +1,7 @@
 """Bytes per device: what is stored for training, and what backward needs from forward."""
 
 import math
-from functools import cache
+from functools import lru_cache
 
 from autopar.costmodel.activations.autograd_footprint import footprint, saved_by_local_op
 from autopar.costmodel.cluster.hardware import Cluster
@@ -49,7 +49,7 @@ def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], train
     return 2 * (found["parameters"] + found["optimizer"]) + found["gradients"] if "gradients" in found else 0
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def memory_layout(layout: Layout) -> Layout:
     """`layout` with its gradient forgotten."""
     return tuple(I if placement.kind == "R" else placement for placement in layout)

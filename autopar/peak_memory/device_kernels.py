@@ -6,7 +6,7 @@ on a CPU attention that drops out or has a float mask keeps its scores.
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +54,7 @@ class _Known(TorchDispatchMode):
 _EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def _makes_all(func: Any) -> bool:
     """Whether its results are tensors that share no memory with its arguments, which it leaves as they are."""
     returns = func._schema.returns

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 from autopar.ir.graph import Value
 from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, local_shape, placement_of
@@ -54,7 +54,7 @@ class Collective:
     phase: str  # "forward" or "backward"
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on as many axes as make it together."""
     found = moves(codes_of(src), codes_of(dst))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def spec(value: Value) -> Spec:
     return value.shape, value.dtype, value.needs_grad
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
     if target.startswith("aten.scaled_dot_product_attention"):
         return _attention(outputs, is_tracked)
@@ -130,7 +130,7 @@ def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -
     return _saved_by_local_op(op.target, *call, specs, tuple(sorted(sizes.items())), footprint(op).saved_inputs)
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def _saved_by_local_op(
     target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], roles: tuple[tuple[str, int], ...], saved_inputs: frozenset[int]
 ) -> int | None:

@@ -8,7 +8,7 @@ come, and what later ops saved is gone. It is the op with which the sum is large
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -109,7 +109,7 @@ def _transient(op: Op, parameters: frozenset[str]) -> int:
     return _measured(op.target, op.args, op.kwargs, inputs, tuple(map(spec, op.outputs)))
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def _measured(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> int:
     """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes, and all between."""
     if family(target) == "aten.scaled_dot_product_attention":  # fused; on the meta device the unfused one would run

@@ -1,6 +1,6 @@
 """How long a step takes in stages, and what they hold, from what their blocks cost."""
 
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 
 from autopar.planner.pipeline.partition import Blocks, Partition
@@ -13,19 +13,19 @@ def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
     return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Of each stage, the most microbatches between their forward and their backward."""
     return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def waiting(schedule: Schedule) -> tuple[int, ...]:
     """Of each stage, the most microbatches of which gradients of weights are still to be made."""
     return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
 
 
-@cache
+@lru_cache(maxsize=2**16)
 def _ordered(schedule: Schedule) -> Order:
     return ordered(schedule)
 
