@@ -23,12 +23,13 @@ def _quiet(_: str) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """`timings`: stage -> seconds, summed where a stage is run several times. `where` is put before what is told."""
+    """`timings`: stage -> seconds, summed where a stage is run several times. `where` is put before what is told. start_s: of the clock."""
 
     deadline: Deadline
     progress: Progress = _quiet
     where: str = ""
     timings: Counter[str] = field(default_factory=Counter)
+    start_s: float = field(default_factory=perf_counter)
 
     @classmethod
     def of(cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None) -> "Budget":
@@ -56,6 +57,11 @@ class Budget:
         result = work()
         self.timings[stage] += perf_counter() - start
         return result
+
+    @property
+    def all_timings(self) -> dict[str, float]:
+        """`timings`, and as "rest" what no stage has of the time since the start: together that is all of it."""
+        return self.timings | {"rest": perf_counter() - self.start_s - sum(self.timings.values())}
 
     def tell_cost(self, stage: str, cost_s: float, lower_bound_s: float) -> None:
         """The progress of `search.solve`."""

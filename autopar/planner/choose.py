@@ -48,7 +48,8 @@ def choose_plan(
         )
     with budget.ended_by_interrupt():
         plan = _chosen(ways, budget)
-        return replace(plan, found_by=f"{plan.found_by}, ended by {budget.ended_by}") if budget.is_spent else plan
+        found_by = f"{plan.found_by}, ended by {budget.ended_by}" if budget.is_spent else plan.found_by
+        return replace(plan, found_by=found_by, timings=budget.all_timings)
 
 
 @dataclass(frozen=True)

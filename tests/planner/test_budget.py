@@ -97,7 +97,9 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
 
 def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Graph]):
     request = PlanRequest(time_limit_s=10.0)
-    plan = choose_plan(graph("gpt2", layers=4), parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
+    whole, start = graph("gpt2", layers=4), time.perf_counter()
+    plan = choose_plan(whole, parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
+    assert sum(plan.timings.values()) == pytest.approx(time.perf_counter() - start, rel=0.02) and plan.timings["rest"] >= 0.0
     assert plan.lower_bound_s > 0 and plan.gap < 0.9
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
 
