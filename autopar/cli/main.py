@@ -6,6 +6,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -24,10 +27,12 @@ from autopar.mesh import Mesh, parse_devices
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import load_target
 from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.budget import Watch
 from autopar.planner.choose import choose_plan
 from autopar.planner.handwritten.hand_plan import NO_STYLES, hand_plan, parse_hand_plan
 from autopar.planner.handwritten.hf_tp_plan import hf_styles
 from autopar.planner.layouts.mesh_shapes import factorise
+from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
@@ -62,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="the same content as JSON")
     explain.add_argument("--code", action="store_true", help="print the generated Python instead, of each stage if there are several")
     explain.add_argument("--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing")
+    explain.add_argument("--watch", metavar="DIR", help="write what planning makes on the way, step by step, as text files")
     explain.add_argument("--save", metavar="FILE", help="write the plan")
     explain.set_defaults(run=_explain)
     check = commands.add_parser("verify", help="run one training step on gloo processes of this machine and on one device, and compare")
@@ -154,6 +160,20 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if outcome.is_equal else 1
 
 
+def _watching(options: argparse.Namespace) -> Watch | None:
+    """Writes each artifact to a file of its own, numbered in order; None if nobody asked."""
+    if not getattr(options, "watch", None):
+        return None
+    folder, numbers = Path(options.watch), count(1)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def watch(name: str, artifact: Any) -> None:
+        path = folder / f"{next(numbers):03d}-{re.sub(r'[^A-Za-z0-9=.-]+', '-', name).strip('-')}.txt"
+        path.write_text(printed(artifact))
+
+    return watch
+
+
 def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan:
     tell("trace")
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
@@ -173,7 +193,7 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         schedule=options.schedule,
         time_limit_s=options.time_limit,
     )
-    return choose_plan(graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks)
+    return choose_plan(graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks, watch=_watching(options))
 
 
 def _check_whole(options: argparse.Namespace) -> None:

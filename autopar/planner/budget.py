@@ -8,17 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar.planner.request import ANYTHING
 from autopar.search.deadline import Deadline
 
 Progress = Callable[[str], None]  # told in a few words what is being done
+Watch = Callable[[str, Any], None]  # handed each artifact of planning, with its name
 Result = TypeVar("Result")
 
 
 def _quiet(_: str) -> None:
     """Tell nobody."""
+
+
+def _unseen(_name: str, _artifact: Any) -> None:
+    """Show nobody."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,16 @@ class Budget:
     where: str = ""
     timings: Counter[str] = field(default_factory=Counter)
     start_s: float = field(default_factory=perf_counter)
+    watch: Watch = _unseen
 
     @classmethod
-    def of(cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None) -> "Budget":
+    def of(cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None, watch: Watch | None = None) -> "Budget":
         """`time_limit_s` from now."""
-        return cls(Deadline.after(time_limit_s), progress or _quiet)
+        return cls(Deadline.after(time_limit_s), progress or _quiet, watch=watch or _unseen)
+
+    def show(self, name: str, artifact: Any) -> None:
+        """Hand an artifact to who watches."""
+        self.watch(self.where + name, artifact)
 
     def part(self, share: float, where: str = "") -> "Budget":
         """`share`, from 0 to 1, of the time that is left, for the work that `where` names; the timings are the same."""

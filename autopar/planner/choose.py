@@ -8,7 +8,7 @@ from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
-from autopar.planner.budget import Budget, Progress
+from autopar.planner.budget import Budget, Progress, Watch
 from autopar.planner.fit_memory import Predict, fitting
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
@@ -30,15 +30,15 @@ _SHARE_OF_FIRST = 0.5
 @rarely_collected()
 def choose_plan(
     graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest = ANYTHING, *, progress: Progress | None = None,
-    predict: Predict | None = None,
+    predict: Predict | None = None, watch: Watch | None = None,
 ) -> Plan | StagedPlan:  # fmt: skip
     """The best plan within the time limit, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
 
     After the time limit, and after Ctrl-C, planning ends with the best plan so far, which may be one written by hand.
     predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search estimates is believed.
-    MicrobatchError or AutoparError if what is requested cannot be.
+    watch: handed each artifact on the way, in order (`planner.printed`). MicrobatchError or AutoparError if what is requested cannot be.
     """
-    budget, request = Budget.of(request.time_limit_s, progress), request.on(cluster)
+    budget, request = Budget.of(request.time_limit_s, progress, watch), request.on(cluster)
     timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
     ways = _Ways(graph, mesh, cluster, request, timed)
     if ways.has_stages and not request.trains:
@@ -46,10 +46,13 @@ def choose_plan(
             f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
             f"mesh without {PIPELINE}"
         )
+    budget.show("graph", graph)
     with budget.ended_by_interrupt():
         plan = _chosen(ways, budget)
         found_by = f"{plan.found_by}, ended by {budget.ended_by}" if budget.is_spent else plan.found_by
-        return replace(plan, found_by=found_by, timings=budget.all_timings)
+        plan = replace(plan, found_by=found_by, timings=budget.all_timings)
+    budget.show("plan", plan)
+    return plan
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,12 @@ class Setting:
         """The search problem with one choice for each class of `folded`."""
         near = None if self.near is None else self.near.strategies
         offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
+        self.budget.show("folded", folded)
         everything = self.budget.run("annotate", offer)
-        return Problem(self.graph, folded, everything, self.budget.run("price", lambda: self._price(folded, everything, self.request.pins)))
+        self.budget.show("candidates", everything)
+        priced = self.budget.run("price", lambda: self._price(folded, everything, self.request.pins))
+        self.budget.show("priced", priced.table)
+        return Problem(self.graph, folded, everything, priced)
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.request.stored}, self.mesh, folded)
@@ -92,9 +96,11 @@ class Setting:
             to_beat_s=self.to_beat_s, progress=self.budget.tell_cost,
         )  # fmt: skip
         try:
-            return self.budget.run("search", work)
+            choice = self.budget.run("search", work)
         except InfeasibleError as error:
             raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
+        self.budget.show("choice", choice)
+        return choice
 
     def _remedy(self, problem: Problem) -> str:
         def least_bytes(pins: Mapping[str, str]) -> float:

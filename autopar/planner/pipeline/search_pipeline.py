@@ -59,13 +59,15 @@ def sweep_stages(
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)
-    return budget.run(
+    found = budget.run(
         "stages by hand",
         lambda: sweep(
             model, meshes, cluster, training=request.training, limit_bytes=request.memory_limit_bytes, num_microbatches=counts,
             schedules=schedules, deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         ),
     )  # fmt: skip
+    budget.show("stages by hand", tuple(found))
+    return found
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
@@ -145,6 +147,7 @@ def _candidates(
             break
         part = budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
         cut = cut_as(model, point)
+        part.show("stages", cut)
         chosen = choose_crossing(cut, point, point.mesh, cluster, request, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
         solvers, keeping = (

@@ -1,0 +1,87 @@
+"""Each artifact of planning as text: what `autopar explain --watch` writes."""
+
+from collections.abc import Iterable
+from functools import singledispatch
+from typing import Any
+
+from autopar.explain.text import format_bytes, format_seconds
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.ir.print_graph import format_graph
+from autopar.planner.pipeline.cut_stages import Cut
+from autopar.planner.pipeline.sweep import Staged
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.placement import format_layout
+from autopar.sbp.signature import Candidates
+from autopar.search.table import Choice, CostTable
+
+
+@singledispatch
+def printed(artifact: Any) -> str:
+    """The artifact for people to read; TypeError for what is none."""
+    raise TypeError(f"no text is known for a {type(artifact).__name__}; expected an artifact of planning, such as a Graph or a Plan")
+
+
+printed.register(Graph, format_graph)
+
+
+@printed.register
+def _(folded: Folded) -> str:
+    """The repeats, then of every op and input whose choice it shares."""
+    repeats = [f"{repeat.count} times {len(repeat.ops)} ops: {' '.join(repeat.ops)}" for repeat in folded.repeats]
+    shared = [f"{name} is planned as {same}" for name, same in folded.representative.items() if name != same]
+    return _lines([*(repeats or ["nothing repeats"]), "", *shared])
+
+
+@printed.register
+def _(found: Candidates) -> str:
+    ops = [f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in found.strategies.items()]
+    stored = [f"{name}: {' '.join(map(format_layout, own))}" for name, own in (found.layouts | found.outputs).items()]
+    return _lines([*ops, "stored, handed in and handed out", *stored])
+
+
+@printed.register
+def _(table: CostTable) -> str:
+    nodes = [
+        f"{node.name}: {len(node.cost_s)} choices, {format_seconds(node.cost_s.min())} to {format_seconds(node.cost_s.max())}, "
+        f"{format_bytes(node.memory_bytes.min())} to {format_bytes(node.memory_bytes.max())}"
+        for node in table.nodes
+    ]
+    edges = [
+        f"{table.nodes[edge.a].name}, {table.nodes[edge.b].name}: up to {format_seconds(edge.cost_s.max())}, "
+        f"{format_bytes(edge.memory_bytes.max())}"
+        for edge in table.edges
+    ]
+    limit = "no memory limit" if table.memory_limit_bytes == float("inf") else f"within {format_bytes(table.memory_limit_bytes)}"
+    return _lines([f"{len(nodes)} nodes, {len(edges)} pairs that meet, {limit}", *nodes, "", *edges])
+
+
+@printed.register
+def _(choice: Choice) -> str:
+    """Of each node of the table, in its order, which of its choices."""
+    taken = " ".join(map(str, choice.strategies))
+    return _lines([f"{format_seconds(choice.cost_s)} a step, at least {format_seconds(choice.lower_bound_s)}", taken])
+
+
+@printed.register(tuple)
+def _(found: tuple[Staged, ...]) -> str:
+    """Points of the sweep by hand."""
+    rows = (f"{format_seconds(one.step_s)}, {format_bytes(max(one.rank_bytes))}: {one.name}" for one in found)
+    return _lines(rows) if found else "nothing fits\n"
+
+
+@printed.register
+def _(cut: Cut) -> str:
+    """The graph of each stage."""
+    return "\n".join(f"stage {number}\n{format_graph(stage.graph)}" for number, stage in enumerate(cut.stages))
+
+
+@printed.register(Plan)
+@printed.register(StagedPlan)
+def _(plan: Plan | StagedPlan) -> str:
+    return plan.explain() + "\n"
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
