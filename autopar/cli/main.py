@@ -165,7 +165,10 @@ def _watching(options: argparse.Namespace) -> Watch | None:
     if not getattr(options, "watch", None):
         return None
     folder, numbers = Path(options.watch), count(1)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AutoparError(f"--watch {options.watch}: expected a folder, or a name for one; {error.strerror}: {error.filename}") from error
 
     def watch(name: str, artifact: Any) -> None:
         path = folder / f"{next(numbers):03d}-{re.sub(r'[^A-Za-z0-9=.-]+', '-', name).strip('-')}.txt"

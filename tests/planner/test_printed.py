@@ -15,7 +15,7 @@ from autopar.planner.request import PlanRequest
 
 
 def stack() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(8)))
 
 
 def shown(mesh: str, **options: Any) -> list[tuple[str, Any]]:
