@@ -52,6 +52,26 @@ def _attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     return 2.0 * pairs * (query[-1] + value[-1])
 
 
+def _inner(op: Op, inputs: Shapes, outputs: Shapes) -> float:
+    return 2.0 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
+
+
+def _tensordot(op: Op, inputs: Shapes, outputs: Shapes) -> float:
+    return 2.0 * math.prod(outputs[0]) * math.prod(inputs[0][dim] for dim in arguments_of(op)["dims_self"])
+
+
+def _recurrent(op: Op, inputs: Shapes, outputs: Shapes) -> float:
+    """Each weight of each layer and direction meets each step of each sample."""
+    weights = [shape for shape, value in zip(inputs, op.inputs) if value in _weights(op)]
+    return 2.0 * math.prod(inputs[0][:-1]) * sum(map(math.prod, weights))
+
+
+def _weights(op: Op) -> tuple[Value, ...]:
+    """The matrices among the parameters of a recurrent op."""
+    slots = arguments_of(op)["params"]
+    return tuple(value for value in (op.inputs[slot.index] for slot in slots) if len(value.shape) == 2)
+
+
 # Flops of one forward run on local shapes, by name of the op without overload; what is absent only moves bytes.
 FLOPS: Mapping[str, Callable[[Op, Shapes, Shapes], float]] = {
     "aten.linear": _matmul,
@@ -62,6 +82,13 @@ FLOPS: Mapping[str, Callable[[Op, Shapes, Shapes], float]] = {
     "aten.mv": _matmul,
     "aten.dot": _matmul,
     "aten._grouped_mm": _matmul,
+    "transformers.grouped_mm_fallback": _matmul,
+    "aten.inner": _inner,
+    "aten.tensordot": _tensordot,
+    "aten.lstm": _recurrent,
+    "aten.gru": _recurrent,
+    "aten.rnn_tanh": _recurrent,
+    "aten.rnn_relu": _recurrent,
     "aten.addmm": _addmm,
     "aten.baddbmm": _addmm,
     "aten.addmv": _addmm,
@@ -150,4 +177,6 @@ def _operands(op: Op) -> tuple[Value, ...]:
     count = FLOPS[family(op.target)]
     if count is _einsum:
         return op.inputs
+    if count is _recurrent:
+        return op.inputs[0], _weights(op)[0]
     return op.inputs[1:3] if count is _addmm else op.inputs[:2]

@@ -5,14 +5,22 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
-from autopar.costmodel.roofline import op_bytes, op_flops, op_time
+from autopar.costmodel.roofline import FLOPS, family, op_bytes, op_flops, op_time
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, R, S
+from autopar.sbp.rules import attention, conv, matmul, recurrent
 from autopar.sbp.signature import Signature, Strategy
 from tests.costmodel.build import make_op, meta
 
 CLUSTER = Cluster("test", (LinkLevel(0, 0.0, 1.0),), {"float32": 1e6}, 1e6, 2**30, "made up")
 
+def _recurrent(gates: int, size: int, hidden: int) -> list[torch.Tensor]:
+    """Parameters of two layers."""
+    layers = ((size, hidden), (hidden, hidden))
+    return [meta(*shape) for own, rest in layers for shape in ((gates, own), (gates, rest), (gates,), (gates,))]
+
+
+WEIGHTS = {gates: _recurrent(gates, 8, 6) for gates in (6, 18, 24)}
 PRODUCTS = {
     "linear": ("aten.linear.default", (meta(3, 4, 8), meta(6, 8), meta(6)), {}),
     "matmul": ("aten.matmul.default", (meta(2, 3, 4, 8), meta(2, 3, 8, 5)), {}),
@@ -23,6 +31,11 @@ PRODUCTS = {
     "baddbmm": ("aten.baddbmm.default", (meta(2, 4, 5), meta(2, 4, 8), meta(2, 8, 5)), {}),
     "einsum": ("aten.einsum.default", ("b i d, b j d -> b i j", (meta(2, 3, 8), meta(2, 5, 8))), {}),
     "einsum ellipsis": ("aten.einsum.default", ("...id,...dj->...ij", (meta(2, 7, 3, 8), meta(2, 7, 8, 5))), {}),
+    "inner": ("aten.inner.default", (meta(3, 4, 8), meta(5, 8)), {}),
+    "tensordot": ("aten.tensordot.default", (meta(3, 4, 8), meta(8, 4, 5), [1, 2], [1, 0]), {}),
+    "lstm": ("aten.lstm.input", (meta(5, 3, 8), [meta(2, 3, 6), meta(2, 3, 6)], WEIGHTS[24], True, 2, 0.0, True, False, False), {}),
+    "gru": ("aten.gru.input", (meta(5, 3, 8), meta(2, 3, 6), WEIGHTS[18], True, 2, 0.0, True, False, False), {}),
+    "rnn": ("aten.rnn_tanh.input", (meta(3, 5, 8), meta(2, 3, 6), WEIGHTS[6], True, 2, 0.0, True, False, True), {}),
     "conv": ("aten.conv2d.default", (meta(2, 4, 9, 9), meta(6, 4, 3, 3), meta(6), (2, 2), (1, 1)), {}),
     "conv transposed": ("aten.conv_transpose2d.input", (meta(2, 4, 5, 5), meta(4, 6, 3, 3)), {}),
     "attention": ("aten.scaled_dot_product_attention.default", (meta(2, 3, 6, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8)), {}),
@@ -45,7 +58,7 @@ def test_forward_and_backward_flops(name):
     with FlopCounterMode(display=False) as forward:
         out = getattr(getattr(torch.ops.aten, found), overload)(*args, **kwargs)
     with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
     if name != "matmul vector":  # matrix times vector is missing in torch's counter
         assert op_flops(op, shapes(op.inputs), shapes(op.outputs)) == forward.get_total_flops()
     fast = Cluster("x", CLUSTER.levels, {"float32": 1.0}, 1e30, 1, "")
@@ -87,3 +100,9 @@ def test_views_and_lookups():
     assert op_time(view, whole(view), (1,), CLUSTER) == (0.0, 0.0)
     rows = make_op("aten.embedding.default", meta(1000, 8), meta(5, dtype=torch.int64))
     assert op_bytes(rows, shapes(rows.inputs), shapes(rows.outputs)) == 5 * 8 * 4 * 2 + 5 * 8
+
+
+@pytest.mark.parametrize("rules", [matmul, conv, attention, recurrent], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_no_product_is_priced_at_nothing(rules):
+    """A rule for a product needs its flops beside it: what has none only moves bytes."""
+    assert {family(target) for target in rules.RULES} <= FLOPS.keys() | {"aten.outer"}  # that one adds nothing up
