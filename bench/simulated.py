@@ -24,7 +24,7 @@ def one_rank_of(mesh: Mesh) -> Iterator[DeviceMesh]:
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         for name, stand_in in _STAND_INS.items():
-            stack.enter_context(mock.patch(f"autopar.codegen.{name}", stand_in))
+            stack.enter_context(mock.patch(f"autopar.runtime.{name}", stand_in))
         yield init_device_mesh("meta", mesh.shape, mesh_dim_names=mesh.axis_names)
 
 
@@ -37,9 +37,9 @@ def _from_first(mesh: DeviceMesh, item: Any) -> Any:
 
 
 _STAND_INS = {
-    "agree.gather": _gather,
-    "agree.from_first": _from_first,
-    "module.from_first": _from_first,
-    "state.from_first": _from_first,
-    "module.meet": lambda *_: None,
+    "rank_agreement.gather": _gather,
+    "rank_agreement.from_first": _from_first,
+    "sharded_module.from_first": _from_first,
+    "dtensor_state.from_first": _from_first,
+    "sharded_module.meet": lambda *_: None,
 }
