@@ -86,7 +86,7 @@ class Setting:
         )  # fmt: skip
 
     def repriced(self, problem: Problem) -> Problem:
-        """The problem of another setting of the same graph with these request."""
+        """The problem of another setting of the same graph, under this request."""
         return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)))
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:

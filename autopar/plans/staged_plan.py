@@ -196,7 +196,7 @@ def mesh_in(text: str) -> Mesh:
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster, and the other request, for which the plan that `text` holds was made; PlanError if it holds none."""
+    """The cluster and the fields of a `PlanRequest` for which the plan that `text` holds was made; PlanError if it holds none."""
     saved = serialise.reading(lambda: serialise.read_common(serialise.fields_of(text)))
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
