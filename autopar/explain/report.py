@@ -31,7 +31,7 @@ class HandCost(Protocol):
 
 
 class Explained(Protocol):
-    """What is read of a `Plan`; a protocol because plans print themselves, so `plan` stands above `explain`."""
+    """What is read of a `Plan`; a protocol because plans print themselves, so `plans` stands above `explain`."""
 
     mesh: Mesh
     cluster: Cluster

@@ -138,7 +138,7 @@ def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
 def _candidates(
     model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Candidate]:
-    """The plans of the points, as many as there is time for. Each gets half of the time that is left: some is kept for plans that turn out
+    """The plans of the points, as many as there is time for. Each gets most of the time that is left: some is kept for plans that turn out
     not to fit. Those are made anew as long as there is time.
     """
     found: list[Candidate] = []
