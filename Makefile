@@ -36,8 +36,9 @@ test-full: $(READY) ## all that needs no root and no GPU: also eight processes, 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"
 
-lint: $(READY) ## ruff over everything
+lint: $(READY) ## ruff over everything: rules and format
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2

@@ -49,15 +49,17 @@ def plan(
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
 ) -> Plan | StagedPlan:
-    """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a meta-device model.
+    """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a
+    meta-device model.
 
-    `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to factorise it.
-    `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices it has.
-    `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default nine tenths of what the
-    cluster's devices have. A mesh axis called "pp", the outermost, has the stages of a pipeline; an open mesh gets one if that is faster.
-    `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan that fits.
-    `loss_fn`: of what the model returns and the last of `args`, the target. `time_limit_s`: of searching, by default 30. Raises an
-    AutoparError saying what to change.
+    `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to
+    factorise it. `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices
+    it has. `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default
+    nine tenths of what the cluster's devices have. A mesh axis called "pp", the outermost, has the stages of a
+    pipeline; an open mesh gets one if that is faster. `num_microbatches`, `schedule` ("1f1b", "interleaved",
+    "zero-bubble", "gpipe"): by default those of the fastest plan that fits. `loss_fn`: of what the model returns and
+    the last of `args`, the target. `time_limit_s`: of searching, by default 30. Raises an AutoparError saying what to
+    change.
     """
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)
@@ -83,11 +85,11 @@ def compile(
 ) -> ShardedModule:
     """The same module, sharded over `mesh`; every rank calls this with the same model. `model` itself is left as it is.
 
-    Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's name,
-    a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its file; it brings its
-    own cluster, and no planning options beside it. A `mesh` that is left open (see `autopar.plan`) is known once there is a plan: it needs
-    `plan` or example arguments. `loss_fn`, `num_microbatches`, `schedule`: as in `autopar.plan`; they are about `train_step`, which runs
-    every plan.
+    Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's
+    name, a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its
+    file; it brings its own cluster, and no planning options beside it. A `mesh` that is left open (see `autopar.plan`)
+    is known once there is a plan: it needs `plan` or example arguments. `loss_fn`, `num_microbatches`, `schedule`: as
+    in `autopar.plan`; they are about `train_step`, which runs every plan.
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
@@ -98,7 +100,10 @@ def compile(
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
-            raise MeshError(f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or 'dp=2,tp=4'")
+            raise MeshError(
+                f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or"
+                " 'dp=2,tp=4'"
+            )
         mesh, plan = _settled(model, _mesh(mesh), example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
@@ -113,7 +118,9 @@ def compile(
 
 @dataclass
 class _Planner:
-    """Plans on the mesh's first rank and gives every rank the same plan, or the same error. One of `cluster` and `given` is None."""
+    """Plans on the mesh's first rank and gives every rank the same plan, or the same error. One of `cluster` and
+    `given` is None.
+    """
 
     mesh: DeviceMesh
     cluster: Cluster | None
@@ -127,21 +134,29 @@ class _Planner:
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
             text, is_own = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps()), True
-        return on_every_rank(self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own))
+        return on_every_rank(
+            self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own)
+        )
 
     def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         pins = {} if fixed else self.request.pins
         request = replace(self.request, pins=pins, stored=fixed, trains=trains)
         if self.given is None:
             return _planned(graph, mesh_of(self.mesh), self.cluster, request)
-        cluster, asked = staged_plan.made_for(self.given)  # new shapes are planned for what the given plan was made for
+        # new shapes are planned for what the given plan was made for
+        cluster, asked = staged_plan.made_for(self.given)
         return _planned(graph, mesh_of(self.mesh), cluster, replace(request, **asked))
 
 
 def _settled(
-    model: nn.Module, devices: Devices, example: tuple, cluster: AnyCluster | None, request: PlanRequest,
-    plan: Plan | StagedPlan | str | None, loss_fn: LossFunction | None,
-) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:  # fmt: skip
+    model: nn.Module,
+    devices: Devices,
+    example: tuple,
+    cluster: AnyCluster | None,
+    request: PlanRequest,
+    plan: Plan | StagedPlan | str | None,
+    loss_fn: LossFunction | None,
+) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:
     """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
     flat = _device_mesh((devices.num_devices,))
     if plan is not None:
@@ -162,8 +177,8 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: Plan
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
             warnings.warn(
-                f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it stays whole on "
-                "every rank; pad the batch or drop its last part to split it",
+                f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it"
+                " stays whole on every rank; pad the batch or drop its last part to split it",
                 stacklevel=4,
             )
     plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
@@ -180,18 +195,25 @@ def _divides(mesh: Mesh | Devices, size: int) -> bool:
 
 
 def _request(
-    pins: Mapping[str, str] | None, memory_limit_bytes: float | None, time_limit_s: float | None, num_microbatches: int | None,
+    pins: Mapping[str, str] | None,
+    memory_limit_bytes: float | None,
+    time_limit_s: float | None,
+    num_microbatches: int | None,
     schedule: str | None,
-) -> PlanRequest:  # fmt: skip
+) -> PlanRequest:
     """The planning options, checked."""
     request: dict[str, Any] = {}
     if pins:
         if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
-            raise AutoparError(f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}")
+            raise AutoparError(
+                f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}"
+            )
         request["pins"] = dict(pins)
     if memory_limit_bytes is not None:
         if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
-            raise AutoparError(f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}")
+            raise AutoparError(
+                f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}"
+            )
         request["memory_limit_bytes"] = float(memory_limit_bytes)
     if time_limit_s is not None:
         if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
@@ -212,7 +234,9 @@ def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict
     if not isinstance(model, nn.Module):
         raise AutoparError(f"model expects a torch.nn.Module, found {_named_type(model)}")
     if not isinstance(args, tuple | list | type(None)):
-        raise AutoparError(f"args= expects a tuple of the model's positional arguments, found {_named_type(args)}; write args=(x,)")
+        raise AutoparError(
+            f"args= expects a tuple of the model's positional arguments, found {_named_type(args)}; write args=(x,)"
+        )
     if not isinstance(kwargs, Mapping | type(None)):
         raise AutoparError(f"kwargs= expects a mapping of the model's keyword arguments, found {_named_type(kwargs)}")
     return tuple(args or ()), dict(kwargs or {})
@@ -228,8 +252,8 @@ def _check_not_parallel(model: nn.Module) -> None:
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise AutoparError(
-                f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard, parallelize_module); expected "
-                "the model as written for one device"
+                f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard,"
+                " parallelize_module); expected the model as written for one device"
             )
 
 
@@ -237,7 +261,9 @@ def _mesh(mesh: AnyMesh) -> Mesh | Devices:
     try:
         return as_mesh(mesh)
     except TypeError as error:
-        raise MeshError(f"mesh expects a DeviceMesh, a shape such as (2, 4), '2x4' or 'dp=2,tp=4', found {mesh!r}") from error
+        raise MeshError(
+            f"mesh expects a DeviceMesh, a shape such as (2, 4), '2x4' or 'dp=2,tp=4', found {mesh!r}"
+        ) from error
 
 
 def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
@@ -247,18 +273,23 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
         return mesh if mesh.mesh_dim_names else with_axis_names(mesh, mesh_of(mesh).axis_names)
     mesh = _mesh(mesh)
     if not dist.is_initialized():
-        raise MeshError("autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets it up)")
+        raise MeshError(
+            "autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets"
+            " it up)"
+        )
     if mesh.num_devices != dist.get_world_size():
         raise MeshError(
-            f"mesh {mesh} needs {mesh.num_devices} ranks, the world has {dist.get_world_size()}; use a mesh of that size, start as many "
-            "ranks, or give a DeviceMesh of some of them"
+            f"mesh {mesh} needs {mesh.num_devices} ranks, the world has {dist.get_world_size()}; use a mesh of that"
+            " size, start as many ranks, or give a DeviceMesh of some of them"
         )
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
 
 
 def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
     if cluster is None and device_type is None:
-        raise AutoparError("which devices is this mesh of? give cluster= (a preset's name, a JSON file or a Cluster), or a DeviceMesh")
+        raise AutoparError(
+            "which devices is this mesh of? give cluster= (a preset's name, a JSON file or a Cluster), or a DeviceMesh"
+        )
     try:
         return load_cluster(_preset_of(device_type) if cluster is None else cluster)
     except (ValueError, TypeError, OSError) as error:

@@ -38,4 +38,6 @@ class PeerFailed(AutoparError):
 
 
 class MicrobatchError(AutoparError):
-    """The batch cannot be run in so many microbatches with the numbers of the whole; the message names the op and why."""
+    """The batch cannot be run in so many microbatches with the numbers of the whole; the message names the op and
+    why.
+    """

@@ -14,8 +14,9 @@ SEPARATORS = "=,:+"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major. A name is any text that prints on one line and
-    holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other names, or sizes below 1.
+    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major. A name is any text that prints
+    on one line and holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other
+    names, or sizes below 1.
     """
 
     shape: tuple[int, ...]
@@ -23,7 +24,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not self.shape or any(type(size) is not int or size < 1 for size in self.shape):
-            raise MeshError(f"mesh shape must be positive sizes, found {reprlib.repr(self.shape)}; write e.g. '2x4' or 'dp=2,tp=4'")
+            raise MeshError(
+                f"mesh shape must be positive sizes, found {reprlib.repr(self.shape)}; write e.g. '2x4' or 'dp=2,tp=4'"
+            )
         for name in self.axis_names:
             _check_name(name)
         if len(set(self.axis_names)) != len(self.axis_names) or len(self.axis_names) != len(self.shape):
@@ -53,20 +56,24 @@ class Mesh:
 
 
 def _check_name(name: object) -> None:
-    """MeshError unless an axis may be called so; numbers, newlines and terminal control characters are shown escaped."""
+    """MeshError unless an axis may be called so; numbers, newlines and terminal control
+    characters are shown escaped.
+    """
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise MeshError(f"a mesh axis is called by text without control characters or spaces around it, found {reprlib.repr(name)}")
+        raise MeshError(
+            f"a mesh axis is called by text without control characters or spaces around it, found {reprlib.repr(name)}"
+        )
     if found := set(SEPARATORS).intersection(name):
         raise MeshError(
-            f"mesh axis {reprlib.repr(name)} holds {''.join(sorted(found))!r}, which stands between axes where meshes and pins are written "
-            "('dp=2,tp=4', 'tp:S(0)', 'dp+tp'); call it e.g. 'dp-shard' or 'dp.shard'"
+            f"mesh axis {reprlib.repr(name)} holds {''.join(sorted(found))!r}, which stands between axes where meshes"
+            " and pins are written ('dp=2,tp=4', 'tp:S(0)', 'dp+tp'); call it e.g. 'dp-shard' or 'dp.shard'"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices without a mesh: how they are factorised into axes is part of the plan. `per_node`: how many of them are in a node, 0 for as
-    many as the cluster has in one.
+    """Devices without a mesh: how they are factorised into axes is part of the plan. `per_node`: how many of them are
+    in a node, 0 for as many as the cluster has in one.
     """
 
     num_devices: int
@@ -74,7 +81,10 @@ class Devices:
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.per_node < 0 or (self.per_node and self.num_devices % self.per_node):
-            raise MeshError(f"expected a positive number of devices, in full nodes, found {self.num_devices} in nodes of {self.per_node}")
+            raise MeshError(
+                f"expected a positive number of devices, in full nodes, found {self.num_devices} in nodes of"
+                f" {self.per_node}"
+            )
 
     def __str__(self) -> str:
         return f"{self.num_devices} devices"

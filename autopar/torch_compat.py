@@ -15,23 +15,32 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 __all__ = [
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
-    "FakeTensorMode",  # torch.export takes its fake tensors from an active one; and its tensors choose the kernels of their device
-    "HigherOrderOperator",  # targets of exported nodes are instances, of it and of OpOverload; torch.ops gives the instances only
+    # torch.export takes its fake tensors from an active one; and its tensors choose the kernels of their device
+    "FakeTensorMode",
+    # targets of exported nodes are instances, of it and of OpOverload; torch.ops gives the instances only
+    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "below_autograd",
     "default_store",
-    "disable_proxy_modes_tracing",  # calls inside are left out of what torch.export records; torch.fx.experimental has no promise
+    # calls inside are left out of what torch.export records; torch.fx.experimental has no promise
+    "disable_proxy_modes_tracing",
     "function_modes",
     "has_hooks_of_all_modules",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
-    "pytree",  # of the specs in exported programs, the only registry torch.export reads; no public one is in all our torch versions
+    # of the specs in exported programs, the only registry torch.export reads; no public one is in all our torch
+    # versions
+    "pytree",
     "stage_backward",  # what torch's pipeline stages run, whose memory is predicted by running it
     "stage_backward_input",
     "stage_backward_weight",
@@ -40,7 +49,9 @@ __all__ = [
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Ops called inside are not recorded by autograd, as in a kernel; unlike under no_grad, what views of leaves may do stays as it is."""
+    """Ops called inside are not recorded by autograd, as in a kernel; unlike under no_grad, what views of leaves may do
+    stays as it is.
+    """
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -65,5 +76,7 @@ def is_in_backward() -> bool:
 
 
 def default_store() -> Store:
-    """The key-value store of the default process group; what `init_process_group` made of its `init_method` is not given back otherwise."""
+    """The key-value store of the default process group; what `init_process_group` made of its `init_method` is not
+    given back otherwise.
+    """
     return _get_default_store()

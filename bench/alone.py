@@ -21,7 +21,9 @@ _EXACT = Limits(additions=1e9)
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of the best choice within the limit (`inf` if none was met) and a proven bound (`-inf` if the part proves nothing)."""
+    """Seconds of the best choice within the limit (`inf` if none was met) and a proven bound (`-inf` if the part proves
+    nothing).
+    """
 
     cost_s: float
     bound_s: float
@@ -31,11 +33,16 @@ def by_descent(problem: Problem, time_limit_s: float) -> Found:
     """Coordinate descent from the hand plans and from starts of its own."""
     land = landscape(problem.table)
     starts = (*problem.starts, *own_starts(land))
-    return Found(_cost(problem.table, cheapest(problem.table, (*problem.starts, *(descend(land, start) for start in starts)))), -math.inf)
+    return Found(
+        _cost(problem.table, cheapest(problem.table, (*problem.starts, *(descend(land, start) for start in starts)))),
+        -math.inf,
+    )
 
 
 def by_bound(problem: Problem, time_limit_s: float) -> Found:
-    """Elimination in min-plus algebra, messages where that takes too long; a price on memory carries the limit. The best choice met."""
+    """Elimination in min-plus algebra, messages where that takes too long; a price on memory carries the limit. The
+    best choice met.
+    """
     table, order = problem.table, elimination_order(problem.table, _EXACT)
     known = [] if table.memory_limit_bytes == math.inf else [lightest(table)]
     feasible = cheapest(table, known)

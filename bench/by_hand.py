@@ -25,19 +25,21 @@ from bench.every_stage import Written, every_plan
 MOST_NODES = 2
 # Of so many plans, fastest first, the predicted peak may be above the limit.
 MOST_CHECKED = 60
-# Plans are ordered by sums over their blocks. These are the plan's price to a thousandth, but with ZeRO-3, where a block that is recomputed
-# gathers its parameters once for both, up to this factor above it: of such plans that are near, so many are priced op by op.
+# Plans are ordered by sums over their blocks. These are the plan's price to a thousandth, but with ZeRO-3, where a
+# block that is recomputed gathers its parameters once for both, up to this factor above it: of such plans that are
+# near, so many are priced op by op.
 NEAR, MOST_NEAR = 1.25, 4
 
 
-# Where the peak of the fastest is above the limit, a person recomputes more: as few blocks as fit in such parts of the limit.
+# Where the peak of the fastest is above the limit, a person recomputes more: as few blocks as fit in such parts of the
+# limit.
 PARTS_OF_LIMIT = (0.9, 0.8)
 
 
 @dataclass(frozen=True)
 class ByHand:
-    """The fastest plan by hand that fits; None if none does. num_fitting: of how many the estimate fits; num_above: of how many that are
-    faster and of which it does the predicted peak does not."""
+    """The fastest plan by hand that fits; None if none does. num_fitting: of how many the estimate fits; num_above: of
+    how many that are faster and of which it does the predicted peak does not."""
 
     name: str | None
     step_s: float | None
@@ -46,8 +48,11 @@ class ByHand:
     num_above: int
 
 
-def best_by_hand(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, training: Training, limit_bytes: float) -> ByHand:
-    """Of a number of devices every product stages x data x tensor; of a mesh without stages every choice of its tensor axes.
+def best_by_hand(
+    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, training: Training, limit_bytes: float
+) -> ByHand:
+    """Of a number of devices every product stages x data x tensor; of a mesh without stages every choice of its tensor
+    axes.
 
     InfeasibleError if so many of the fastest do not fit as they are predicted that the best is not known.
     """
@@ -59,8 +64,8 @@ def best_by_hand(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, training:
     while points and best is None:
         if num_above == MOST_CHECKED:
             raise InfeasibleError(
-                f"none of the {MOST_CHECKED} fastest of {num_fitting} plans by hand fits as it is predicted; expected one; raise "
-                "MOST_CHECKED in bench/by_hand.py"
+                f"none of the {MOST_CHECKED} fastest of {num_fitting} plans by hand fits as it is predicted; expected"
+                " one; raise MOST_CHECKED in bench/by_hand.py"
             )
         written = points.pop(0)
         plan = plan_by_hand(model, written.point, cluster, training)
@@ -123,7 +128,9 @@ def plan_by_hand(model: Model, point: Staged, cluster: Cluster, training: Traini
         stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own, found_by="hand"))
     mesh = _whole_mesh(point)
     own = replace(training, num_microbatches=schedule.num_microbatches)
-    return StagedPlan(mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand")
+    return StagedPlan(
+        mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand"
+    )
 
 
 def _regions(cut: Cut, stage: StageGraph) -> tuple[Sequence[str], ...]:

@@ -43,11 +43,18 @@ class Written:
 
 
 def every_plan(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
+    model: Model,
+    meshes: Sequence[tuple[int, Mesh]],
+    cluster: Cluster,
+    *,
+    training: Training,
+    limit_bytes: float,
     recomputed: Sequence[str] = RECOMPUTED,
-) -> Iterator[Written]:  # fmt: skip
-    """Those whose estimate fits, of all numbers of microbatches, flavours, schedules, cuts and ways to recompute. meshes: (ranks of the
-    pipeline, mesh of each); tensors are split on the axis called "tp" where axes are called "dp" or "tp", else on every choice of axes."""
+) -> Iterator[Written]:
+    """Those whose estimate fits, of all numbers of microbatches, flavours, schedules, cuts and ways to recompute.
+    meshes: (ranks of the pipeline, mesh of each); tensors are split on the axis called "tp" where axes are called "dp"
+    or "tp", else on every choice of axes.
+    """
     for num in model.counts:
         outline = model.of_microbatch(num)
         for num_ranks, mesh in meshes:
@@ -73,9 +80,16 @@ def _data(plan: HandPlan, mesh: Mesh) -> int:
 
 
 def _staged(
-    plan: HandPlan, assignment: Assignment, mesh: Mesh, num_ranks: int, num: int, blocks: Blocks, link: tuple[float, float],
-    limit_bytes: float, recomputed: Sequence[str],
-) -> Iterator[Written]:  # fmt: skip
+    plan: HandPlan,
+    assignment: Assignment,
+    mesh: Mesh,
+    num_ranks: int,
+    num: int,
+    blocks: Blocks,
+    link: tuple[float, float],
+    limit_bytes: float,
+    recomputed: Sequence[str],
+) -> Iterator[Written]:
     for schedule in _schedules(num_ranks, num, len(blocks.forward_s)):
         run = as_run(blocks, schedule)
         own = replace(run, is_recomputable=blocks.is_recomputable)
@@ -83,7 +97,14 @@ def _staged(
             for again in recomputed if run.is_recomputable.any() else {"none"} & set(recomputed):
                 found = cut_blocks(own, schedule, cut, again, limit_bytes)
                 if found is not None:
-                    words = (f"pp={num_ranks}", format_hand_plan(plan, mesh), schedule.name, f"m={num}", cut, f"recompute {again}")
+                    words = (
+                        f"pp={num_ranks}",
+                        format_hand_plan(plan, mesh),
+                        schedule.name,
+                        f"m={num}",
+                        cut,
+                        f"recompute {again}",
+                    )
                     step_s = float(time_of(own, found, schedule, link))
                     yield Written(",".join(words), Staged(plan, mesh, schedule, found, step_s, assignment))
 
@@ -97,10 +118,10 @@ def _schedules(num_ranks: int, num: int, num_blocks: int) -> Iterator[Schedule]:
             yield Schedule(name, chunks * num_ranks, num_ranks, num)
 
 
-def cut_blocks(
-    blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float
-) -> Partition | None:
-    """The stages, None if they do not fit. Those of a rank share its memory evenly, unless all that nothing limits fits together."""
+def cut_blocks(blocks: Blocks, schedule: Schedule, cut: str, again: str, limit_bytes: float) -> Partition | None:
+    """The stages, None if they do not fit. Those of a rank share its memory evenly, unless all that nothing limits fits
+    together.
+    """
     share = limit_bytes * schedule.num_ranks / schedule.num_stages
     if cut == "balanced":
         plain = replace(blocks, is_recomputable=np.zeros_like(blocks.is_recomputable))
@@ -108,7 +129,9 @@ def cut_blocks(
         if free is not None and again != "all" and max(rank_bytes(free, schedule)) <= limit_bytes:
             return free
         if again != "all":
-            return partition(blocks if again == "fewest" else plain, in_flight(schedule), share, waiting=waiting(schedule))
+            return partition(
+                blocks if again == "fewest" else plain, in_flight(schedule), share, waiting=waiting(schedule)
+            )
         starts = free.starts if free is not None else None
     else:
         starts = _even(blocks, schedule.num_stages)
@@ -137,7 +160,10 @@ def _fixed(
         inside = 0.0 if waits else blocks.saved_bytes[blocks.is_recomputable].max(initial=0.0)
         num = {"none": 0, "all": int(own.sum())}.get(again)
         if num is None:
-            num = next((n for n in range(int(own.sum()) + 1) if whole - n * freed + (inside if n else 0.0) <= share), int(own.sum()))
+            num = next(
+                (n for n in range(int(own.sum()) + 1) if whole - n * freed + (inside if n else 0.0) <= share),
+                int(own.sum()),
+            )
         numbers.append(num)
         sizes.append(float(whole - num * freed + (inside if num else 0.0)))
         once.append(float(blocks.once_s[a:b].sum() + sum(one[2] for one in there)))

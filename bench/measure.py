@@ -46,7 +46,9 @@ _LONG_S = 10.0
 
 
 def measure_plan(case: Case, started: float) -> Row:
-    """Model in to plan out, as `autopar.plan` plans: the plan beside the best of all plans by hand, and seconds of what was done."""
+    """Model in to plan out, as `autopar.plan` plans: the plan beside the best of all plans by hand, and seconds of what
+    was done.
+    """
     times = {"start": monotonic() - started, "peaks": 0.0}
     example = _timed(times, "build", partial(example_of, case))
     before = monotonic(), process_time()
@@ -98,7 +100,9 @@ def measure_whole(case: Case, started: float) -> Row:
     graph = _timed(times, "trace", partial(graph_of, example))
     limit = None if case.is_limited else math.inf
     budget = Budget.of(case.time_limit_s)
-    plan = make_plan(graph, as_mesh(case.mesh), load_cluster(case.cluster), PlanRequest(memory_limit_bytes=limit), budget=budget)
+    plan = make_plan(
+        graph, as_mesh(case.mesh), load_cluster(case.cluster), PlanRequest(memory_limit_bytes=limit), budget=budget
+    )
     used = {"plan_s": monotonic() - before[0], "cpu_s": process_time() - before[1]}
     return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan)}
 
@@ -108,13 +112,21 @@ def measure_compile(case: Case, started: float) -> Row:
     times = {"start": monotonic() - started}
     example = _timed(times, "build", partial(example_of, case))
     with one_rank_of(as_mesh(case.mesh)) as mesh:
-        work = partial(autopar.compile, example.model, mesh, args=example.args, kwargs=dict(example.kwargs), cluster=case.cluster)
+        work = partial(
+            autopar.compile, example.model, mesh, args=example.args, kwargs=dict(example.kwargs), cluster=case.cluster
+        )
         before = process_time()
         module = _timed(times, "compile", work)
         used_s = process_time() - before
         _timed(times, "first step", lambda: module(*example.args, **example.kwargs)[0].backward())
         num_lines = len(module.code.splitlines())
-        return {"times_s": times, "plan_s": times["compile"], "cpu_s": used_s, "lines": num_lines, **_found(module.plan)}
+        return {
+            "times_s": times,
+            "plan_s": times["compile"],
+            "cpu_s": used_s,
+            "lines": num_lines,
+            **_found(module.plan),
+        }
 
 
 def measure_parts(case: Case, started: float) -> Row:
@@ -133,7 +145,9 @@ def measure_parts(case: Case, started: float) -> Row:
 
 
 def measure_scope(case: Case, started: float) -> Row:
-    """The search alone, without a memory limit and with one that binds: as planning searches, and what planning takes in all."""
+    """The search alone, without a memory limit and with one that binds: as planning searches, and what planning takes
+    in all.
+    """
     problem = problem_of(case)
     sizes = [node.cost_s.size for node in problem.table.nodes]
     free = replace(problem.table, memory_limit_bytes=math.inf)
@@ -142,7 +156,9 @@ def measure_scope(case: Case, started: float) -> Row:
 
     def search() -> Row:
         times: dict[str, float] = {}
-        choice = _timed(times, "search", partial(solve, free, starts=problem.starts, deadline=Deadline.after(SEARCH_LIMIT_S)))
+        choice = _timed(
+            times, "search", partial(solve, free, starts=problem.starts, deadline=Deadline.after(SEARCH_LIMIT_S))
+        )
         return {"search_s": times["search"], "step_s": choice.cost_s, "gap": choice.gap}
 
     def plan() -> Row:

@@ -48,15 +48,14 @@ BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 64, 1024, 128, 4, 4
 TOLERANCE = 0.05
 TIME_LIMIT_S = 5.0
 NUM_STEPS = 3
-TEXT = """Tensors are counted, storage by storage, on CPU: nothing was measured on a GPU, and what an allocator or a driver
-takes besides is not in it. Most bytes that a rank has allocated at one time in a step, among them its parts of
-parameters, gradients and AdamW's state, and the whole batch. Measured on 4 gloo ranks, every allocation counted,
-once there is optimizer state: of each phase the least of 3 steps, for gloo's threads let go of some buffers a
-moment late; of the ranks the one that has most. Predicted: `peak_memory.predict`, without data or ranks; the phase is
-that of the step in which it expects the peak. The search's estimate is a sum over choices: gradients count as if
-they were all there while all activations are, and what is made for a moment does not. "searched" is under a memory
-limit of 0.8 of what the fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches"
-is zero2."""
+TEXT = """Tensors are counted, storage by storage, on CPU: nothing was measured on a GPU, and what an allocator or a
+driver takes besides is not in it. Most bytes that a rank has allocated at one time in a step, among them its parts of
+parameters, gradients and AdamW's state, and the whole batch. Measured on 4 gloo ranks, every allocation counted, once
+there is optimizer state: of each phase the least of 3 steps, for gloo's threads let go of some buffers a moment late;
+of the ranks the one that has most. Predicted: `peak_memory.predict`, without data or ranks; the phase is that of the
+step in which it expects the peak. The search's estimate is a sum over choices: gradients count as if they were all
+there while all activations are, and what is made for a moment does not. "searched" is under a memory limit of 0.8 of
+what the fastest plan takes; "recomputed" is megatron with every block run again; "4 microbatches" is zero2."""
 KINDS = ("ddp", "zero3", "megatron", "searched", "recomputed", "4 microbatches")
 
 
@@ -65,7 +64,9 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(LAYERS)]
+        layers = [
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(LAYERS)
+        ]
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -76,7 +77,9 @@ class MLP(nn.Module):
 
 
 def _mlp() -> Case:
-    return Case(MLP(), (torch.randn(32 * BATCH, WIDTH), torch.randint(VOCABULARY, (32 * BATCH,))), {}, lambda loss: loss)
+    return Case(
+        MLP(), (torch.randn(32 * BATCH, WIDTH), torch.randint(VOCABULARY, (32 * BATCH,))), {}, lambda loss: loss
+    )
 
 
 def _gpt2() -> Case:
@@ -91,9 +94,16 @@ def _gpt2() -> Case:
 def _llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCABULARY}
+    sizes = {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "vocab_size": VOCABULARY,
+    }
     return _of_tokens(
-        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, use_cache=False))
+        LlamaForCausalLM(
+            LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, use_cache=False)
+        )
     )
 
 
@@ -160,9 +170,13 @@ def plan_called(name: str, kind: str) -> Plan:
     graph = trace(skeleton(case.model), case.args, case.kwargs)
     if kind == "searched":
         cluster = load_cluster("free-links")
-        unlimited = make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=math.inf), budget=Budget.of(TIME_LIMIT_S))
+        unlimited = make_plan(
+            graph, MESH, cluster, PlanRequest(memory_limit_bytes=math.inf), budget=Budget.of(TIME_LIMIT_S)
+        )
         least = unlimited.costs.total_memory_bytes
-        return make_plan(graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.8 * least), budget=Budget.of(TIME_LIMIT_S))
+        return make_plan(
+            graph, MESH, cluster, PlanRequest(memory_limit_bytes=0.8 * least), budget=Budget.of(TIME_LIMIT_S)
+        )
     folded = fold(graph)
     by_hand = parse_hand_plan({"recomputed": "megatron", "4 microbatches": "zero2"}.get(kind, kind), MESH)
     assignment = hand_plan(by_hand, graph, folded, annotate(graph, MESH, folded), MESH)
@@ -203,7 +217,9 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
         most = storages.restart()
         phases[phase] = min(phases.get(phase, most), most)
 
-    with count_storages([*case.model.parameters(), *case.model.buffers(), *loaded.constants.values(), *state, *batch]) as storages:
+    with count_storages(
+        [*case.model.parameters(), *case.model.buffers(), *loaded.constants.values(), *state, *batch]
+    ) as storages:
         for _ in range(NUM_STEPS):
             storages.restart()
             step(tell)
@@ -221,14 +237,20 @@ def measure(ranks: Ranks, name: str, kind: str) -> Row:
 def table_row(row: Row) -> Saved:
     """The row as it is saved."""
     return asdict(row) | {
-        "row": f"{row.model}, {row.plan}", "measured_bytes": row.measured_bytes, "predicted_bytes": row.predicted.total_bytes,
-        "phase": row.predicted.phase, "error_share": row.error,
-    }  # fmt: skip
+        "row": f"{row.model}, {row.plan}",
+        "measured_bytes": row.measured_bytes,
+        "predicted_bytes": row.predicted.total_bytes,
+        "phase": row.predicted.phase,
+        "error_share": row.error,
+    }
 
 
 def cells(row: Saved) -> list[Cells]:
     """A line of either table: what tells its rows apart, then the figures."""
-    first = (row["model"], *([row["mesh"], row["schedule"], row["rank_and_stages"]] if "mesh" in row else [row["plan"]]))
+    first = (
+        row["model"],
+        *([row["mesh"], row["schedule"], row["rank_and_stages"]] if "mesh" in row else [row["plan"]]),
+    )
     measured, predicted, estimated = (row[f"{kind}_bytes"] for kind in ("measured", "predicted", "estimated"))
     figures = _mib(measured), _mib(predicted), f"{row['error_share']:+.1%}", row["phase"]
     return [(*first, *figures, _mib(estimated), f"{estimated / measured - 1:+.1%}")]
@@ -240,12 +262,19 @@ def _mib(num_bytes: int) -> str:
 
 _FIGURES = ("measured, MiB", "predicted, MiB", "error", "phase", "estimate of the search, MiB", "its distance")
 WHOLE = Table(
-    "Peak memory of a step", TEXT, ("model", "plan", *_FIGURES), tuple(f"{name}, {kind}" for name in MODELS for kind in KINDS), cells
+    "Peak memory of a step",
+    TEXT,
+    ("model", "plan", *_FIGURES),
+    tuple(f"{name}, {kind}" for name in MODELS for kind in KINDS),
+    cells,
 )
 IN_STAGES = Table(
-    "Peak memory of a step in stages", STAGES_TEXT, ("model", "mesh", "schedule", "rank: stages", *_FIGURES),
-    tuple(stages_name(name, *kind, rank) for name in MODELS for kind in MESHES_AND_SCHEDULES for rank in RANKS), cells,
-)  # fmt: skip
+    "Peak memory of a step in stages",
+    STAGES_TEXT,
+    ("model", "mesh", "schedule", "rank: stages", *_FIGURES),
+    tuple(stages_name(name, *kind, rank) for name in MODELS for kind in MESHES_AND_SCHEDULES for rank in RANKS),
+    cells,
+)
 TABLES = (WHOLE, IN_STAGES)
 
 
@@ -253,7 +282,14 @@ def main() -> None:
     """Measure, save after each plan, and say if a prediction is off."""
     wanted = selected(TABLES, parser(__doc__).parse_args(), "memory")
     ranks, errors = Ranks(MESH.num_devices), {}
-    settings = {"mesh": str(MESH), "batch": BATCH, "sequence": SEQUENCE, "width": WIDTH, "layers": LAYERS, "vocabulary": VOCABULARY}
+    settings = {
+        "mesh": str(MESH),
+        "batch": BATCH,
+        "sequence": SEQUENCE,
+        "width": WIDTH,
+        "layers": LAYERS,
+        "vocabulary": VOCABULARY,
+    }
 
     def save(table: Table, rows: list[Saved]) -> None:
         add("memory", TABLES, {table.title: rows}, settings)

@@ -28,10 +28,11 @@ from tests.runtime.staged import Sample, under
 from tests.workers import Ranks
 
 NUM_STEPS = 3
-TEXT = """The same for plans in stages with 4 microbatches, of each rank of the pipeline with all its stages: interleaved has two a
-rank. Plans are searched in a second, those of "pp=2,dp=2" for CPUs, those of "pp=2,tp=2" for devices with links that cost nothing,
-which splits and gathers whatever can be; "recomputed": every block run again that gains by it. Phases are stage, part (F forward, B
-backward, I of the inputs, W of the weights) and microbatch. The estimate is `StagedPlan.memory_bytes`."""
+TEXT = """The same for plans in stages with 4 microbatches, of each rank of the pipeline with all its stages:
+interleaved has two a rank. Plans are searched in a second, those of "pp=2,dp=2" for CPUs, those of "pp=2,tp=2" for
+devices with links that cost nothing, which splits and gathers whatever can be; "recomputed": every block run again
+that gains by it. Phases are stage, part (F forward, B backward, I of the inputs, W of the weights) and microbatch.
+The estimate is `StagedPlan.memory_bytes`."""
 MESHES = ("pp=2,dp=2", "pp=2,tp=2")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 NUM_MICROBATCHES = 4
@@ -44,7 +45,9 @@ KINDS = (*((mesh, schedule) for mesh in MESHES for schedule in SCHEDULES), (MESH
 
 @dataclass(frozen=True)
 class StagesRow:
-    """One rank of the pipeline of one plan; measured: of each part of its step, on the one of its devices that has most."""
+    """One rank of the pipeline of one plan; measured: of each part of its step, on the one of its devices that has
+    most.
+    """
 
     model: str
     mesh: str
@@ -69,7 +72,9 @@ class StagesRow:
 def staged_plan(case: Sample, mesh: str, schedule: str) -> StagedPlan:
     """A plan in stages as `choose_plan` makes it; `RECOMPUTED`: with every block run again."""
     graph = trace(skeleton(case.model), case.args, case.kwargs)
-    request = PlanRequest(memory_limit_bytes=math.inf, num_microbatches=NUM_MICROBATCHES, schedule=schedule.split(",")[0])
+    request = PlanRequest(
+        memory_limit_bytes=math.inf, num_microbatches=NUM_MICROBATCHES, schedule=schedule.split(",")[0]
+    )
     plan = choose_plan(graph, as_mesh(mesh), load_cluster(CLUSTERS[mesh]), request)
     assert isinstance(plan, StagedPlan), f"{mesh} has stages"
     if schedule != RECOMPUTED:
@@ -155,7 +160,10 @@ def stages_name(model: str, mesh: str, schedule: str, rank: int) -> str:
 def table_row(row: StagesRow) -> Row:
     """The row as it is saved."""
     return asdict(row) | {
-        "row": stages_name(row.model, row.mesh, row.schedule, row.rank), "measured_bytes": row.measured_bytes,
-        "predicted_bytes": row.predicted.total_bytes, "phase": row.predicted.phase, "error_share": row.error,
+        "row": stages_name(row.model, row.mesh, row.schedule, row.rank),
+        "measured_bytes": row.measured_bytes,
+        "predicted_bytes": row.predicted.total_bytes,
+        "phase": row.predicted.phase,
+        "error_share": row.error,
         "rank_and_stages": f"{row.rank}: {', '.join(map(str, row.stages))}",
-    }  # fmt: skip
+    }

@@ -13,7 +13,8 @@ from tests.zoo import MLP, VGG13
 
 @dataclass(frozen=True)
 class Workload:
-    """`model(*args)` is the scalar loss; args are the global batch, batch dim first. `blocks`: FQNs that FSDP wraps one by one.
+    """`model(*args)` is the scalar loss; args are the global batch, batch dim first. `blocks`: FQNs that FSDP wraps one
+    by one.
 
     `tensor_parallel` is the plan given to `parallelize_module`.
     """
@@ -33,7 +34,9 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -54,7 +57,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT over byte tokens; returns the mean cross-entropy of the next token."""
 
-    def __init__(self, hidden: int = 256, layers: int = 4, head: int = 32, sequence: int = 128, vocabulary: int = 256) -> None:
+    def __init__(
+        self, hidden: int = 256, layers: int = 4, head: int = 32, sequence: int = 128, vocabulary: int = 256
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
         self.blocks = nn.ModuleList(Block(hidden, head) for _ in range(layers))
@@ -65,7 +70,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())  # half precision would overflow
+        # half precision would overflow
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
 class Classifier(nn.Module):
@@ -88,7 +94,9 @@ def _vgg() -> nn.Module:
 
 
 def _gpt_plan() -> dict[str, ParallelStyle]:
-    column = {f"blocks.*.{name}": ColwiseParallel() for name in ("attention.query", "attention.key", "attention.value", "up")}
+    column = {
+        f"blocks.*.{name}": ColwiseParallel() for name in ("attention.query", "attention.key", "attention.value", "up")
+    }
     return {**column, "blocks.*.attention.out": RowwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
@@ -112,7 +120,10 @@ def _images(*shape: int) -> tuple[torch.Tensor, ...]:
 WORKLOADS: Mapping[str, Workload] = {
     "gpt": Workload(GPT, _tokens, tuple(f"blocks.{i}" for i in range(4)), _gpt_plan),
     "wide-mlp": Workload(
-        lambda: Classifier(MLP(hidden=1024)), lambda: _images(1024), tuple(f"body.blocks.{i}" for i in range(2)), _mlp_plan
+        lambda: Classifier(MLP(hidden=1024)),
+        lambda: _images(1024),
+        tuple(f"body.blocks.{i}" for i in range(2)),
+        _mlp_plan,
     ),
     "vgg13": Workload(_vgg, lambda: _images(3, 32, 32), ("body.features", "body.classifier"), _vgg_plan),
 }

@@ -2,10 +2,11 @@
 
     python -m bench.pipeline [--rows computes] [--rounds 8]
 
-First the simulation, which is given the time that each stage and each send was measured to take: what is tested is the order and the
-waiting. Stages are of two kinds: some compute (matrix products on a core of this machine, no more of them at once than it has cores),
-others sleep for a given time, so that pipelines longer than the machine has cores can be looked at. Then a whole step of a model, of which
-nothing was measured before: the cost model alone predicts it, with the preset cpu.
+First the simulation, which is given the time that each stage and each send was measured to take: what is tested is the
+order and the waiting. Stages are of two kinds: some compute (matrix products on a core of this machine, no more of them
+at once than it has cores), others sleep for a given time, so that pipelines longer than the machine has cores can be
+looked at. Then a whole step of a model, of which nothing was measured before: the cost model alone predicts it, with
+the preset cpu.
 """
 
 import tempfile
@@ -113,7 +114,9 @@ def run_case(case: Case, rounds: int) -> tuple[list[Timeline], float]:
     if rank < schedule.num_ranks:
         wire, loss = Wire((ROWS, WIDTH), torch.float32, True), Wire((), torch.float32, True)
         last = schedule.num_stages - 1
-        stages = [LocalStage(i, (wire,) if i else (), (loss,) if i == last else (wire,)) for i in schedule.stages_of(rank)]
+        stages = [
+            LocalStage(i, (wire,) if i else (), (loss,) if i == last else (wire,)) for i in schedule.stages_of(rank)
+        ]
         works = {stage.index: build(case.stages[stage.index], stage.index, schedule.num_stages) for stage in stages}
         runner = StageRunner(schedule, stages, group, torch.device("cpu"))
         runner.step(works)
@@ -152,7 +155,9 @@ def stage_times(timeline: Timeline, num_stages: int, send_s: float) -> list[Stag
 
 
 def row_of(case: Case, timelines: Sequence[Timeline], send_s: float) -> Row:
-    """The fastest step of those measured, to which what else the machine does has added least, beside the simulated one."""
+    """The fastest step of those measured, to which what else the machine does has added least, beside the simulated
+    one.
+    """
     fastest = min(timelines, key=lambda timeline: timeline.step_s)
     predicted = simulate(case.schedule, stage_times(fastest, case.schedule.num_stages, send_s))
     return {
@@ -168,7 +173,9 @@ def row_of(case: Case, timelines: Sequence[Timeline], send_s: float) -> Row:
 
 
 def run_model(name: str, rounds: int) -> Row | None:
-    """Steps of a model in two stages on two ranks, beside the step that its plan predicts; on every rank, None on those without a stage."""
+    """Steps of a model in two stages on two ranks, beside the step that its plan predicts; on every rank, None on those
+    without a stage.
+    """
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))
     row = None
     if dist.get_rank() < 2:
@@ -181,14 +188,21 @@ def run_model(name: str, rounds: int) -> Row | None:
         seconds = [_step_s(model, args, optimizer, mesh.get_group()) for _ in range(2 + rounds * MORE_ROUNDS)][1:]
         plan = model.plan
         row = {
-            "row": model_row(name), "model": name, "schedule": str(plan.schedule), "measured_s": min(seconds), "median_s": median(seconds),
-            "predicted_s": plan.step_s, "ratio": plan.step_s / min(seconds),
-        }  # fmt: skip
+            "row": model_row(name),
+            "model": name,
+            "schedule": str(plan.schedule),
+            "measured_s": min(seconds),
+            "median_s": median(seconds),
+            "predicted_s": plan.step_s,
+            "ratio": plan.step_s / min(seconds),
+        }
     dist.barrier()
     return row
 
 
-def _step_s(model: nn.Module, args: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> float:
+def _step_s(
+    model: nn.Module, args: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> float:
     """Seconds of forward, backward and update, until the last rank is done."""
     dist.barrier(group=group)
     start = time.perf_counter()
@@ -210,7 +224,14 @@ def model_row(name: str) -> str:
 def cells(row: Row) -> list[Cells]:
     """A line a case."""
     times = f"{1e3 * row['measured_s']:.0f}", f"{1e3 * row['simulated_s']:.0f}"
-    return [(row["stages"], row["schedule"], *times, *(f"{row[key]:.3f}" for key in ("ratio", "measured_bubble", "simulated_bubble")))]
+    return [
+        (
+            row["stages"],
+            row["schedule"],
+            *times,
+            *(f"{row[key]:.3f}" for key in ("ratio", "measured_bubble", "simulated_bubble")),
+        )
+    ]
 
 
 def model_cells(row: Row) -> list[Cells]:
@@ -222,16 +243,26 @@ def model_cells(row: Row) -> list[Cells]:
 MODELS = ("gpt",)
 SIMULATED = Table(
     "Schedules, given the times of their stages",
-    "The fastest step of those measured, and the simulation, which is given the mean time that each stage took in that step and the time "
-    'of a send, measured apart. Stages called "even" and "uneven" sleep for a given time; those that compute do so on a core each.',
-    ("stages", "schedule", "measured, ms", "simulated, ms", "simulated / measured", "measured bubble", "simulated bubble"),
+    "The fastest step of those measured, and the simulation, which is given the mean time that each stage took in that"
+    ' step and the time of a send, measured apart. Stages called "even" and "uneven" sleep for a given time; those that'
+    " compute do so on a core each.",
+    (
+        "stages",
+        "schedule",
+        "measured, ms",
+        "simulated, ms",
+        "simulated / measured",
+        "measured bubble",
+        "simulated bubble",
+    ),
     tuple(case.name for case in CASES),
     cells,
 )
 PREDICTED = Table(
     "A step of a model, by the cost model alone",
-    f"A model of `bench.step` in two stages on two processes, {NUM_MICROBATCHES} microbatches, with AdamW: the fastest and the median of "
-    f"the steps measured, and what its plan predicts with the preset {CLUSTER}, which was not fitted to this machine.",
+    f"A model of `bench.step` in two stages on two processes, {NUM_MICROBATCHES} microbatches, with AdamW: the fastest"
+    f" and the median of the steps measured, and what its plan predicts with the preset {CLUSTER}, which was not fitted"
+    " to this machine.",
     ("model", "schedule", "measured, ms", "median, ms", "predicted, ms", "predicted / measured"),
     tuple(map(model_row, MODELS)),
     model_cells,
@@ -246,7 +277,10 @@ def run_rank(rank: int, folder: str, names: Sequence[str], rounds: int) -> None:
     simulated = [(case, *run_case(case, rounds)) for case in CASES if case.name in names]
     predicted = [run_model(name, rounds) for name in MODELS if model_row(name) in names]
     if rank == 0:
-        found = {SIMULATED.title: [row_of(*one) for one in simulated], PREDICTED.title: [row for row in predicted if row]}
+        found = {
+            SIMULATED.title: [row_of(*one) for one in simulated],
+            PREDICTED.title: [row for row in predicted if row],
+        }
         add("pipeline", TABLES, found, {"rounds": rounds, "threads a rank": 1})
     dist.destroy_process_group()
 
@@ -254,7 +288,9 @@ def run_rank(rank: int, folder: str, names: Sequence[str], rounds: int) -> None:
 def main() -> None:
     """Read the settings and start the ranks."""
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=8, help="timed steps of each case; ten times as many of those that compute")
+    options.add_argument(
+        "--rounds", type=int, default=8, help="timed steps of each case; ten times as many of those that compute"
+    )
     settings = options.parse_args()
     names = [name for rows in selected(TABLES, settings, "pipeline").values() for name in rows]
     with tempfile.TemporaryDirectory() as folder:

@@ -47,4 +47,6 @@ def problem_of(case: Case) -> Problem:
     candidates = annotate(graph, mesh, folded)
     priced = price(graph, folded, candidates, mesh, cluster, memory_limit_bytes=usable_memory_bytes(cluster))
     hand = hand_plans(graph, folded, candidates, mesh)
-    return Problem(graph, priced.table, tuple(encode(priced, graph, folded, assignment) for assignment in hand.values()))
+    return Problem(
+        graph, priced.table, tuple(encode(priced, graph, folded, assignment) for assignment in hand.values())
+    )

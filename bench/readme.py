@@ -1,7 +1,7 @@
 """The README's measured and predicted figures, written from the result files: `python -m bench.readme`.
 
-A block of the README between `<!-- bench.readme NAME -->` and `<!-- end -->` is what `BLOCKS[NAME]` makes of `bench/results`. A test
-compares them, and notices figures that are quoted outside of such blocks.
+A block of the README between `<!-- bench.readme NAME -->` and `<!-- end -->` is what `BLOCKS[NAME]` makes of
+`bench/results`. A test compares them, and notices figures that are quoted outside of such blocks.
 """
 
 import re
@@ -30,14 +30,21 @@ def rows_of(name: str, table: Table) -> list[Row]:
     """The rows of a table that were measured and did not fail; LookupError if there are none."""
     found = [row for row in load(name).get(table.title, ()) if "error" not in row]
     if not found:
-        raise LookupError(f"bench/results/{name}.json has no rows of {table.title!r}, which the README quotes; run python -m bench.{name}")
+        raise LookupError(
+            f"bench/results/{name}.json has no rows of {table.title!r}, which the README quotes; run python -m"
+            f" bench.{name}"
+        )
     return found
 
 
 def source(name: str, tables: Sequence[Table]) -> str:
-    """Where figures are from: file, command, commits, days and machines, and how many rows the tables have of those they should."""
+    """Where figures are from: file, command, commits, days and machines, and how many rows the tables have of those
+    they should.
+    """
     rows = [row for table in tables for row in rows_of(name, table)]
-    commits, days, machines = (sorted({row["provenance"][key] for row in rows}) for key in ("commit", "date", "machine"))
+    commits, days, machines = (
+        sorted({row["provenance"][key] for row in rows}) for key in ("commit", "date", "machine")
+    )
     where = f"commit {', '.join(commits)}; {' to '.join(dict.fromkeys((days[0], days[-1])))}; {', '.join(machines)}"
     num_all = sum(len(table.rows) for table in tables)
     lacks = "" if len(rows) == num_all else f" Rows that have figures: {len(rows)} of {num_all}."
@@ -47,7 +54,9 @@ def source(name: str, tables: Sequence[Table]) -> str:
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table as the README has them."""
     body = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return re.sub(r"-{3,}", "---", re.sub(r" {2,}", " ", tabulate(body, header, tablefmt="github", disable_numparse=True)))
+    return re.sub(
+        r"-{3,}", "---", re.sub(r" {2,}", " ", tabulate(body, header, tablefmt="github", disable_numparse=True))
+    )
 
 
 def span(values: Iterable[float], unit: str = "", spec: str = ".3g") -> str:
@@ -85,8 +94,8 @@ def step_block() -> str:
     said = " ".join(_regret_said(model, list(variants.values())) for model, variants in of.items())
     ratios = [row["median_s"] / row["predicted_s"] for row in rows if row["predicted_s"]]
     predicted = (
-        f"Measured steps of autopar's plans take {span(ratios, ' times', '.2g')} what the cost model predicts with the preset "
-        "`cpu`. Why, and why one variant is ahead of another, was not measured."
+        f"Measured steps of autopar's plans take {span(ratios, ' times', '.2g')} what the cost model predicts with the"
+        " preset `cpu`. Why, and why one variant is ahead of another, was not measured."
     )
     return "\n\n".join([table, source("step", step.TABLES), said, predicted])
 
@@ -95,7 +104,10 @@ def _regret_said(model: str, rows: Sequence[Row]) -> str:
     _, best, regret = step.regret(rows)
     winner = "DistributedDataParallel wins" if best["variant"] == step.DDP else f"the fastest is {best['variant']}"
     chosen = f"the plan that autopar chose takes {regret:.2f} times as long (its regret)"
-    return f"On the {STEP_NAMES[model]} {winner}: {chosen if best['variant'] != step.CHOSEN else 'autopar chose the fastest'}."
+    return (
+        f"On the {STEP_NAMES[model]} {winner}:"
+        f" {chosen if best['variant'] != step.CHOSEN else 'autopar chose the fastest'}."
+    )
 
 
 def planning_block() -> str:
@@ -106,10 +118,11 @@ def planning_block() -> str:
     alone = listed([f"{span(found, ' s', '.2g')} on {axes} mesh axes" for axes, found in free.items() if found])
     gap, bound_gap = (percent(max(row[limit]["gap"] for row in scope)) for limit in ("none", "binding"))
     said = (
-        f"Model in to plan out takes {span(times, ' s')} on the rows of the table under Predicted (median {median(times):.3g} "
-        f"s), the check of the peak included, and {span([row['plan_s'] for row in staged], ' s')} on those made for stages. "
-        f"The search alone, without a memory limit, takes {alone}, with a gap of at most {gap}; under a limit that binds it "
-        f"takes {span([row['binding']['search_s'] for row in scope], ' s', '.2g')}, with a gap of at most {bound_gap}."
+        f"Model in to plan out takes {span(times, ' s')} on the rows of the table under Predicted (median"
+        f" {median(times):.3g} s), the check of the peak included, and {span([row['plan_s'] for row in staged], ' s')}"
+        f" on those made for stages. The search alone, without a memory limit, takes {alone}, with a gap of at most"
+        f" {gap}; under a limit that binds it takes {span([row['binding']['search_s'] for row in scope], ' s', '.2g')},"
+        f" with a gap of at most {bound_gap}."
     )
     return "\n\n".join([said, source("search", [_search(name) for name in ("plans", "stages", "scope")])])
 
@@ -119,15 +132,16 @@ def pipeline_block() -> str:
     simulated, predicted = rows_of("pipeline", pipeline.SIMULATED), rows_of("pipeline", pipeline.PREDICTED)
     sleeping = [row for row in simulated if row["stages"] != "computes"]
     alone = [
-        f"{STEP_NAMES[row['model']]} in two stages takes {1e3 * row['measured_s']:.0f} ms, of which the cost model alone "
-        f"predicts {1e3 * row['predicted_s']:.0f} ms"
+        f"{STEP_NAMES[row['model']]} in two stages takes {1e3 * row['measured_s']:.0f} ms, of which the cost model"
+        f" alone predicts {1e3 * row['predicted_s']:.0f} ms"
         for row in predicted
     ]
     said = (
-        f"Pipelines: real steps take {span([row['measured_s'] / row['simulated_s'] for row in simulated], ' times', '.2f')} what the "
-        "simulator says. The simulator is given the time that each stage and each send was measured to take, so this tests the "
-        f"order and the waiting, not the cost model; in {len(sleeping)} of the {len(simulated)} cases the stages sleep for a "
-        f"given time instead of computing. Without given times, a step of the {listed(alone)}."
+        "Pipelines: real steps take"
+        f" {span([row['measured_s'] / row['simulated_s'] for row in simulated], ' times', '.2f')} what the simulator"
+        " says. The simulator is given the time that each stage and each send was measured to take, so this tests the"
+        f" order and the waiting, not the cost model; in {len(sleeping)} of the {len(simulated)} cases the stages sleep"
+        f" for a given time instead of computing. Without given times, a step of the {listed(alone)}."
     )
     return "\n\n".join([said, source("pipeline", pipeline.TABLES)])
 
@@ -137,11 +151,11 @@ def memory_block() -> str:
     rows = [row for table in memory.TABLES for row in rows_of("memory", table)]
     away = [row["estimated_bytes"] / row["measured_bytes"] - 1 for row in rows]
     said = (
-        f"Peaks of memory: predicted ones differ from counted ones by at most {max(abs(row['error_share']) for row in rows):.1%} "
-        f"in {len(rows)} cases of small models. Tensors were counted, on CPU, on ranks that hold at most "
-        f"{max(row['measured_bytes'] for row in rows) / 2**20:.0f} MiB: neither an allocator's fragmentation nor a model that "
-        f"fills a device was measured. The estimate that the search adds up lies {max(0.0, -min(away)):.0%} below to "
-        f"{max(0.0, max(away)):.0%} above the counted peak."
+        "Peaks of memory: predicted ones differ from counted ones by at most"
+        f" {max(abs(row['error_share']) for row in rows):.1%} in {len(rows)} cases of small models. Tensors were"
+        f" counted, on CPU, on ranks that hold at most {max(row['measured_bytes'] for row in rows) / 2**20:.0f} MiB:"
+        " neither an allocator's fragmentation nor a model that fills a device was measured. The estimate that the"
+        f" search adds up lies {max(0.0, -min(away)):.0%} below to {max(0.0, max(away)):.0%} above the counted peak."
     )
     return "\n\n".join([said, source("memory", memory.TABLES)])
 
@@ -176,14 +190,20 @@ def _beaten(rows: Sequence[Row]) -> str:
     if not faster:
         return "Under the same cost model no plan by hand is faster on these rows."
     least = f"{1 - min(faster.values()):.1%}"
-    why = f"; autopar chooses stages only where they gain more than {WORTH:.0%}" if min(faster.values()) >= 1 - WORTH else ""
+    why = (
+        f"; autopar chooses stages only where they gain more than {WORTH:.0%}"
+        if min(faster.values()) >= 1 - WORTH
+        else ""
+    )
     return f"Under the same cost model a plan by hand is faster on {listed(list(faster))}, by at most {least}{why}."
 
 
 def _short(schedule: str) -> str:
     """
-    >>> _short("interleaved, 8 stages on 2 ranks, 16 microbatches"), _short("accumulate, 1 stages on 1 ranks, 8 microbatches")
-    ('interleaved, m=16', 'm=8')
+    >>> _short("interleaved, 8 stages on 2 ranks, 16 microbatches")
+    'interleaved, m=16'
+    >>> _short("accumulate, 1 stages on 1 ranks, 8 microbatches")
+    'm=8'
     """
     name, _, microbatches = schedule.split(", ")
     return ", ".join([name] * (name != "accumulate") + [f"m={microbatches.split()[0]}"])
@@ -194,7 +214,9 @@ def _plain(hand: str) -> str:
     >>> _plain("pp=4,zero2,1f1b,m=8,balanced,recompute none"), _plain("pp=1,ddp,accumulate,m=1,balanced,recompute none")
     ('pp=4,zero2,1f1b,m=8', 'ddp')
     """
-    words = [word for word in hand.split(",") if word not in ("pp=1", "accumulate", "m=1", "balanced", "recompute none")]
+    words = [
+        word for word in hand.split(",") if word not in ("pp=1", "accumulate", "m=1", "balanced", "recompute none")
+    ]
     return ",".join(words)
 
 
@@ -205,8 +227,8 @@ def stages_block() -> str:
     gains = [row["hand_step_s"] / row["step_s"] for row in rows if row.get("hand_step_s")]
     num_staged = sum(row["mesh"].startswith("pp=") for row in rows)
     said = (
-        f"On {len(rows)} more rows, where devices are small or links slow, {num_staged} of the plans have stages; under the "
-        f"same cost model the best plan by hand takes {span(gains, ' times', '.2f')} as long as autopar's."
+        f"On {len(rows)} more rows, where devices are small or links slow, {num_staged} of the plans have stages; under"
+        f" the same cost model the best plan by hand takes {span(gains, ' times', '.2f')} as long as autopar's."
     )
     return "\n\n".join([said, source("search", [table])])
 
@@ -225,9 +247,19 @@ def _autoddl() -> str:
         for has_several, nodes in ((False, "one GPU a node"), (True, "8 GPUs a node")):
             own = [row for row in rows if row["model"] == model and autoddl.MACHINES[row["machine"]][1] == has_several]
             if own:
-                ranges = (span([row[f"less than {what}, %"] for row in own], " %") for what in ("DP", "the better of both"))
-                lines.append((f"{model}, {nodes}", f"up to {own[0]['published, at most %']:g} %", *ranges, str(len(own))))
-    header = "AutoDDL: step shorter by", "published", "than data parallelism", "than the better of it and tuned Megatron", "settings"
+                ranges = (
+                    span([row[f"less than {what}, %"] for row in own], " %") for what in ("DP", "the better of both")
+                )
+                lines.append(
+                    (f"{model}, {nodes}", f"up to {own[0]['published, at most %']:g} %", *ranges, str(len(own)))
+                )
+    header = (
+        "AutoDDL: step shorter by",
+        "published",
+        "than data parallelism",
+        "than the better of it and tuned Megatron",
+        "settings",
+    )
     return grid(header, lines)
 
 
@@ -237,8 +269,16 @@ def _whale() -> str:
         own = [row for row in rows if row["V100"] == count]
         fit = [row["ours over DP, times"] for row in own if row["DP fits"] == "yes"]
         if fit:
-            lines.append((f"{count} V100", f"{published:g}", span(fit, spec=".2f"), str(len(fit)), str(len(own) - len(fit))))
-    header = "Whale: times as fast as data parallelism", "published", "here", "settings in which it fits", "does not fit"
+            lines.append(
+                (f"{count} V100", f"{published:g}", span(fit, spec=".2f"), str(len(fit)), str(len(own) - len(fit)))
+            )
+    header = (
+        "Whale: times as fast as data parallelism",
+        "published",
+        "here",
+        "settings in which it fits",
+        "does not fit",
+    )
     return grid(header, lines)
 
 
@@ -249,11 +289,21 @@ def _alpa() -> list[str]:
     lose = [f"{row['GPT']} on {row['V100']}" for row in rows if row[columns[2]] < row[columns[0]]]
     one = [row[alpa.TOO_FAST] for row in rows if row["V100"] == 1]
     fast = "".join(
-        f"On one GPU the cost model runs products {x:.2f} times as fast as Alpa was measured to, so seconds are not compared. "
+        f"On one GPU the cost model runs products {x:.2f} times as fast as Alpa was measured to, so seconds are not"
+        " compared. "
         for x in one
     )
-    verdict = f"Here scaling is below Alpa's on {listed(lose)}." if lose else "Here scaling is not below Alpa's on these rows."
-    header = "Alpa: work a device, of the same system's on one GPU", "Alpa, measured", "Megatron-LM, measured", "here, predicted"
+    verdict = (
+        f"Here scaling is below Alpa's on {listed(lose)}."
+        if lose
+        else "Here scaling is not below Alpa's on these rows."
+    )
+    header = (
+        "Alpa: work a device, of the same system's on one GPU",
+        "Alpa, measured",
+        "Megatron-LM, measured",
+        "here, predicted",
+    )
     return [grid(header, lines), fast + verdict]
 
 

@@ -1,7 +1,8 @@
 """Result files: `RESULTS/NAME.json`, rows by table, and the same for people in `NAME.md`.
 
-A run adds to its file: it replaces the rows that it ran and leaves the others. So each row says by itself under "provenance"
-with which commit, on which day, on which machine and with which settings it was made; under "row" is its name, unique in its table.
+A run adds to its file: it replaces the rows that it ran and leaves the others. So each row says by itself under
+"provenance" with which commit, on which day, on which machine and with which settings it was made; under "row" is its
+name, unique in its table.
 """
 
 import datetime
@@ -26,8 +27,8 @@ Document = Mapping[str, Sequence[Row]]  # title of a table -> its rows
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a result file. rows: the names of all rows that the benchmark has, in order; a row of another name is one of an older
-    benchmark. cells: of a row, its lines for people; a row with an "error" has one that says so."""
+    """One table of a result file. rows: the names of all rows that the benchmark has, in order; a row of another name
+    is one of an older benchmark. cells: of a row, its lines for people; a row with an "error" has one that says so."""
 
     title: str
     text: str
@@ -72,7 +73,9 @@ def _section(table: Table, rows: Sequence[Row]) -> str:
     body = tabulate(lines, table.header, tablefmt="github", disable_numparse=True)
     missing = len(table.rows) - len(rows)
     lacks = [f"- rows not measured yet: {missing} of {len(table.rows)}"] if missing else []
-    return "\n".join([f"## {table.title}", "", *([table.text, ""] if table.text else []), body, "", *provenance(rows), *lacks, ""])
+    return "\n".join(
+        [f"## {table.title}", "", *([table.text, ""] if table.text else []), body, "", *provenance(rows), *lacks, ""]
+    )
 
 
 def _lines(table: Table, row: Row) -> Iterable[Cells]:
@@ -101,13 +104,21 @@ def commit() -> str:
     """The commit measured, with "+" if the code of the package or of the benchmarks has changes."""
     code = ("autopar", "bench/*.py")
     try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        return head + ("+" if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], check=False).returncode else "")
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        return head + (
+            "+" if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], check=False).returncode else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def machine() -> dict[str, str]:
     """Processors and the version of torch."""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {"machine": f"{os.cpu_count()} x {names[0] if names else platform.machine()}", "torch": torch.__version__}

@@ -49,10 +49,21 @@ _MESHES = ("64", "8x8", "4x4x4", "2x2x4x4")
 
 SWEEPS = (
     Sweep("depth", "layers", _DEPTHS, tuple(replace(_BASE, layers=n) for n in _DEPTHS), "64 devices, mesh 8x8"),
-    Sweep("devices", "devices", _DEVICES, tuple(replace(_BASE, mesh=f"{n // 8}x8", batch=n) for n in _DEVICES), "32 layers, mesh n/8 x 8"),
-    Sweep("axes", "mesh axes", (1, 2, 3, 4), tuple(replace(_BASE, mesh=f"a0={mesh}" if mesh == "64" else mesh) for mesh in _MESHES),
-          "32 layers, 64 devices"),
-)  # fmt: skip
+    Sweep(
+        "devices",
+        "devices",
+        _DEVICES,
+        tuple(replace(_BASE, mesh=f"{n // 8}x8", batch=n) for n in _DEVICES),
+        "32 layers, mesh n/8 x 8",
+    ),
+    Sweep(
+        "axes",
+        "mesh axes",
+        (1, 2, 3, 4),
+        tuple(replace(_BASE, mesh=f"a0={mesh}" if mesh == "64" else mesh) for mesh in _MESHES),
+        "32 layers, 64 devices",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,9 @@ def parts_of(row: Row) -> tuple[float, float, float]:
 
 
 def draw(rows: Mapping[str, Sequence[Row]], path: str) -> None:
-    """A panel a sweep on common log-log scales, each line named where it ends, with the slope of a time that grows as what is varied."""
+    """A panel a sweep on common log-log scales, each line named where it ends, with the slope of a time that grows as
+    what is varied.
+    """
     figure, panels = plt.subplots(1, len(rows), figsize=(4.1 * len(rows), 3.9), sharey=True, layout="constrained")
     for sweep, panel in zip([sweep for sweep in SWEEPS if sweep.title in rows], panels):
         _draw_panel(panel, sweep, rows[sweep.title])
@@ -90,7 +103,15 @@ def _draw_panel(panel: Axes, sweep: Sweep, rows: Sequence[Row]) -> None:
     for line, ys in zip(LINES, times):
         panel.plot(xs, ys, color=line.color, linewidth=line.width, marker="o", markersize=4, clip_on=False)
     for line, y in zip(LINES, _apart([ys[-1] for ys in times])):
-        panel.annotate(line.label, (xs[-1], y), xytext=(7, 0), textcoords="offset points", va="center", color=line.color, fontsize=9)
+        panel.annotate(
+            line.label,
+            (xs[-1], y),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=line.color,
+            fontsize=9,
+        )
     _draw_slope(panel, xs, max(times[0]))
     panel.set(xscale="log", yscale="log", xlabel=sweep.label, xlim=(xs[0] / 1.1, xs[-1] * 1.1))
     panel.set_title(f"{sweep.title}: {sweep.setting}", loc="left", fontsize=10)
@@ -109,7 +130,15 @@ def _draw_slope(panel: Axes, xs: list[int], top: float) -> None:
     ratio = min(4.0, (xs[-1] / xs[0]) ** 0.5)
     ends = (xs[0], xs[0] * ratio), (1.6 * top, 1.6 * top * ratio)
     panel.plot(*ends, color="#b0b0b0", linewidth=1, linestyle=(0, (4, 3)))
-    panel.annotate("slope 1", (ends[0][1], ends[1][1]), xytext=(4, 0), textcoords="offset points", va="center", color="#808080", fontsize=8)
+    panel.annotate(
+        "slope 1",
+        (ends[0][1], ends[1][1]),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        color="#808080",
+        fontsize=8,
+    )
 
 
 def _apart(ys: list[float], least_ratio: float = 1.6) -> list[float]:
@@ -134,7 +163,13 @@ def cells(row: Row) -> Iterable[Cells]:
 
 def _table(sweep: Sweep) -> Table:
     header = (sweep.label, "mesh", *(f"{line.label}, s" for line in LINES), "price, s", "gap", "peak, MiB")
-    return Table(sweep.title, f"llama3-8b, sequence 8192, on h100 without a memory limit; {sweep.setting}.", header, sweep.rows, cells)
+    return Table(
+        sweep.title,
+        f"llama3-8b, sequence 8192, on h100 without a memory limit; {sweep.setting}.",
+        header,
+        sweep.rows,
+        cells,
+    )
 
 
 TABLES = tuple(map(_table, SWEEPS))
@@ -147,7 +182,10 @@ def main(arguments: list[str] | None = None) -> None:
     settings = options.parse_args(arguments)
     wanted = selected(TABLES, settings, "scaling")
     points = [
-        (sweep, *point) for sweep in SWEEPS for point in zip(sweep.rows, sweep.xs, sweep.cases) if point[0] in wanted[sweep.title]
+        (sweep, *point)
+        for sweep in SWEEPS
+        for point in zip(sweep.rows, sweep.xs, sweep.cases)
+        if point[0] in wanted[sweep.title]
     ]
     for sweep, name, x, case in track(points, "scaling", console=Console(stderr=True)):
         row = {"row": name, "x": x, **asdict(case), **measured("whole", case, repeat=settings.repeat)}

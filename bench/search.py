@@ -2,8 +2,9 @@
 
     python -m bench.search [--tables plans stages modules parts scope] [--rows 'llama.*h100'] [--resume] [--repeat 1]
 
-Every row is measured in a process of its own. Nothing of a plan is run: steps are predicted by the cost model, for the plans that autopar
-finds and the plans by hand alike. Ends with 1 if a plan by hand is faster than the one found, or if the one found does not fit.
+Every row is measured in a process of its own. Nothing of a plan is run: steps are predicted by the cost model, for the
+plans that autopar finds and the plans by hand alike. Ends with 1 if a plan by hand is faster than the one found, or if
+the one found does not fit.
 """
 
 import sys
@@ -36,17 +37,36 @@ class Kind:
 def plan_cells(row: Row) -> Iterable[Cells]:
     """The plan beside the best plan by hand."""
     times = row["times_s"]
-    found = milliseconds(row["step_s"]), milliseconds(row["bound_s"]), percent(row["gap"]), share(row["predicted_peak_bytes"], row)
-    took = seconds(row["plan_s"]), seconds(times["trace"]), seconds(times["peaks"]), seconds(row["cpu_s"]), mib(row["peak_bytes"])
+    found = (
+        milliseconds(row["step_s"]),
+        milliseconds(row["bound_s"]),
+        percent(row["gap"]),
+        share(row["predicted_peak_bytes"], row),
+    )
+    took = (
+        seconds(row["plan_s"]),
+        seconds(times["trace"]),
+        seconds(times["peaks"]),
+        seconds(row["cpu_s"]),
+        mib(row["peak_bytes"]),
+    )
     yield (*asked(row), row["mesh"], row["schedule"], *found, *by_hand(row), *took, seconds(times["by hand"]))
 
 
 def by_hand(row: Row) -> Cells:
-    """The best plan by hand that fits, its step, peak and how many times as long as the plan's it takes; how many fit as estimated."""
+    """The best plan by hand that fits, its step, peak and how many times as long as the plan's it takes; how many fit
+    as estimated.
+    """
     if row.get("hand_name") is None:
         return row.get("hand_unknown", "none fits")[:60], "-", "-", "-", str(row.get("hand_num_fitting", "-"))
     times = f"{row['hand_step_s'] / row['step_s']:.3f}x"
-    return row["hand_name"], milliseconds(row["hand_step_s"]), share(row["hand_peak_bytes"], row), times, str(row["hand_num_fitting"])
+    return (
+        row["hand_name"],
+        milliseconds(row["hand_step_s"]),
+        share(row["hand_peak_bytes"], row),
+        times,
+        str(row["hand_num_fitting"]),
+    )
 
 
 def is_as_good(row: Row) -> bool:
@@ -59,7 +79,13 @@ def is_as_good(row: Row) -> bool:
 def module_cells(row: Row) -> Iterable[Cells]:
     """Times of compiling and of one step."""
     times = row["times_s"]
-    yield (*asked(row), seconds(times["compile"]), seconds(times["first step"]), mib(row["peak_bytes"]), str(row["lines"]))
+    yield (
+        *asked(row),
+        seconds(times["compile"]),
+        seconds(times["first step"]),
+        mib(row["peak_bytes"]),
+        str(row["lines"]),
+    )
 
 
 def part_cells(row: Row) -> Iterable[Cells]:
@@ -121,51 +147,77 @@ def mib(num_bytes: int) -> str:
 _HAND = ("best by hand", "its step, ms", "its peak", "by hand / plan", "by hand, estimates that fit")
 _TOOK = ("model to plan, s", "of it tracing, s", "of it peaks, s", "CPU, s", "peak, MiB", "by hand, s")
 _PLAN = (
-    "model", "cluster", "devices", "batch", "plan", "stages, microbatches", "step, ms", "at least, ms", "gap", "predicted peak", *_HAND,
+    "model",
+    "cluster",
+    "devices",
+    "batch",
+    "plan",
+    "stages, microbatches",
+    "step, ms",
+    "at least, ms",
+    "gap",
+    "predicted peak",
+    *_HAND,
     *_TOOK,
-)  # fmt: skip
+)
 _TEXT = (
-    "Predicted, plans and plans by hand alike, by the cost model and under the same limit. Model in to plan out as `autopar.plan` does it, "
-    "with its default time limit{limit}: stages, microbatches and recomputed blocks where they gain, the peak of memory checked. By hand: "
-    "every product pp x dp x tp with tp within two nodes (of a mesh with its axes given: every choice of tensor axes), every schedule "
-    "(1F1B, GPipe, zero-bubble, interleaved with 2 and 4 stages a rank), every number of microbatches, ddp, ZeRO-2 and ZeRO-3, with and "
-    "without sequence parallelism, as many layers on each stage or balanced cuts, none, all or as few blocks recomputed as fit; the "
-    "fastest of those of which estimate and predicted peak fit. Peaks are parts of what a device may take. A plan in stages is chosen "
-    f"where it gains more than {WORTH:.0%}, so that a plan by hand may be faster by as much. Peak memory is that of the planning process."
+    "Predicted, plans and plans by hand alike, by the cost model and under the same limit. Model in to plan out as"
+    " `autopar.plan` does it, with its default time limit{limit}: stages, microbatches and recomputed blocks where"
+    " they gain, the peak of memory checked. By hand: every product pp x dp x tp with tp within two nodes (of a mesh"
+    " with its axes given: every choice of tensor axes), every schedule (1F1B, GPipe, zero-bubble, interleaved with 2"
+    " and 4 stages a rank), every number of microbatches, ddp, ZeRO-2 and ZeRO-3, with and without sequence"
+    " parallelism, as many layers on each stage or balanced cuts, none, all or as few blocks recomputed as fit; the"
+    " fastest of those of which estimate and predicted peak fit. Peaks are parts of what a device may take. A plan in"
+    f" stages is chosen where it gains more than {WORTH:.0%}, so that a plan by hand may be faster by as much. Peak"
+    " memory is that of the planning process."
 )
 KINDS: Mapping[str, Kind] = {
     "plans": Kind("plan", SUITE, _TEXT.format(limit=""), _PLAN, plan_cells),
     "stages": Kind("plan", STAGED, _TEXT.format(limit=" raised to 90 s"), _PLAN, plan_cells),
     "modules": Kind(
-        "compile", (LLAMA_8B,),
-        "Model in to runnable sharded module out: `autopar.compile` of a model on the meta device as one rank of the mesh, on process "
-        "groups without peers. The module runs one step on the meta device; weights, which every rank draws for itself, are not drawn.",
-        ("model", "cluster", "mesh", "batch", "compile, s", "one step, s", "peak, MiB", "lines of code"), module_cells,
+        "compile",
+        (LLAMA_8B,),
+        "Model in to runnable sharded module out: `autopar.compile` of a model on the meta device as one rank of the "
+        "mesh, on process groups without peers. The module runs one step on the meta device; weights, which every "
+        "rank draws for itself, are not drawn.",
+        ("model", "cluster", "mesh", "batch", "compile, s", "one step, s", "peak, MiB", "lines of code"),
+        module_cells,
     ),
     "parts": Kind(
-        "parts", (TABLES[0], TABLES[1], TABLES[4]),
-        "Each part of the search by itself, on the same tables; costs and bounds are relative to the cost found by all three. The binding "
-        "limit is half way from the least memory that would do to what the cheapest plan takes. CP-SAT alone has 10 s, and the best hand "
-        "plan as its hint.",
-        ("table", "memory limit", "part", "cost", "bound", "time, s"), part_cells,
+        "parts",
+        (TABLES[0], TABLES[1], TABLES[4]),
+        "Each part of the search by itself, on the same tables; costs and bounds are relative to the cost found by "
+        "all three. The binding limit is half way from the least memory that would do to what the cheapest plan "
+        "takes. CP-SAT alone has 10 s, and the best hand plan as its hint.",
+        ("table", "memory limit", "part", "cost", "bound", "time, s"),
+        part_cells,
     ),
     "scope": Kind(
-        "scope", TABLES,
-        "The search alone, after tracing and pricing: the median of three, but one where it takes more than 10 s. The binding limit is as "
-        "above. Under it the search is what planning does on this graph, mesh and limit: it ends at a gap of 0.5 %, and where the table, "
-        "in which all inner layers are alike, leaves more, goes on in a second one, in which they may be of two kinds; the time is that "
-        "of both searches. Planning is all of it, from the traced graph: folding, listing strategies, pricing and hand plans as well.",
-        ("table", "nodes", "most options", "no limit: time, s", "gap", "binding limit: time, s", "gap", "planning, s"), scope_cells,
+        "scope",
+        TABLES,
+        "The search alone, after tracing and pricing: the median of three, but one where it takes more than 10 s. The "
+        "binding limit is as above. Under it the search is what planning does on this graph, mesh and limit: it ends "
+        "at a gap of 0.5 %, and where the table, in which all inner layers are alike, leaves more, goes on in a "
+        "second one, in which they may be of two kinds; the time is that of both searches. Planning is all of it, "
+        "from the traced graph: folding, listing strategies, pricing and hand plans as well.",
+        ("table", "nodes", "most options", "no limit: time, s", "gap", "binding limit: time, s", "gap", "planning, s"),
+        scope_cells,
     ),
-}  # fmt: skip
+}
 RESULT_TABLES = tuple(
-    Table(name, kind.text, kind.header, tuple(case.title for case in kind.cases), kind.cells) for name, kind in KINDS.items()
+    Table(name, kind.text, kind.header, tuple(case.title for case in kind.cases), kind.cells)
+    for name, kind in KINDS.items()
 )
 
 
 def row_of(name: str, case: Case, repeat: int) -> Row:
     """The row of one case; one that fails has an "error"."""
-    return {"row": case.title, **asdict(case), "devices": case.mesh, **measured(KINDS[name].measure, case, repeat=repeat)}
+    return {
+        "row": case.title,
+        **asdict(case),
+        "devices": case.mesh,
+        **measured(KINDS[name].measure, case, repeat=repeat),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

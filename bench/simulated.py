@@ -1,8 +1,8 @@
 """One rank of a large mesh in one process: process groups without peers, tensors without data.
 
-The generated module runs, on the meta device, with the shapes of this rank's parts; collectives give tensors of the right shapes. What
-the ranks tell one another while a program is loaded (same model, same plan) is taken to be what this rank says. Initial weights are not
-drawn: on the meta device there are none.
+The generated module runs, on the meta device, with the shapes of this rank's parts; collectives give tensors of the
+right shapes. What the ranks tell one another while a program is loaded (same model, same plan) is taken to be what this
+rank says. Initial weights are not drawn: on the meta device there are none.
 """
 
 from collections.abc import Iterator

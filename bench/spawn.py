@@ -31,7 +31,8 @@ def measured(kind: str, case: Case, *, repeat: int) -> dict[str, Any]:
 
 
 def median_of(rows: list[Any]) -> Any:
-    """The first of `rows`, in which every number whose key ends in "_s" is the median over all; also inside mappings and lists.
+    """The first of `rows`, in which every number whose key ends in "_s" is the median over all; also inside mappings
+    and lists.
 
     >>> median_of([{"step_s": 1.0, "gap": 0.1}, {"step_s": 3.0, "gap": 0.3}, {"step_s": 2.0, "gap": 0.2}])
     {'step_s': 2.0, 'gap': 0.1}
@@ -65,7 +66,9 @@ def _once(kind: str, case: Case) -> dict[str, Any]:
 
 
 def _watched(child: subprocess.Popen) -> int:
-    """Wait for the process, killing it when its time is up; the most resident bytes that it and its children had at one time."""
+    """Wait for the process, killing it when its time is up; the most resident bytes that it and its children had at one
+    time.
+    """
     deadline, most = monotonic() + TIMEOUT_S, 0
     process = psutil.Process(child.pid)
     while True:

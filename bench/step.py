@@ -2,9 +2,10 @@
 
     python -m bench.step [--rows 'gpt|wide-mlp|vgg13'] [--rounds 7] [--steps 3]
 
-All variants of a model live in the same four processes and take turns, so that what else the machine does falls on all of them alike;
-`--rows` chooses models. A step is forward, backward and AdamW on the same global batch. Before it is timed, every variant trains a few
-steps whose losses must be those of one process: the losses after updates depend on every gradient being synchronised.
+All variants of a model live in the same four processes and take turns, so that what else the machine does falls on all
+of them alike; `--rows` chooses models. A step is forward, backward and AdamW on the same global batch. Before it is
+timed, every variant trains a few steps whose losses must be those of one process: the losses after updates depend on
+every gradient being synchronised.
 """
 
 import functools
@@ -34,7 +35,8 @@ from bench.rows import parser, selected
 
 NUM_RANKS = 4
 CLUSTER = "cpu"
-# Losses before the first update and after each of the others. One process and several add up floats in another order: 1e-5 was seen.
+# Losses before the first update and after each of the others. One process and several add up floats in another order:
+# 1e-5 was seen.
 CHECKED_STEPS = 4
 LOSS_TOLERANCE = 1e-4
 LEARNING_RATE = 1e-3
@@ -81,7 +83,9 @@ def with_fsdp(workload: Workload, model: nn.Module, args: Args) -> Variant:
 
 def with_tensor_parallel(workload: Workload, model: nn.Module, args: Args) -> Variant:
     """parallelize_module over all ranks."""
-    return _by_hand(parallelize_module(model, init_device_mesh("cpu", (NUM_RANKS,)), dict(workload.tensor_parallel())), args)
+    return _by_hand(
+        parallelize_module(model, init_device_mesh("cpu", (NUM_RANKS,)), dict(workload.tensor_parallel())), args
+    )
 
 
 def with_fsdp_and_tensor_parallel(workload: Workload, model: nn.Module, args: Args) -> Variant:
@@ -164,12 +168,15 @@ def losses_of(step: Step) -> list[float]:
 
 
 def check_losses(name: str, found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative distance between a variant's losses and those of one process; RuntimeError if they are not the same."""
+    """The largest relative distance between a variant's losses and those of one process; RuntimeError if they are not
+    the same.
+    """
     distance = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
     if not distance <= LOSS_TOLERANCE:
         raise RuntimeError(
-            f"{name}: the losses of its first {len(found)} steps are {found}, one process has {list(expected)}: they differ by "
-            f"{distance:.1e} of them, expected at most {LOSS_TOLERANCE:.0e}; the variant does not train the same model"
+            f"{name}: the losses of its first {len(found)} steps are {found}, one process has {list(expected)}: they"
+            f" differ by {distance:.1e} of them, expected at most {LOSS_TOLERANCE:.0e}; the variant does not train the"
+            " same model"
         )
     return distance
 
@@ -186,9 +193,15 @@ def measure(model: str, rounds: int, steps: int, advance: Callable[[], None]) ->
         with count_collectives(mesh) as issued:
             ready[name].step()
         rows[name] = {
-            "row": row_name(model, name), "model": model, "variant": name, "predicted_s": ready[name].predicted_s,
-            "mesh": ready[name].mesh, "loss_distance": distance, "collectives": [asdict(one) for one in issued], "seconds": [],
-        }  # fmt: skip
+            "row": row_name(model, name),
+            "model": model,
+            "variant": name,
+            "predicted_s": ready[name].predicted_s,
+            "mesh": ready[name].mesh,
+            "loss_distance": distance,
+            "collectives": [asdict(one) for one in issued],
+            "seconds": [],
+        }
         advance()
     for _ in range(rounds):
         for name, variant in ready.items():
@@ -222,11 +235,22 @@ def cells(row: Row) -> list[Cells]:
     predicted = "-" if row["predicted_s"] is None else f"{1e3 * row['predicted_s']:.1f}"
     num_bytes = sum(collective["num_bytes"] for collective in row["collectives"])
     times = f"{1e3 * row['median_s']:.1f}", f"{1e3 * low:.1f} to {1e3 * high:.1f}", predicted
-    return [(row["model"], row["variant"], *times, str(len(row["collectives"])), f"{num_bytes / 1e6:.2f}", f"{row['loss_distance']:.0e}")]
+    return [
+        (
+            row["model"],
+            row["variant"],
+            *times,
+            str(len(row["collectives"])),
+            f"{num_bytes / 1e6:.2f}",
+            f"{row['loss_distance']:.0e}",
+        )
+    ]
 
 
 def regret(rows: Sequence[Row]) -> tuple[Row, Row, float]:
-    """Of the rows of one model: the plan autopar chose, the fastest as measured, and how many times as long the first takes."""
+    """Of the rows of one model: the plan autopar chose, the fastest as measured, and how many times as long the first
+    takes.
+    """
     chosen = next(row for row in rows if row["variant"] == CHOSEN)
     best = min(rows, key=lambda row: row["median_s"])
     return chosen, best, chosen["median_s"] / best["median_s"]
@@ -234,10 +258,20 @@ def regret(rows: Sequence[Row]) -> tuple[Row, Row, float]:
 
 TABLE = Table(
     "Training steps",
-    f"Forward, backward and AdamW on {NUM_RANKS} gloo processes of one machine; every variant has its turn in every round. Predicted: by "
-    f"the cost model with the preset {CLUSTER}, of the plans that autopar made. Left open: autopar chose the mesh too. Losses: the largest "
-    f"relative distance of the losses of the first {CHECKED_STEPS} steps, updates included, from those of one process.",
-    ("model", "variant", "step, ms (median)", "middle half", "predicted, ms", "collectives", "MB in their buffers", "losses"),
+    f"Forward, backward and AdamW on {NUM_RANKS} gloo processes of one machine; every variant has its turn in every"
+    f" round. Predicted: by the cost model with the preset {CLUSTER}, of the plans that autopar made. Left open:"
+    f" autopar chose the mesh too. Losses: the largest relative distance of the losses of the first {CHECKED_STEPS}"
+    " steps, updates included, from those of one process.",
+    (
+        "model",
+        "variant",
+        "step, ms (median)",
+        "middle half",
+        "predicted, ms",
+        "collectives",
+        "MB in their buffers",
+        "losses",
+    ),
     tuple(row_name(model, variant) for model in WORKLOADS for variant in VARIANTS),
     cells,
 )
@@ -262,7 +296,9 @@ def run_rank(rank: int, folder: str, models: Sequence[str], rounds: int, steps: 
 def main() -> None:
     """Read the settings and start the ranks."""
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=7, help="rounds (two or more), in each of which every variant has its turn")
+    options.add_argument(
+        "--rounds", type=int, default=7, help="rounds (two or more), in each of which every variant has its turn"
+    )
     options.add_argument("--steps", type=int, default=3, help="steps of one turn")
     settings = options.parse_args()
     asked = set(selected(TABLES, settings, "step")[TABLE.title])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """One planning task. `mesh`: as `autopar.plan` reads it; a number of devices is factorised by the search. `batch`: samples in all.
+    """One planning task. `mesh`: as `autopar.plan` reads it; a number of devices is factorised by the search. `batch`:
+    samples in all.
 
     `layers` and `sequence` are the model's usual ones if None. `is_limited`: a plan must fit the devices' memory.
     """
@@ -54,7 +55,8 @@ SUITE: tuple[Case, ...] = (
     Case("llama3-70b", "h100", "2048", 256),
     LLAMA_405B,
 )
-# Plans in stages: devices too small, links too slow, or neither. The time is enough on a machine that does other things besides.
+# Plans in stages: devices too small, links too slow, or neither. The time is enough on a machine that does other things
+# besides.
 STAGED: tuple[Case, ...] = (
     Case("gpt-2.6b", "v100", "8", 32, time_limit_s=90.0),
     Case("gpt-2.6b", "v100", "8", 32, 2048, time_limit_s=90.0),

@@ -1,4 +1,6 @@
-"""A small GPT to try autopar on: bytes in, next byte out. `autopar explain examples/gpt.py:build --mesh 2x2 --cluster cpu`."""
+"""A small GPT to try autopar on: bytes in, next byte out. `autopar explain examples/gpt.py:build --mesh 2x2 --cluster
+cpu`.
+"""
 
 import torch
 from torch import nn

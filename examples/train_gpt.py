@@ -65,7 +65,9 @@ def train(model: nn.Module, data: list[Batch], report: Callable[[float], None]) 
 def train_with_progress(title: str, model: nn.Module, data: list[Batch], is_shown: bool) -> list[float]:
     """`train` with a progress bar."""
     columns = (TextColumn("loss {task.fields[loss]:.3f}"),)
-    with Progress(*Progress.get_default_columns(), *columns, console=Console(stderr=True), disable=not is_shown) as progress:
+    with Progress(
+        *Progress.get_default_columns(), *columns, console=Console(stderr=True), disable=not is_shown
+    ) as progress:
         task = progress.add_task(title, total=len(data), loss=float("nan"))
         return train(model, data, lambda loss: progress.update(task, advance=1, loss=loss))
 
@@ -102,7 +104,9 @@ def run_rank(rank: int, folder: str, steps: int, mesh_text: str, cluster: str) -
     dist.destroy_process_group()
 
 
-def compare_collectives(planned: list[Collective], everywhere: list[list[Collective]], names: tuple[str, ...]) -> tuple[str, bool]:
+def compare_collectives(
+    planned: list[Collective], everywhere: list[list[Collective]], names: tuple[str, ...]
+) -> tuple[str, bool]:
     """Planned beside counted, by kind, axis and phase; whether they are equal, one by one and on every rank."""
     rows = []
     for key in sorted({(c.phase, c.axes, c.kind) for c in (*planned, *everywhere[0])}, reverse=True):
@@ -111,7 +115,10 @@ def compare_collectives(planned: list[Collective], everywhere: list[list[Collect
         rows.append((key[0], axis, key[2], *(text for found in sizes for text in (len(found), f"{sum(found):,}"))))
     header = ("phase", "axis", "collective", "planned", "bytes", "counted", "bytes")
     is_equal = all(Counter(issued) == Counter(planned) for issued in everywhere)
-    return tabulate(rows, header, tablefmt="github", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4), is_equal
+    return (
+        tabulate(rows, header, tablefmt="github", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4),
+        is_equal,
+    )
 
 
 def curve_table(sharded: list[float], alone: list[float]) -> str:
@@ -137,8 +144,14 @@ def main() -> int:
     model, data = build()[0], batches(given.steps)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_ranks = parse_mesh(given.mesh).num_devices
-    print(f"GPT-2, {num_parameters / 1e6:.1f} million parameters, byte tokens, {BATCH} x {SEQUENCE} a step, {given.steps} steps of AdamW")
-    print(f"mesh {given.mesh}: {num_ranks} gloo processes on this machine; plan made for cluster {given.cluster!r}\n", flush=True)
+    print(
+        f"GPT-2, {num_parameters / 1e6:.1f} million parameters, byte tokens, {BATCH} x {SEQUENCE} a step, {given.steps}"
+        " steps of AdamW"
+    )
+    print(
+        f"mesh {given.mesh}: {num_ranks} gloo processes on this machine; plan made for cluster {given.cluster!r}\n",
+        flush=True,
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_rank, args=(folder, given.steps, given.mesh, given.cluster), nprocs=num_ranks)
@@ -148,7 +161,9 @@ def main() -> int:
     print(f"\n{curve_table(results['losses'], alone)}")
     print(f"\nlargest relative difference of the losses: {worst:.1e} (at most {TOLERANCE:g} is right)")
     print(f"\n{results['table']}")
-    print(f"\ncollectives of a step, planned and counted on every rank: {'equal' if results['is_equal'] else 'DIFFERENT'}")
+    print(
+        f"\ncollectives of a step, planned and counted on every rank: {'equal' if results['is_equal'] else 'DIFFERENT'}"
+    )
     return 0 if worst <= TOLERANCE and results["is_equal"] else 1
 
 

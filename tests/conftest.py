@@ -10,8 +10,8 @@ from tests.workers import Ranks
 
 torch.set_num_threads(1)
 
-# Tests, or single cases of them, that `make test` leaves to `make test-more`, and that this leaves to `make test-full`, a line each, by
-# measured times.
+# Tests, or single cases of them, that `make test` leaves to `make test-more`, and that this leaves to `make test-full`,
+# a line each, by measured times.
 THOROUGH, LONG = (Path(__file__).with_name(name) for name in ("thorough.txt", "long.txt"))
 
 

@@ -118,7 +118,10 @@ def submeshes_and_then_a_world(kind: str) -> bool:
     mesh = DeviceMesh("cpu", [1, 3], mesh_dim_names=names)
     if mesh.get_coordinate() is not None:
         size = X.shape[1]
-        blocks = (torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.GELU(), torch.nn.Linear(size, size)) for _ in range(4))
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.GELU(), torch.nn.Linear(size, size))
+            for _ in range(4)
+        )
         model = autopar.compile(torch.nn.Sequential(*blocks), mesh, args=(X, X), loss_fn=torch.nn.functional.mse_loss)
         assert torch.isfinite(model.train_step(X, X))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -135,4 +138,8 @@ def test_groups_of_some_ranks_do_not_confuse_the_others(ranks4: Ranks, kind: str
 @pytest.mark.multirank
 def test_model_on_some_of_the_ranks(ranks4: Ranks) -> None:
     texts = ranks4.run(submesh)
-    assert texts[1] == texts[3] == "(8, 32)" and "rank 0 is not in mesh" in texts[0] and "rank 2 is not in mesh" in texts[2]
+    assert (
+        texts[1] == texts[3] == "(8, 32)"
+        and "rank 0 is not in mesh" in texts[0]
+        and "rank 2 is not in mesh" in texts[2]
+    )

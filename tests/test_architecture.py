@@ -16,7 +16,9 @@ from tests.conftest import LONG, THOROUGH
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "autopar").rglob("*.py"))
-EVERYTHING = PACKAGE + sorted(path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
+EVERYTHING = PACKAGE + sorted(
+    path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")
+)
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PUBLIC_NAMES = {"compile", "plan"}
 
@@ -53,7 +55,9 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from ([f"autopar.{alias.name}" for alias in node.names] if node.module == "autopar" else [str(node.module)])
+            yield from (
+                [f"autopar.{alias.name}" for alias in node.names] if node.module == "autopar" else [str(node.module)]
+            )
 
 
 def functions(path: Path) -> list[Function]:
@@ -133,7 +137,9 @@ def test_public_functions_are_documented_and_typed(path):
         if isinstance(node, Function):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             untyped = [argument.arg for argument in arguments if argument.annotation is None]
-            assert node.returns is not None and not untyped, f"{path}:{node.lineno} {node.name} is not fully typed: {untyped}"
+            assert node.returns is not None and not untyped, (
+                f"{path}:{node.lineno} {node.name} is not fully typed: {untyped}"
+            )
 
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
@@ -151,7 +157,9 @@ def test_caches_of_modules_are_bounded(path: Path) -> None:
     for node in ast.parse(path.read_text()).body:
         names = {ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())}
         if names & {"cache", "functools.cache"}:
-            assert isinstance(node, Function) and not ast.unparse(node.args), f"{path}:{node.lineno} {node.name}: give its cache a size"
+            assert isinstance(node, Function) and not ast.unparse(node.args), (
+                f"{path}:{node.lineno} {node.name}: give its cache a size"
+            )
 
 
 @pytest.mark.parametrize("listing", [THOROUGH, LONG], ids=lambda path: path.stem)
@@ -164,5 +172,7 @@ def test_every_test_that_is_named_as_thorough_or_long_is_there(listing: Path) ->
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_only_one_file_touches_what_is_private_in_torch(path: Path) -> None:
     if path.name != "torch_compat.py":
-        private = re.findall(r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|^from torch\S* import .*\b_[a-z]\w*", path.read_text(), re.MULTILINE)
+        private = re.findall(
+            r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*|^from torch\S* import .*\b_[a-z]\w*", path.read_text(), re.MULTILINE
+        )
         assert not private, f"{path}: expected these in autopar/torch_compat.py, with the reason: {private}"

@@ -168,7 +168,12 @@ def test_damaged_plan_files_are_refused_on_every_rank(ranks4: Ranks, tmp_path: P
     path.write_bytes(b"\xff\xfe\x00" if damage == "not text" else text.encode())
     if damage == "missing":
         path.unlink()
-    told = {"missing": "cannot read plan", "cut off": "cut off", "edited": "changed after it was written", "not text": "cannot read plan"}
+    told = {
+        "missing": "cannot read plan",
+        "cut off": "cut off",
+        "edited": "changed after it was written",
+        "not text": "cannot read plan",
+    }
     texts = ranks4.run(compile_badly, "damaged", str(path))
     assert len(set(texts)) == 1 and texts[0].startswith(PlanError.__name__) and told[damage] in texts[0], texts
 

@@ -28,7 +28,9 @@ def test_a_row_is_the_plan_that_a_user_gets(planned):
     plan = autopar.plan(example.model, "2x2", cluster="h100", kwargs=dict(example.kwargs))
     assert planned["mesh"] == str(plan.mesh) == "a0=2,a1=2"
     assert planned["step_s"] == pytest.approx(plan.step_s, rel=1e-9)
-    assert planned["memory_bytes"] == max(plan.memory_bytes) and planned["predicted_peak_bytes"] <= planned["limit_bytes"]
+    assert (
+        planned["memory_bytes"] == max(plan.memory_bytes) and planned["predicted_peak_bytes"] <= planned["limit_bytes"]
+    )
     assert planned["bound_s"] <= planned["step_s"] <= planned["hand_step_s"] * (1 + 1e-9)
     assert planned["hand_step_s"] <= min(costs.step_s for costs in plan.hand.values()) * 1.001
 
@@ -46,12 +48,20 @@ def test_every_row_has_a_line(planned, changed):
 
 def test_a_row_is_good_if_it_fits_and_no_plan_by_hand_is_faster():
     row = {"step_s": 1.0, "hand_step_s": 1.1, "predicted_peak_bytes": 9, "limit_bytes": 10}
-    assert search.is_as_good(row) and search.is_as_good(row | {"hand_step_s": None}) and search.is_as_good(row | {"hand_step_s": 0.96})
-    assert not any(search.is_as_good(row | worse) for worse in ({"hand_step_s": 0.9}, {"predicted_peak_bytes": 11}, {"error": "x"}))
+    assert (
+        search.is_as_good(row)
+        and search.is_as_good(row | {"hand_step_s": None})
+        and search.is_as_good(row | {"hand_step_s": 0.96})
+    )
+    assert not any(
+        search.is_as_good(row | worse) for worse in ({"hand_step_s": 0.9}, {"predicted_peak_bytes": 11}, {"error": "x"})
+    )
 
 
 def test_a_plan_by_hand_whose_peak_does_not_fit_is_not_the_best(monkeypatch):
-    """Of plans whose estimates fit, the fastest has a peak above the limit: a person recomputes more, or takes another."""
+    """Of plans whose estimates fit, the fastest has a peak above the limit: a person recomputes more, or takes
+    another.
+    """
     graph, cluster = graph_of(example_of(TINY)), load_cluster("h100")
     free = best_by_hand(graph, as_mesh("2x2"), cluster, WHOLE_BATCH, math.inf)
     assert free.num_above == 0
@@ -102,15 +112,24 @@ def test_search_alone_is_proven_and_no_part_beats_all_three(monkeypatch):
     assert free["all three"]["step_s"] == pytest.approx(scope["none"]["step_s"], rel=1e-9)
     for limit in ("none", "binding"):
         costs = [row["step_s"] for row in parts if row["limit"] == limit and row["step_s"] is not None]
-        assert all(row["bound_s"] <= min(costs) * (1 + 1e-9) for row in parts if row["limit"] == limit and row["bound_s"] is not None)
+        assert all(
+            row["bound_s"] <= min(costs) * (1 + 1e-9)
+            for row in parts
+            if row["limit"] == limit and row["bound_s"] is not None
+        )
     for kind, row in (("scope", scope), ("parts", {"rows": parts})):
-        assert {len(cells) for cells in search.KINDS[kind].cells({"row": TINY.title, **row})} == {len(search.KINDS[kind].header)}
+        assert {len(cells) for cells in search.KINDS[kind].cells({"row": TINY.title, **row})} == {
+            len(search.KINDS[kind].header)
+        }
 
 
 def test_scaling_as_table_and_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     whole = in_this_process("whole", TINY, repeat=1)
-    rows = {sweep.title: [{**whole, "row": name, "x": x} for name, x in zip(sweep.rows, sweep.xs)] for sweep in scaling.SWEEPS}
+    rows = {
+        sweep.title: [{**whole, "row": name, "x": x} for name, x in zip(sweep.rows, sweep.xs)]
+        for sweep in scaling.SWEEPS
+    }
     report.add("scaling", scaling.TABLES, rows, {"repeat": 1})
     assert report.load("scaling").keys() == rows.keys()
     scaling.draw(rows, str(tmp_path / "scaling.png"))

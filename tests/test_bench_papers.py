@@ -51,15 +51,15 @@ def linear_graph() -> Graph:
 
 
 def on_grid(graph: Graph) -> Assignment:
-    """Rows split on axis 0, outputs on axis 1, inputs on axis 2; gradients come back summed, and the product leaves summed."""
+    """Rows split on axis 0, outputs on axis 1, inputs on axis 2; gradients come back summed, and the product leaves
+    summed.
+    """
     (op,) = graph.ops
     x, weight, y = op.inputs[0].name, op.inputs[1].name, op.outputs[0].name
-    signatures = (
-        Signature((S(0), R), (S(0),)),
-        Signature((R, S(0)), (S(1),)),
-        Signature((S(1), S(1)), (P,)),
+    signatures = (Signature((S(0), R), (S(0),)), Signature((R, S(0)), (S(1),)), Signature((S(1), S(1)), (P,)))
+    return Assignment(
+        {op.name: Strategy(signatures)}, {x: (S(0), I, S(1)), weight: (I, S(0), S(1))}, {}, {y: (S(0), S(1), I)}
     )
-    return Assignment({op.name: Strategy(signatures)}, {x: (S(0), I, S(1)), weight: (I, S(0), S(1))}, {}, {y: (S(0), S(1), I)})
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -68,15 +68,22 @@ def test_a_linear_layer_on_a_grid_is_counted_as_by_the_formula_to_the_byte(grid)
     costs = evaluate(graph, on_grid(graph), mesh, BYTES_ONLY)
     counted = sum(sent_bytes(planned.collective, mesh) for planned in costs.collectives)
     p1, p2, p3 = grid
-    by_formula = 2 * 4 * ((p3 - 1) / p3 * M * N / (p1 * p2) + (p2 - 1) / p2 * M * K / (p1 * p3) + (p1 - 1) / p1 * K * N / (p2 * p3))
+    by_formula = (
+        2
+        * 4
+        * ((p3 - 1) / p3 * M * N / (p1 * p2) + (p2 - 1) / p2 * M * K / (p1 * p3) + (p1 - 1) / p1 * K * N / (p2 * p3))
+    )
     assert counted == by_formula == Shape(M, K, N, 4).moved_bytes(grid)
-    assert costs.communication_s("forward") + costs.communication_s("backward") == pytest.approx(counted)  # a ring at 1 byte/s
+    # a ring at 1 byte/s
+    assert costs.communication_s("forward") + costs.communication_s("backward") == pytest.approx(counted)
     (op,) = graph.ops
     assert grid_of(op, on_grid(graph).strategies[op.name], mesh) == grid and shape_of(op) == Shape(M, K, N, 4)
 
 
 def test_best_grid_is_the_least_of_all_that_divide():
-    for num_devices, shape in itertools.product((4, 8, 12), (Shape(64, 24, 48, 2), Shape(8, 96, 96, 4), Shape(4096, 6, 6, 4))):
+    for num_devices, shape in itertools.product(
+        (4, 8, 12), (Shape(64, 24, 48, 2), Shape(8, 96, 96, 4), Shape(4096, 6, 6, 4))
+    ):
         sides = [g for g in itertools.product(range(1, num_devices + 1), repeat=3) if math.prod(g) == num_devices]
         whole = [g for g in sides if shape.m % g[0] == shape.n % g[1] == shape.k % g[2] == 0]
         assert shape.moved_bytes(shape.best_grid(num_devices)) == min(map(shape.moved_bytes, whole))
@@ -122,8 +129,12 @@ def test_what_is_compared_is_data_parallelism_megatron_and_the_best_of_all():
 
 
 def test_the_fastest_is_one_that_fits():
-    slow, large = (Tried("x", HandPlan(), Mesh((4,), ("a",)), costs) for costs in (HandCosts(2.0, 1), HandCosts(1.0, 9)))
-    assert fastest((slow, large), 9) is large and fastest((slow, large), 8) is slow and fastest((slow, large), 0) is large
+    slow, large = (
+        Tried("x", HandPlan(), Mesh((4,), ("a",)), costs) for costs in (HandCosts(2.0, 1), HandCosts(1.0, 9))
+    )
+    assert (
+        fastest((slow, large), 9) is large and fastest((slow, large), 8) is slow and fastest((slow, large), 0) is large
+    )
 
 
 def test_published_rates_and_seconds_of_alpa_agree_with_its_own_latencies():
@@ -135,20 +146,29 @@ def test_published_rates_and_seconds_of_alpa_agree_with_its_own_latencies():
 
 
 def test_scaling_is_relative_to_the_smallest_model_on_one_device(monkeypatch):
-    """Twice the devices at the same rate each scale by 1, whatever that rate is: a model that is too fast everywhere gains nothing."""
+    """Twice the devices at the same rate each scale by 1, whatever that rate is: a model that is too fast everywhere
+    gains nothing.
+    """
     small, large = SIZES[:2]
-    plans = {small: SimpleNamespace(step_s=10.0), large: SimpleNamespace(step_s=10.0 * rate(large, 1.0) / rate(small, 1.0))}
+    plans = {
+        small: SimpleNamespace(step_s=10.0),
+        large: SimpleNamespace(step_s=10.0 * rate(large, 1.0) / rate(small, 1.0)),
+    }
     monkeypatch.setattr(alpa, "planned", plans.get)
     monkeypatch.setattr(alpa, "described", lambda plan: {alpa.AGAIN: 0})
     (row,) = alpa.measure(large, small)[alpa.SCALING]
     assert alpa.run_rate(small, small.step_s(small.alpa), 1.0) == pytest.approx(small.alpa * 1e12)
     assert row["ours, of its one-GPU rate"] == pytest.approx(1.0)
-    assert row["Alpa, of its one-GPU rate"] == pytest.approx(large.alpa / small.alpa, rel=0.01)  # the artifact's rates, of the same passes
+    # the artifact's rates, of the same passes
+    assert row["Alpa, of its one-GPU rate"] == pytest.approx(large.alpa / small.alpa, rel=0.01)
 
 
 SMALL_CASES = {
     "AutoDDL": lambda: autoddl.measure(
-        replace(autoddl.MODELS["transformer"], build=lambda batch: autoddl.transformer_graph(batch, 2)), "one P100 a node, 10 GB/s", 64, 1
+        replace(autoddl.MODELS["transformer"], build=lambda batch: autoddl.transformer_graph(batch, 2)),
+        "one P100 a node, 10 GB/s",
+        64,
+        1,
     ),
     "TAP": lambda: tap.measure("8x8", "none", layers=2),
     "Whale": lambda: whale.measure(8, 50, 32, num_classes=1000),

@@ -29,6 +29,9 @@ def test_committed_simulations_are_within_ten_per_cent():
 def test_a_model_in_stages_is_predicted_and_measured(ranks4):
     rows = ranks4.run(pipeline.run_model, "gpt", 0)
     assert rows[2:] == [None, None]
-    assert rows[0]["predicted_s"] == rows[1]["predicted_s"] > 0 and rows[0]["ratio"] == rows[0]["predicted_s"] / rows[0]["measured_s"]
+    assert (
+        rows[0]["predicted_s"] == rows[1]["predicted_s"] > 0
+        and rows[0]["ratio"] == rows[0]["predicted_s"] / rows[0]["measured_s"]
+    )
     (line,) = pipeline.model_cells(rows[0])
     assert len(line) == len(pipeline.PREDICTED.header)

@@ -25,19 +25,31 @@ def at(monkeypatch, commit: str, date: str) -> None:
 
 def test_a_run_of_one_row_leaves_the_others_in_markdown_and_json(folder, monkeypatch):
     at(monkeypatch, "one", "2026-01-01")
-    report.add("x", TABLES, {"times": [{"row": "c", "s": 3.0}, {"row": "a", "s": 1.0}], "sizes": [{"row": "a", "bytes": 7}]}, {"repeat": 3})
+    report.add(
+        "x",
+        TABLES,
+        {"times": [{"row": "c", "s": 3.0}, {"row": "a", "s": 1.0}], "sizes": [{"row": "a", "bytes": 7}]},
+        {"repeat": 3},
+    )
     at(monkeypatch, "two", "2026-01-02")
     report.add("x", TABLES, {"times": [{"row": "a", "s": 2.0}]}, {"repeat": 1})
     saved = json.loads((folder / "x.json").read_text())
-    assert [(row["row"], row["s"], row["provenance"]["commit"], row["provenance"]["repeat"]) for row in saved["times"]] == [
-        ("a", 2.0, "two", 1), ("c", 3.0, "one", 3),
-    ]  # fmt: skip
+    assert [
+        (row["row"], row["s"], row["provenance"]["commit"], row["provenance"]["repeat"]) for row in saved["times"]
+    ] == [("a", 2.0, "two", 1), ("c", 3.0, "one", 3)]
     assert saved["sizes"][0]["bytes"] == 7 and saved["sizes"][0]["provenance"]["commit"] == "one"
     text = (folder / "x.md").read_text()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith(("| a", "| c"))]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(("| a", "| c"))
+    ]
     assert cells == [["a", "2"], ["c", "3"], ["a", "7"]]
     assert "- commit two, date 2026-01-02, machine 2 x Test, repeat 1: a\n" in text
-    assert "- commit one, date 2026-01-01, machine 2 x Test, repeat 3: c\n" in text and "rows not measured yet: 1 of 3" in text
+    assert (
+        "- commit one, date 2026-01-01, machine 2 x Test, repeat 3: c\n" in text
+        and "rows not measured yet: 1 of 3" in text
+    )
 
 
 def test_the_markdown_follows_from_the_json_alone(folder, monkeypatch):

@@ -1,4 +1,6 @@
-"""The sweep that planning starts from is nearly as good as trying everything, and a plan by hand is run as it is priced."""
+"""The sweep that planning starts from is nearly as good as trying everything, and a plan by hand is run as it is
+priced.
+"""
 
 import pytest
 
@@ -27,15 +29,20 @@ def test_the_sweep_is_nearly_as_good_as_every_plan_by_hand(model, limit_bytes):
     written = list(every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes))
     found = sweep(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes)
     assert written and all(one.rank_bytes <= limit_bytes for one in written)
-    # Points are compared, which the search then betters: ddp is left to it, and what is done once a step does not move the cuts.
+    # Points are compared, which the search then betters: ddp is left to it, and what is done once a step does not move
+    # the cuts.
     assert found[0].step_s <= 1.05 * min(one.step_s for one in written)
 
 
 @pytest.mark.parametrize(("recomputed", "limit_bytes"), [("none", 8e8), ("fewest", 6e8), ("all", 6e8)])
 def test_a_plan_by_hand_is_priced_as_its_stages_are(model, recomputed, limit_bytes):
-    """The sum over blocks that orders plans by hand, beside the price of every op and conversion of the plan that it stands for."""
+    """The sum over blocks that orders plans by hand, beside the price of every op and conversion of the plan that it
+    stands for.
+    """
     cluster, meshes = load_cluster("v100-25g"), ((4, Mesh((2, 2), ("dp", "tp"))), (1, Mesh((8, 2), ("dp", "tp"))))
-    written = list(every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes, recomputed=(recomputed,)))
+    written = list(
+        every_plan(model, meshes, cluster, training=WHOLE_BATCH, limit_bytes=limit_bytes, recomputed=(recomputed,))
+    )
     assert written
     for one in written[:: max(1, len(written) // 8)]:
         plan = plan_by_hand(model, one.point, cluster, WHOLE_BATCH)

@@ -40,7 +40,9 @@ def without_synchronisation() -> str:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("names", [["autopar, mesh 2x2"], [step.DDP, "FSDP2 fully_shard", "fully_shard x parallelize_module, 2x2"]])
+@pytest.mark.parametrize(
+    "names", [["autopar, mesh 2x2"], [step.DDP, "FSDP2 fully_shard", "fully_shard x parallelize_module, 2x2"]]
+)
 def test_variants_train_the_same_model(ranks4: Ranks, names: list[str]) -> None:
     assert max(ranks4.run(distances, names)[0]) < step.LOSS_TOLERANCE / 5
 
@@ -63,8 +65,17 @@ def test_regret_is_of_the_plan_chosen_over_the_fastest_measured() -> None:
 
 def test_a_row_has_a_line() -> None:
     row = {
-        "row": "x", "model": "gpt", "variant": step.DDP, "predicted_s": None, "mesh": None, "loss_distance": 2e-6, "seconds": [0.01, 0.03],
-        "median_s": 0.02, "collectives": [{"num_bytes": 1_500_000}],
-    }  # fmt: skip
+        "row": "x",
+        "model": "gpt",
+        "variant": step.DDP,
+        "predicted_s": None,
+        "mesh": None,
+        "loss_distance": 2e-6,
+        "seconds": [0.01, 0.03],
+        "median_s": 0.02,
+        "collectives": [{"num_bytes": 1_500_000}],
+    }
     (line,) = step.cells(row)
-    assert len(line) == len(step.TABLE.header) and line[2:4] == ("20.0", "15.0 to 25.0") and line[-2:] == ("1.50", "2e-06")
+    assert (
+        len(line) == len(step.TABLE.header) and line[2:4] == ("20.0", "15.0 to 25.0") and line[-2:] == ("1.50", "2e-06")
+    )

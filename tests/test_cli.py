@@ -119,7 +119,9 @@ def test_explain_prints_stages_their_timeline_and_memory(file, capsys):
     assert explain_stages(file, "--schedule", "1f1b") == 0
     out = capsys.readouterr().out
     assert "Schedule: 1f1b, 2 stages on 2 ranks, 4 microbatches" in out
-    assert re.search(r"^rank 0 \|[0-9a-j.]{100}\|$", out, re.MULTILINE) and re.search(r"^0 +most, [0-9.]+ [um]s +2 ", out, re.MULTILINE)
+    assert re.search(r"^rank 0 \|[0-9a-j.]{100}\|$", out, re.MULTILINE) and re.search(
+        r"^0 +most, [0-9.]+ [um]s +2 ", out, re.MULTILINE
+    )
 
 
 def test_stages_as_json_and_trace_and_code(file, capsys, tmp_path):
@@ -200,12 +202,25 @@ def test_differences_are_relative_and_name_the_worst():
     assert difference(truth | {"a": torch.tensor([1.0, 2.5])}, truth) == (0.25, "a")
     assert difference(truth | {"b": torch.tensor([float("nan")])}, truth)[1] == "b"
     assert difference({}, truth)[0] == float("inf")
-    assert difference(truth | {"zero": torch.tensor([1e-8])}, truth)[0] == pytest.approx(1e-6)  # rounding of a gradient that is zero
+    # rounding of a gradient that is zero
+    assert difference(truth | {"zero": torch.tensor([1e-8])}, truth)[0] == pytest.approx(1e-6)
 
 
 @pytest.mark.multirank
 def test_verify_as_a_command(file):
-    command = [sys.executable, "-m", "autopar.cli", "verify", f"{file}:build", "--mesh", "1x2", "--hand", "megatron", "--dtype", "float64"]
+    command = [
+        sys.executable,
+        "-m",
+        "autopar.cli",
+        "verify",
+        f"{file}:build",
+        "--mesh",
+        "1x2",
+        "--hand",
+        "megatron",
+        "--dtype",
+        "float64",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr
     assert re.search(r"forward +a1 +all_reduce +1 +1024 +1 +1024", done.stdout) and "\nequal" in done.stdout
@@ -233,7 +248,9 @@ def test_verify_finds_a_difference(file, capsys):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("function", "told"), [("fails_on_ranks", "rank 1 failed"), ("random", "draws random numbers")])
+@pytest.mark.parametrize(
+    ("function", "told"), [("fails_on_ranks", "rank 1 failed"), ("random", "draws random numbers")]
+)
 def test_verify_tells_the_first_cause(file, capsys, function, told):
     assert main(["verify", f"{file}:{function}", "--mesh", "2", "--hand", "ddp"]) == 2
     err = capsys.readouterr().err

@@ -88,7 +88,16 @@ def test_sections_come_in_order():
     text = format_report(report(hand_made("mlp")))
     starts = [
         text.index(title)
-        for title in ("Plan for", "Ops (", "Parameters,", "Collectives a", "Memory a", "Time of", "Every op", "Every mesh")
+        for title in (
+            "Plan for",
+            "Ops (",
+            "Parameters,",
+            "Collectives a",
+            "Memory a",
+            "Time of",
+            "Every op",
+            "Every mesh",
+        )
     ]
     assert starts == sorted(starts)
 
@@ -138,7 +147,10 @@ def test_json_is_the_same_content():
 
 def test_ops_without_rule_are_listed_with_their_cost():
     plan = hand_made("mlp")
-    graph = replace(plan.graph, ops=tuple(replace(op, target="aten.unheard.of") if "gelu" in op.target else op for op in plan.graph.ops))
+    graph = replace(
+        plan.graph,
+        ops=tuple(replace(op, target="aten.unheard.of") if "gelu" in op.target else op for op in plan.graph.ops),
+    )
     unruled = next(op.name for op in graph.ops if op.target == "aten.unheard.of")
     text = format_report(report(replace(plan, graph=graph, without_rule={unruled: 0.002})))
     assert re.search(rf"for want of a rule:\n.*\n.*\n%{unruled} +aten\.unheard\.of +2 ms", text)
@@ -161,7 +173,9 @@ def test_what_does_not_fit_says_so():
     most = plan.costs.total_memory_bytes
     text = format_report(report(replace(plan, memory_limit_bytes=most, hand={"ddp": HandCosts(1.0, most + 1)})))
     assert re.search(r"\nddp .* does not fit", text) and text.count("does not fit") == 1
-    assert re.search(r"Memory a device \(limit .*, does not fit\)", format_report(report(replace(plan, memory_limit_bytes=most - 1))))
+    assert re.search(
+        r"Memory a device \(limit .*, does not fit\)", format_report(report(replace(plan, memory_limit_bytes=most - 1)))
+    )
 
 
 def test_golden_text():

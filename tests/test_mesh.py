@@ -8,7 +8,23 @@ from autopar.errors import MeshError
 from autopar.mesh import Mesh, as_mesh, parse_mesh
 
 NAMES = ["dp-shard", "dp.shard", "class", "2d", "größe", "并行", "a b", "None", "x'; y", "}"]
-WRONG = ["", " ", " dp", "dp\t", "a\nb", "\x1b[2J", "a\x00", "\ud800", "\u202eabc", "a\u2028b", 3, None, b"dp", ("dp",), True]
+WRONG = [
+    "",
+    " ",
+    " dp",
+    "dp\t",
+    "a\nb",
+    "\x1b[2J",
+    "a\x00",
+    "\ud800",
+    "\u202eabc",
+    "a\u2028b",
+    3,
+    None,
+    b"dp",
+    ("dp",),
+    True,
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

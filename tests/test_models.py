@@ -8,17 +8,31 @@ from autopar.models.catalogue import MODELS, build_model
 
 # Published sizes in millions: the papers' tables, for the language models but Alpa's the released checkpoints.
 MILLIONS = {
-    "gpt2": 124.4, "gpt2-xl": 1557.6, "gpt-2.6b": 2651.3, "gpt-39b": 39087.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7,
-    "llama3-405b": 405853.4, "bert-large": 335.2, "t5-large": 737.7, "vit-l": 304.3, "vgg13": 133.0,
-    "resnet50": 25.6, "resnet50-100k": 228.4,
-}  # fmt: skip
+    "gpt2": 124.4,
+    "gpt2-xl": 1557.6,
+    "gpt-2.6b": 2651.3,
+    "gpt-39b": 39087.7,
+    "llama3-8b": 8030.3,
+    "llama3-70b": 70553.7,
+    "llama3-405b": 405853.4,
+    "bert-large": 335.2,
+    "t5-large": 737.7,
+    "vit-l": 304.3,
+    "vgg13": 133.0,
+    "resnet50": 25.6,
+    "resnet50-100k": 228.4,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_built_in_models_have_the_published_size_and_no_memory(name):
     example = build_model(name)
     assert sum(p.numel() for p in example.model.parameters()) / 1e6 == pytest.approx(MILLIONS[name], abs=0.06)
-    tensors = [*example.model.parameters(), *example.args, *(x for x in example.kwargs.values() if hasattr(x, "is_meta"))]
+    tensors = [
+        *example.model.parameters(),
+        *example.args,
+        *(x for x in example.kwargs.values() if hasattr(x, "is_meta")),
+    ]
     assert all(x.is_meta for x in tensors)
 
 
@@ -44,7 +58,8 @@ def test_depth_batch_and_sequence_are_what_was_asked_for(name):
     graph = small_trace(name)
     assert {item.value.shape for item in graph.of_kind("argument")} == {(4, 64)}
     attentions = [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
-    assert len(attentions) == (6 if name == "t5-large" else 2)  # a decoder's block attends to itself and to the encoder
+    # a decoder's block attends to itself and to the encoder
+    assert len(attentions) == (6 if name == "t5-large" else 2)
     assert {op.inputs[0].shape[2] for op in attentions} == {64}
 
 
@@ -57,7 +72,13 @@ def test_causal_models_write_no_mask_out(name):
 def test_attention_told_by_a_flag_computes_what_transformers_own_does():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
     losses = []
     tokens = torch.arange(24).reshape(2, 12)
     for attention in (build_model("llama3-8b", layers=1).model.config._attn_implementation, "eager"):

@@ -43,7 +43,9 @@ def test_no_figure_is_quoted_by_hand():
     assert set(FIGURE.findall(by_hand())) <= SETTINGS
 
 
-@pytest.mark.parametrize("said", ["in 5 to 21 s", "at most 2.1 %", "1.37x", "16.7 to 17.6 % less", "takes 61 GB", "2.4 times as fast"])
+@pytest.mark.parametrize(
+    "said", ["in 5 to 21 s", "at most 2.1 %", "1.37x", "16.7 to 17.6 % less", "takes 61 GB", "2.4 times as fast"]
+)
 def test_figures_quoted_by_hand_are_noticed(said):
     assert FIGURE.search(said)
 
@@ -66,7 +68,9 @@ def test_every_quoted_table_names_commit_day_and_machine():
         assert re.search(r"commit [0-9a-f]{12}.*20\d\d-\d\d-\d\d.*\d x ", block), name
 
 
-@pytest.mark.parametrize("file, key", [("step", "median_s"), ("search", "step_s"), ("pipeline", "measured_s"), ("memory", "error_share")])
+@pytest.mark.parametrize(
+    "file, key", [("step", "median_s"), ("search", "step_s"), ("pipeline", "measured_s"), ("memory", "error_share")]
+)
 def test_a_figure_that_changes_in_its_file_changes_the_readme(file, key, tmp_path, monkeypatch):
     shutil.copytree(report.RESULTS, tmp_path / "results")
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
@@ -100,7 +104,9 @@ def plans_shown() -> list[tuple[list[str], str]]:
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_plans_shown_are_what_the_command_prints(number, tmp_path):
     arguments, shown = plans_shown()[number]
-    run = subprocess.run([sys.executable, "-m", "autopar.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "autopar.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     printed = [" ".join(line.split()) for line in run.stdout.splitlines()]
     for line in (" ".join(line.split()) for line in shown.splitlines() if line.strip() not in ("", "...")):
         pattern = re.escape(line).replace(re.escape("(...)"), r"\(.*\)").replace("\\-", "-")

@@ -23,11 +23,23 @@ DIED = "the process died"
 GRACE_S = 5.0  # after the first failure: time for the other ranks to answer before they count as stuck
 # Imported once by the fork server, so that a rank starts in a fraction of a second.
 PRELOAD = [
-    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor", "torch.export", "autopar.runtime.pipeline.trainer", "autopar.planner.choose", "tests.workers",
-    "transformers.integrations.moe", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5", "transformers.models.vit.modeling_vit",
-]  # fmt: skip
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.export",
+    "autopar.runtime.pipeline.trainer",
+    "autopar.planner.choose",
+    "tests.workers",
+    "transformers.integrations.moe",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.vit.modeling_vit",
+]
 
 
 class RankError(AssertionError):
@@ -47,7 +59,8 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
         """Call `function(*args)` on every rank and return their results in rank order.
 
-        The function is found by its qualified name, arguments and results are pickled. RankError as soon as a rank fails.
+        The function is found by its qualified name, arguments and results are pickled. RankError as soon as a rank
+        fails.
         """
         payload = pickle.dumps((function, args))
         if not self._is_alive():

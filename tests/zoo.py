@@ -1,4 +1,6 @@
-"""Small models every test can use. Batches are 8, heads 4, widths 32, vocabularies 64: all divide by 2, 4 and (but for heads) 8."""
+"""Small models every test can use. Batches are 8, heads 4, widths 32, vocabularies 64: all divide by 2, 4 and (but for
+heads) 8.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -24,7 +26,9 @@ class MLP(nn.Module):
 
     def __init__(self, dropout: float = 0.0, hidden: int = HIDDEN, depth: int = LAYERS) -> None:
         super().__init__()
-        blocks = [nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)) for _ in range(depth)]
+        blocks = [
+            nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)) for _ in range(depth)
+        ]
         self.blocks = nn.ModuleList(blocks)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(hidden, CLASSES)
@@ -50,10 +54,14 @@ class VGG13(nn.Module):
         self.features = nn.Sequential(*layers)
         wide = 64 * width
         self.classifier = nn.Sequential(
-            nn.Linear(channels, wide), nn.ReLU(inplace=True), nn.Dropout(dropout),
-            nn.Linear(wide, wide), nn.ReLU(inplace=True), nn.Dropout(dropout),
+            nn.Linear(channels, wide),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(wide, wide),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
             nn.Linear(wide, CLASSES),
-        )  # fmt: skip
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(images).flatten(1))
@@ -70,7 +78,9 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut = nn.Identity()
         if stride != 1 or channels != out_channels:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -82,8 +92,12 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
-        self.blocks = nn.Sequential(Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+        self.blocks = nn.Sequential(
+            Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
+        )
         self.head = nn.Linear(4 * width, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -92,7 +106,9 @@ class ResNet(nn.Module):
 
 def _classify(model: nn.Module, *shape: int) -> Case:
     labels = torch.randint(CLASSES, (BATCH,))
-    return Case(model, (torch.randn(BATCH, *shape),), {}, lambda logits: F.cross_entropy(logits, labels.to(logits.device)))
+    return Case(
+        model, (torch.randn(BATCH, *shape),), {}, lambda logits: F.cross_entropy(logits, labels.to(logits.device))
+    )
 
 
 def _predict_tokens(model: nn.Module) -> Case:
@@ -117,7 +133,13 @@ def _gpt2(dropout: float) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": VOCABULARY, "n_positions": SEQUENCE, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout, "bos_token_id": None, "eos_token_id": None}
+    drops = {
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False))
     model.loss_type = "ForCausalLM"  # transformers does not know it for this class and would warn
     return _predict_tokens(model)
@@ -127,9 +149,16 @@ def _llama(dropout: float) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2, max_position_embeddings=SEQUENCE, attention_dropout=dropout, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        max_position_embeddings=SEQUENCE,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
     return _predict_tokens(LlamaForCausalLM(config))
 
 
@@ -137,9 +166,15 @@ def _bert(dropout: float) -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * HIDDEN,
-        max_position_embeddings=SEQUENCE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     return _predict_tokens(BertForMaskedLM(config))
 
 
@@ -147,9 +182,16 @@ def _vit(dropout: float) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=4 * HIDDEN, image_size=16, patch_size=4,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=CLASSES,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=CLASSES,
+    )
     kwargs = {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(CLASSES, (BATCH,))}
     return Case(ViTForImageClassification(config), (), kwargs, lambda output: output.loss)
 
@@ -166,7 +208,8 @@ ZOO: Mapping[str, Callable[[float], Case]] = {
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, dropout: float = 0.0, seed: int = 0) -> Case:
-    """The model called `name` in training mode with inputs, the same for the same arguments. HF losses are float32 whatever `dtype`.
+    """The model called `name` in training mode with inputs, the same for the same arguments. HF losses are float32
+    whatever `dtype`.
 
     >>> case = build("mlp")
     >>> case.loss(case.model(*case.args, **case.kwargs)).shape

@@ -44,7 +44,17 @@ from autopar.schedule.orders import NAMES as SCHEDULES
 from autopar.verify.one_step import DTYPES, verify
 
 _TARGET = f"a built-in model ({', '.join(MODELS)}) or path.py:function, where function() returns (model, args, kwargs)"
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {
+    "": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 Tell = Callable[[str], None]
 
@@ -60,17 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autopar", description="Plan, explain and check the parallel version of a model.")
+    parser = argparse.ArgumentParser(
+        prog="autopar", description="Plan, explain and check the parallel version of a model."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    explain = commands.add_parser("explain", help="plan a model, without running it, and say what the plan does and costs")
+    explain = commands.add_parser(
+        "explain", help="plan a model, without running it, and say what the plan does and costs"
+    )
     _add_planning(explain, default_cluster=None)
     explain.add_argument("--json", action="store_true", help="the same content as JSON")
-    explain.add_argument("--code", action="store_true", help="print the generated Python instead, of each stage if there are several")
-    explain.add_argument("--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing")
-    explain.add_argument("--watch", metavar="DIR", help="write what planning makes on the way, step by step, as text files")
+    explain.add_argument(
+        "--code", action="store_true", help="print the generated Python instead, of each stage if there are several"
+    )
+    explain.add_argument(
+        "--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing"
+    )
+    explain.add_argument(
+        "--watch", metavar="DIR", help="write what planning makes on the way, step by step, as text files"
+    )
     explain.add_argument("--save", metavar="FILE", help="write the plan")
     explain.set_defaults(run=_explain)
-    check = commands.add_parser("verify", help="run one training step on gloo processes of this machine and on one device, and compare")
+    check = commands.add_parser(
+        "verify", help="run one training step on gloo processes of this machine and on one device, and compare"
+    )
     _add_planning(check, default_cluster="free-links")
     check.add_argument("--plan", metavar="FILE", help="use the plan of this file")
     check.add_argument("--dtype", choices=sorted(DTYPES), help="convert the model and its inputs first")
@@ -80,18 +102,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | None) -> None:
     parser.add_argument("target", metavar="TARGET", help=_TARGET)
-    mesh_help = "e.g. 2x4, dp=2,tp=4 or pp=2,dp=4 (stages along pp); 8, or nodes=2,devices=4, lets the search choose how to factorise it"
+    mesh_help = (
+        "e.g. 2x4, dp=2,tp=4 or pp=2,dp=4 (stages along pp); 8, or nodes=2,devices=4, lets the search choose how to"
+        " factorise it"
+    )
     parser.add_argument("--mesh", required=True, type=_argument(parse_devices), help=mesh_help)
     cluster = f" (default {default_cluster})" if default_cluster else ""
     parser.add_argument(
-        "--cluster", default=default_cluster, required=default_cluster is None, help=f"a preset's name or a JSON file{cluster}"
+        "--cluster",
+        default=default_cluster,
+        required=default_cluster is None,
+        help=f"a preset's name or a JSON file{cluster}",
     )
-    parser.add_argument("--hand", metavar="PLAN", help="take ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching")
-    parser.add_argument("--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated")
+    parser.add_argument(
+        "--hand", metavar="PLAN", help="take ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching"
+    )
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated"
+    )
     limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
     parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)
-    parser.add_argument("--microbatches", type=int, metavar="N", help="cut the batch into so many (default: as many as is best)")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="cut the batch into so many (default: as many as is best)"
+    )
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)"
+    )
     parser.add_argument("--optimizer", default="adamw", help="whose state counts as memory (default adamw)")
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds of search (default 30)")
 
@@ -151,7 +187,8 @@ def _verify(options: argparse.Namespace) -> int:
         example = load_target(options.target, dtype)
         if any(parameter.is_meta for parameter in example.model.parameters()):
             raise AutoparError(
-                f"{options.target} is on the meta device and has no weights to run; verify a model of your own: path.py:function"
+                f"{options.target} is on the meta device and has no weights to run; verify a model of your own:"
+                " path.py:function"
             )
         plan = _plan(options, example, tell)
         tell(f"run on {plan.mesh.num_devices} processes")
@@ -168,7 +205,9 @@ def _watching(options: argparse.Namespace) -> Watch | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise AutoparError(f"--watch {options.watch}: expected a folder, or a name for one; {error.strerror}: {error.filename}") from error
+        raise AutoparError(
+            f"--watch {options.watch}: expected a folder, or a name for one; {error.strerror}: {error.filename}"
+        ) from error
 
     def watch(name: str, artifact: Any) -> None:
         path = folder / f"{next(numbers):03d}-{re.sub(r'[^A-Za-z0-9=.-]+', '-', name).strip('-')}.txt"
@@ -196,23 +235,34 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         schedule=options.schedule,
         time_limit_s=options.time_limit,
     )
-    return choose_plan(graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks, watch=_watching(options))
+    return choose_plan(
+        graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks, watch=_watching(options)
+    )
 
 
 def _check_whole(options: argparse.Namespace) -> None:
-    if options.microbatches or options.schedule or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names):
+    if (
+        options.microbatches
+        or options.schedule
+        or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names)
+    ):
         raise AutoparError(
-            f"--hand {options.hand} is a plan without stages and microbatches, but a mesh with a pipeline axis, --microbatches or "
-            "--schedule is given; leave out --hand: a plan in stages shows the best ones by hand beside it"
+            f"--hand {options.hand} is a plan without stages and microbatches, but a mesh with a pipeline axis,"
+            " --microbatches or --schedule is given; leave out --hand: a plan in stages shows the best ones by hand"
+            " beside it"
         )
 
 
-def _by_hand(kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float) -> Plan:
+def _by_hand(
+    kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float
+) -> Plan:
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     plan = parse_hand_plan(kind, mesh)
     assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
-    return plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit, found_by=f"hand plan {kind}")
+    return plan_of(
+        graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit, found_by=f"hand plan {kind}"
+    )
 
 
 def _pin(text: str) -> tuple[str, str]:

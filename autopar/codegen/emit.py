@@ -4,15 +4,29 @@ from collections.abc import Iterable
 from typing import Any
 
 from autopar.codegen.names import axis_names, called, code, comment, keywords, local_name, variable
-from autopar.codegen.program import Again, AnyStep, Call, Convert, Gather, Offload, Program, Region, Release, UseTogether, Variable, reads
+from autopar.codegen.program import (
+    Again,
+    AnyStep,
+    Call,
+    Convert,
+    Gather,
+    Offload,
+    Program,
+    Region,
+    Release,
+    UseTogether,
+    Variable,
+    reads,
+)
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
 from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
-    """The source of `forward(self, *arguments)`, and of a split program first that of `gather(self)`, which returns variable -> tensor that
-    `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each variable's layout.
+    """The source of `forward(self, *arguments)`, and of a split program first that of `gather(self)`, which returns
+    variable -> tensor that `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each
+    variable's layout.
     """
     emitter = _Emitter(program, is_typed)
     gather = [*emitter.gather(program.gather), ""] if program.gather else []
@@ -37,7 +51,11 @@ class _Emitter:
 
     def forward(self) -> list[str]:
         arguments = [variable(item.value.name) for item, _ in self.program.inputs if item.kind == "argument"]
-        body = [*self._axes(), *(["seed = self.draw_seed()"] if self.program.has_random_ops else []), *self._all_inputs()]
+        body = [
+            *self._axes(),
+            *(["seed = self.draw_seed()"] if self.program.has_random_ops else []),
+            *self._all_inputs(),
+        ]
         for step in self.program.steps:
             body += self._step(step)
         stored = {item.fqn: layout for item, layout in self.program.inputs}
@@ -112,9 +130,12 @@ class _Emitter:
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
         done = collectives_of(
-            _planned(step, step.src, step.dst), step.value.shape, step.value.dtype.itemsize,
-            self.program.mesh.shape, step.value.needs_grad,
-        )  # fmt: skip
+            _planned(step, step.src, step.dst),
+            step.value.shape,
+            step.value.dtype.itemsize,
+            self.program.mesh.shape,
+            step.value.needs_grad,
+        )
         note = _note(done)
         placements = f"{code(step.src)}, {code(step.dst)}"
         call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
@@ -134,8 +155,13 @@ class _Emitter:
         line = f"{left} = {self._called(step)}({', '.join(self._arguments(step))})"
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
-        notes = [comment(f"{variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}") for one in step.again]
-        declared = [text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)]
+        notes = [
+            comment(f"{variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}")
+            for one in step.again
+        ]
+        declared = [
+            text for value, layout in zip(step.outputs, step.layouts) for text in self._declare(value.name, layout)
+        ]
         needed = [text for name, layout in step.reads for text in self._declare(name, layout)]
         return [comment(f"{described}  {step.origin}".rstrip()), *notes, *needed, line, *declared]
 
@@ -169,7 +195,9 @@ class _Emitter:
         return [*map(code, step.args), *keywords([*((key, code(arg)) for key, arg in step.kwargs), *roles])]
 
     def _declare(self, name: str, layout: Layout) -> list[str]:
-        return [f"{variable(name)} = declare({variable(name)}, {', '.join(map(code, layout))})"] if self.is_typed else []
+        return (
+            [f"{variable(name)} = declare({variable(name)}, {', '.join(map(code, layout))})"] if self.is_typed else []
+        )
 
     def _output(self, item: Any) -> str:
         return code(item)

@@ -7,8 +7,8 @@ from autopar.codegen.program import AnyStep, Offload, Region, Release, reads, wr
 
 
 def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[AnyStep, ...]:
-    """`steps` with the inputs and outputs of regions, and each variable released after its last reading but those `kept_alive`: so only
-    what autograd saved stays in memory.
+    """`steps` with the inputs and outputs of regions, and each variable released after its last reading but those
+    `kept_alive`: so only what autograd saved stays in memory.
     """
     found: list[AnyStep] = []
     alive = set(kept_alive)  # what is read further on

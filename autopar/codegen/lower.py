@@ -21,7 +21,7 @@ from autopar.codegen.program import (
     flat,
     reads,
     writes,
-)  # fmt: skip
+)
 from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
 from autopar.ir.passes.rewire import is_random
@@ -34,13 +34,19 @@ from autopar.sbp.signature import Strategy
 
 
 def lower(
-    graph: Graph, mesh: Mesh, assignment: Assignment, *, is_split: bool = False, alike: Collection[str] = (), in_buckets: bool = True
+    graph: Graph,
+    mesh: Mesh,
+    assignment: Assignment,
+    *,
+    is_split: bool = False,
+    alike: Collection[str] = (),
+    in_buckets: bool = True,
 ) -> Program:
     """One rank's program for `graph` laid out as `assignment` says.
 
-    is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of the rest; only those
-    that are regathered are converted in each run. alike: random ops that draw the same numbers in each run of a step.
-    in_buckets: whether the gradients that can be reduced together are.
+    is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of
+    the rest; only those that are regathered are converted in each run. alike: random ops that draw the same numbers in
+    each run of a step. in_buckets: whether the gradients that can be reduced together are.
     """
     lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
     gather = lowering.gather() if is_split else None
@@ -70,10 +76,13 @@ class _Lowering:
         self._conversions = conversions(self.graph, self.assignment)
         together = buckets(self._conversions) if self.in_buckets else ()
         self._buckets = {_key(member): bucket for bucket in together for member in bucket}
-        self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}  # conversion -> variable that holds what it makes
+        # conversion -> variable that holds what it makes
+        self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
-        self._taken = {item.value.name for item in self.graph.inputs} | {value.name for op in self.graph.ops for value in op.outputs}
+        self._taken = {item.value.name for item in self.graph.inputs} | {
+            value.name for op in self.graph.ops for value in op.outputs
+        }
         self._of_inputs = {item.value.name for item in self.graph.inputs}  # and what they are converted to
         self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
 
@@ -191,9 +200,23 @@ class _Lowering:
         kwargs = tuple((key, _fill(item, names)) for key, item in kwargs)
         origin = " ".join(filter(None, (op.module, op.line)))
         self.steps.append(
-            Call(op.outputs, op.target, _fill(args, names), kwargs, operands, layouts, _roles(strategy), random, split_axes,
-                 op.is_no_grad, op.is_tuple, origin, tuple(self._again(op, names)), op.name in self.alike)
-        )  # fmt: skip
+            Call(
+                op.outputs,
+                op.target,
+                _fill(args, names),
+                kwargs,
+                operands,
+                layouts,
+                _roles(strategy),
+                random,
+                split_axes,
+                op.is_no_grad,
+                op.is_tuple,
+                origin,
+                tuple(self._again(op, names)),
+                op.name in self.alike,
+            )
+        )
 
     def output(self, index: int, value: Any) -> tuple[Any, Layout]:
         if not isinstance(value, Value):

@@ -1,6 +1,8 @@
-"""What names and constants become in generated source: identifiers that are chosen here, literals, and comments that nothing ends.
+"""What names and constants become in generated source: identifiers that are chosen here, literals, and comments that
+nothing ends.
 
-Names of mesh axes, parameters and modules come from users and plan files. Only ASCII identifiers that are free are taken as they are.
+Names of mesh axes, parameters and modules come from users and plan files. Only ASCII identifiers that are free are
+taken as they are.
 """
 
 import keyword
@@ -20,16 +22,32 @@ Axes = tuple[int, ...]
 
 # What generated functions read that is no variable of theirs.
 GLOBALS = frozenset(
-    ("aten", "autopar", "complex", "convert", "declare", "getattr", "inf", "local", "move", "nan", "recomputed", "regathered", "seed")
+    (
+        "aten",
+        "autopar",
+        "complex",
+        "convert",
+        "declare",
+        "getattr",
+        "inf",
+        "local",
+        "move",
+        "nan",
+        "recomputed",
+        "regathered",
+        "seed",
+    )
     + ("seeded", "self", "torch", "use_together", "I", "Offload", "P", "R", "S")
 )
-_PREFIXES = ("__", "axis_", "named_", "offload_", "region_")  # of Python's own, of names chosen here, of what `emit` counts
+# of Python's own, of names chosen here, of what `emit` counts
+_PREFIXES = ("__", "axis_", "named_", "offload_", "region_")
 _LITERALS = (bool, int, float, str, bytes, type(None))
 _TORCH_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def variable(name: str) -> str:
-    """`name` as a Python identifier that hides nothing the generated code uses; different names give different identifiers.
+    """`name` as a Python identifier that hides nothing the generated code uses; different names give different
+    identifiers.
 
     >>> variable("blocks_0_weight"), variable("class"), variable("class_"), variable("w.1")
     ('blocks_0_weight', 'class_', 'class__', 'named_w_2e_1')
@@ -48,7 +66,9 @@ def _escaped(char: str) -> str:
 
 
 def is_identifier(name: str) -> bool:
-    """Whether `name` is an ASCII identifier: others Python would take for equal to another spelling (PEP 3131), or not at all."""
+    """Whether `name` is an ASCII identifier: others Python would take for equal to another spelling (PEP 3131), or not
+    at all.
+    """
     return name.isascii() and name.isidentifier()
 
 
@@ -73,16 +93,23 @@ def comment(text: str) -> str:
 
 def called(target: str) -> str:
     """The op `target`, a path below torch.ops, as an expression."""
-    first, *rest = target.split(".") if target.startswith(("aten.", "autopar.")) else ["torch", "ops", *target.split(".")]
+    first, *rest = (
+        target.split(".") if target.startswith(("aten.", "autopar.")) else ["torch", "ops", *target.split(".")]
+    )
     for part in rest:
         # An overload may be called like a keyword: aten.random.from
-        first = f"{first}.{part}" if is_identifier(part) and not keyword.iskeyword(part) else f"getattr({first}, {part!r})"
+        first = (
+            f"{first}.{part}" if is_identifier(part) and not keyword.iskeyword(part) else f"getattr({first}, {part!r})"
+        )
     return first
 
 
 def keywords(kwargs: Sequence[tuple[str, str]]) -> list[str]:
     """Keyword arguments of a call, each name with its value's source."""
-    return [f"{key}={value}" if is_identifier(key) and not keyword.iskeyword(key) else f"**{{{key!r}: {value}}}" for key, value in kwargs]
+    return [
+        f"{key}={value}" if is_identifier(key) and not keyword.iskeyword(key) else f"**{{{key!r}: {value}}}"
+        for key, value in kwargs
+    ]
 
 
 def local_name(target: str) -> str:
@@ -113,6 +140,7 @@ def code(item: Any) -> str:
     if type(item) in _LITERALS or isinstance(item, _TORCH_LITERALS):
         return repr(item)
     raise AutoparError(
-        f"a constant of the program is a {type(item).__module__}.{type(item).__qualname__}, which is no literal of Python; expected "
-        "numbers, strings, None, dtypes, devices and tuples of these; let the model take or return one of them"
+        f"a constant of the program is a {type(item).__module__}.{type(item).__qualname__}, which is no literal of"
+        " Python; expected numbers, strings, None, dtypes, devices and tuples of these; let the model take or return"
+        " one of them"
     )

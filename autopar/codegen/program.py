@@ -11,11 +11,13 @@ from autopar.sbp.placement import Layout, Placement
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take it.
+    """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take
+    it.
 
-    `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random numbers, differ.
-    `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs. `again`: what of its operands is
-    not kept for backward, but made once more. is_alike: a random op that draws the same numbers in all microbatches of a step.
+    `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random
+    numbers, differ. `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs.
+    `again`: what of its operands is not kept for backward, but made once more. is_alike: a random op that draws the
+    same numbers in all microbatches of a step.
     """
 
     outputs: tuple[Value, ...]
@@ -45,7 +47,9 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """Turn variable `source` from placement `src` to `dst` on mesh axes `axes`, as one axis; none of them has size 1."""
+    """Turn variable `source` from placement `src` to `dst` on mesh axes `axes`, as one axis;
+    none of them has size 1.
+    """
 
     output: str
     source: str
@@ -83,7 +87,9 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Run `steps` and keep for backward only the variables `inputs`; backward runs them again. `outputs` are read afterwards."""
+    """Run `steps` and keep for backward only the variables `inputs`; backward runs them again. `outputs` are read
+    afterwards.
+    """
 
     number: int
     inputs: tuple[str, ...]
@@ -93,7 +99,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What autograd keeps of `steps` waits in the host's memory, but for the variables `stay`: these are on the device anyhow."""
+    """What autograd keeps of `steps` waits in the host's memory, but for the variables `stay`: these are on the device
+    anyhow.
+    """
 
     number: int
     stay: tuple[str, ...]
@@ -114,8 +122,9 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Gather:
-    """What is done once a step, however many microbatches it has: the parameters are made ready. `results`: the variables that are left,
-    grouped by what makes them: the gradients of a group go back through its conversions together.
+    """What is done once a step, however many microbatches it has: the parameters are made ready. `results`: the
+    variables that are left, grouped by what makes them: the gradients of a group go back through its conversions
+    together.
     """
 
     steps: tuple[AnyStep, ...]
@@ -124,9 +133,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Program:
-    """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or a
-    constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: of a split program, the
-    part that is run once a step; `steps` are then those of one microbatch.
+    """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or
+    a constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: of a
+    split program, the part that is run once a step; `steps` are then those of one microbatch.
     """
 
     mesh: Mesh
@@ -140,7 +149,9 @@ class Program:
     def joint_axes(self) -> tuple[tuple[int, ...], ...]:
         """The sets of several mesh axes that conversions take as one, sorted."""
         steps = flat((*self.steps, *(self.gather.steps if self.gather else ())))
-        return tuple(sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1}))
+        return tuple(
+            sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1})
+        )
 
     @property
     def has_random_ops(self) -> bool:

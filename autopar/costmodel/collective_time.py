@@ -1,8 +1,9 @@
 """Time of one collective: alpha-beta formulas on the link levels that its groups span.
 
-Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (ring, pairwise exchange);
-NCCL's documentation of ring and double binary tree; hierarchical: reduce-scatter inside, all-reduce across, all-gather inside, each level
-at its own rate. All groups of the same mesh axes run at the same time, so each device has its fair share of a link.
+Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (ring,
+pairwise exchange); NCCL's documentation of ring and double binary tree; hierarchical: reduce-scatter inside, all-reduce
+across, all-gather inside, each level at its own rate. All groups of the same mesh axes run at the same time, so each
+device has its fair share of a link.
 """
 
 import math
@@ -36,7 +37,8 @@ class Pieces:
 
 @lru_cache(maxsize=2**16)
 def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Span, ...]:
-    """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out row-major.
+    """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out
+    row-major.
 
     >>> node, network = LinkLevel(8, 1e-6, 1e11), LinkLevel(0, 1e-5, 1e10)
     >>> [span.num_children for span in spans((node, network), (4, 8), (0,))]  # stride 8: over the network only
@@ -61,7 +63,9 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
 
 
 def _flat_rate(found: tuple[Span, ...]) -> float:
-    """Bytes/s of a ring over all members: of the devices of a block only one sends outwards at a time, with the shares of them all."""
+    """Bytes/s of a ring over all members: of the devices of a block only one sends outwards at a time, with the shares
+    of them all.
+    """
     return min(span.bandwidth_bytes_per_s * span.num_inside for span in found)
 
 
@@ -96,7 +100,9 @@ def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=2**16)
-def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str) -> tuple[Pieces, ...]:
+def algorithms(
+    levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
+) -> tuple[Pieces, ...]:
     """The algorithms for collective `kind` on mesh axes of more than one device together."""
     found = spans(levels, mesh_shape, axes)
     if kind == "all_to_all":
@@ -109,7 +115,13 @@ def algorithms(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes:
 
 
 def collective_times(
-    cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str, num_bytes: np.ndarray, *, latency_share: float = 1.0
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    kind: str,
+    num_bytes: np.ndarray,
+    *,
+    latency_share: float = 1.0,
 ) -> np.ndarray:
     """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on one device.
 
@@ -118,11 +130,16 @@ def collective_times(
     if _num_members(mesh_shape, axes) == 1:
         return np.zeros(np.shape(num_bytes))
     choices = algorithms(cluster.levels, mesh_shape, axes, kind)
-    best = np.min([p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices], axis=0)
+    best = np.min(
+        [p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices],
+        axis=0,
+    )
     return best * cluster.kind_factors.get(kind, 1.0)
 
 
 def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:
     """Seconds of one collective."""
     num_bytes = np.float64(collective.num_bytes)
-    return float(collective_times(cluster, mesh.shape, collective.axes, collective.kind, num_bytes, latency_share=latency_share))
+    return float(
+        collective_times(cluster, mesh.shape, collective.axes, collective.kind, num_bytes, latency_share=latency_share)
+    )

@@ -21,7 +21,9 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Collectives that take the same time on values of the same size: the buffer is the value's bytes over `divisor`."""
+    """Collectives that take the same time on values of the same size: the buffer is the
+    value's bytes over `divisor`.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -31,8 +33,8 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a row. used: the k
-    that occur.
+    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a
+    row. used: the k that occur.
     """
 
     kinds: tuple[Kind, ...]
@@ -59,7 +61,10 @@ class _Patterns:
         return np.array([self.numbers[key] for key in keys], dtype=np.int64)
 
     def _add(self, keys: list[int], codes: list[list[int]]) -> None:
-        found = [[self.kinds.setdefault(k, len(self.kinds)) for k in _pattern_kinds(tuple(row), self.mesh_shape)] for row in codes]
+        found = [
+            [self.kinds.setdefault(k, len(self.kinds)) for k in _pattern_kinds(tuple(row), self.mesh_shape)]
+            for row in codes
+        ]
         width = max(self.rows.shape[1], *map(len, found))
         rows = [row + [-1] * (width - len(row)) for row in found]
         known = np.pad(self.rows, ((0, 0), (0, width - self.rows.shape[1])), constant_values=-1)
@@ -71,15 +76,23 @@ _patterns = cache(_Patterns)
 
 
 def _pattern_kinds(codes: Codes, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
-    """The collectives between two layouts, given as their codes one after the other; as `collectives_of`, for any shape."""
+    """The collectives between two layouts, given as their codes one after the other; as `collectives_of`, for any
+    shape.
+    """
     found: list[Kind] = []
     for axes, have, want, before in moves(codes[: len(mesh_shape)], codes[len(mesh_shape) :]):
         phases = CONVERSIONS[kind_of(have), kind_of(want)]
         members = live_axes(axes, mesh_shape)
         if members and phases != ("", ""):
             # the larger side is split by the other axes, and by these only if it is on both sides
-            parts = [size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)]
-            found += [Kind(kind, members, math.prod(parts), phase) for kind, phase in zip(phases, ("forward", "backward")) if kind]
+            parts = [
+                size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)
+            ]
+            found += [
+                Kind(kind, members, math.prod(parts), phase)
+                for kind, phase in zip(phases, ("forward", "backward"))
+                if kind
+            ]
     return tuple(found)
 
 
@@ -87,7 +100,8 @@ def _pattern_kinds(codes: Codes, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...
 def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> Recipe:
     """The collectives of every pair, whatever the value.
 
-    The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims share a pattern.
+    The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims
+    share a pattern.
     """
     ndim = len(mesh_shape)
     both = np.broadcast_arrays(_codes(sources, ndim)[:, None], _codes(targets, ndim)[None])
@@ -100,7 +114,10 @@ def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> R
     numbers = known.number(found, renamed[examples])
     used = np.unique(known.rows[numbers])
     return Recipe(
-        tuple(known.kinds), known.rows, numbers[pattern].reshape(len(sources), len(targets)), tuple(used[used >= 0].tolist())
+        tuple(known.kinds),
+        known.rows,
+        numbers[pattern].reshape(len(sources), len(targets)),
+        tuple(used[used >= 0].tolist()),
     )
 
 
@@ -110,7 +127,13 @@ def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
 
 
 def conversion_times(
-    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster, *, latency_share: float = 1.0
+    value: Value,
+    sources: Layouts,
+    targets: Layouts,
+    mesh_shape: tuple[int, ...],
+    cluster: Cluster,
+    *,
+    latency_share: float = 1.0,
 ) -> np.ndarray:
     """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
     found = recipe(sources, targets, mesh_shape)
@@ -119,12 +142,18 @@ def conversion_times(
         kind = found.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_bytes = np.float64(value.num_bytes // kind.divisor)
-            times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share)
+            times[position] = collective_times(
+                cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share
+            )
     return times[found.rows].sum(axis=-1)[found.pattern]
 
 
-def parameter_times(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster) -> np.ndarray:
-    """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others (`assignment.buckets`)."""
+def parameter_times(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster
+) -> np.ndarray:
+    """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others
+    (`assignment.buckets`).
+    """
     alone = conversion_times(value, sources, targets, mesh_shape, cluster)
     together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
     return np.where(only_reduces_gradient(sources, targets), together, alone)
@@ -138,10 +167,13 @@ def only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
     return ((src == dst) | ((src == WHOLE) & (dst == USED))).all(axis=-1)
 
 
-def copy_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_held: bool) -> np.ndarray:
+def copy_bytes(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_held: bool
+) -> np.ndarray:
     """f64[sources, targets]: what backward keeps of a value that is saved once it is converted: one rank's part.
 
-    is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is nothing is added.
+    is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is
+    nothing is added.
     """
     copies = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
@@ -149,7 +181,9 @@ def copy_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tup
 
 @lru_cache(maxsize=256)
 def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
-    """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or pending."""
+    """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or
+    pending.
+    """
     ndim = max(map(len, sources + targets), default=0)
     mine, theirs = (_codes(tuple(map(memory_layout, layouts)), ndim) for layouts in (sources, targets))
     return (mine[:, None] == theirs[None]).all(axis=-1)
@@ -167,8 +201,8 @@ def kept_bytes(
     is_stored: bool,
     again: np.ndarray | bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[sources, targets]: what is kept of a value from forward to backward, what more while its region runs again, and what of each
-    microbatch goes to the host.
+    """f64[sources, targets]: what is kept of a value from forward to backward, what more while its region runs again,
+    and what of each microbatch goes to the host.
 
     is_stored: sources are layouts of an input. again: bool[sources, targets], whether a parameter is regathered.
     """
@@ -194,9 +228,11 @@ def kept_bytes(
     return training.num_in_flight * kept, inside, moved
 
 
-def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool) -> np.ndarray:
-    """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where it is stored: these
-    come to be when those are led back, one after the other.
+def _accumulated_bytes(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool
+) -> np.ndarray:
+    """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where
+    it is stored: these come to be when those are led back, one after the other.
     """
     found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     if is_stored:
@@ -206,4 +242,6 @@ def _accumulated_bytes(value: Value, sources: Layouts, targets: Layouts, mesh_sh
 
 def _local_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
     """f64[layouts]: one rank's part."""
-    return np.array([local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64)
+    return np.array(
+        [local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64
+    )

@@ -24,8 +24,8 @@ from autopar.sbp.redistribute import Collective, again_in_backward, collectives_
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """A collective on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`. is_once: issued once a
-    step, else in each microbatch. time_s: of one.
+    """A collective on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`. is_once:
+    issued once a step, else in each microbatch. time_s: of one.
     """
 
     where: str
@@ -37,11 +37,12 @@ class PlannedCollective:
 
 @dataclass(frozen=True)
 class Costs:
-    """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients", "optimizer", "buffers",
-    "constants", "arguments", "activations", "gathered": parameters as ops read them and gradients of those, "recomputed": inside of one
-    region, "waiting": gradients kept for weights, "fetched": what is on its way to the host or back, "transient": the largest of an
-    op, less the gradients that are not there yet) -> bytes. moved_bytes: to the host, and as many back; state_on_host_bytes: of the
-    optimizer, moved once a step; waiting_s: phase, or "update" for the latter -> seconds that the step waits for them.
+    """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients",
+    "optimizer", "buffers", "constants", "arguments", "activations", "gathered": parameters as ops read them and
+    gradients of those, "recomputed": inside of one region, "waiting": gradients kept for weights, "fetched": what is on
+    its way to the host or back, "transient": the largest of an op, less the gradients that are not there yet) -> bytes.
+    moved_bytes: to the host, and as many back; state_on_host_bytes: of the optimizer, moved once a step; waiting_s:
+    phase, or "update" for the latter -> seconds that the step waits for them.
     """
 
     compute_forward_s: float
@@ -56,7 +57,11 @@ class Costs:
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
-        return sum(planned.time_s * self.num_issued(planned) for planned in self.collectives if planned.collective.phase == phase)
+        return sum(
+            planned.time_s * self.num_issued(planned)
+            for planned in self.collectives
+            if planned.collective.phase == phase
+        )
 
     def num_issued(self, planned: PlannedCollective) -> int:
         """How many times a step."""
@@ -70,7 +75,9 @@ class Costs:
 
     @property
     def once_s(self) -> float:
-        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer and its state on the host."""
+        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer and its
+        state on the host.
+        """
         once_s = sum(planned.time_s for planned in self.collectives if planned.is_once)
         return self.optimizer_s + once_s + self.waiting_s.get("update", 0.0)
 
@@ -78,21 +85,31 @@ class Costs:
     def step_s(self) -> float:
         """All of it, one after the other."""
         communication = self.communication_s("forward") + self.communication_s("backward")
-        return self.compute_forward_s + self.compute_backward_s + self.optimizer_s + communication + sum(self.waiting_s.values())
+        return (
+            self.compute_forward_s
+            + self.compute_backward_s
+            + self.optimizer_s
+            + communication
+            + sum(self.waiting_s.values())
+        )
 
     @property
     def total_memory_bytes(self) -> int:
         return sum(self.memory_bytes.values())
 
 
-def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Costs:
+def evaluate(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
+) -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = _Step(graph, assignment, mesh, cluster)
     moved = step.moved_bytes()
     times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
     forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
-    updated = sum(update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs)
+    updated = sum(
+        update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs
+    )
     costs = Costs(
         compute_forward_s=training.num_microbatches * forward_s,
         compute_backward_s=training.num_microbatches * (again_s + sum(time[1] for time in times.values())),
@@ -102,7 +119,10 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
         num_microbatches=training.num_microbatches,
         moved_bytes=training.num_microbatches * sum(moved),
         waiting_s={
-            phase: training.num_microbatches * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
+            phase: (
+                training.num_microbatches
+                * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
+            )
             for phase in ("forward", "backward")
         },
     )
@@ -111,7 +131,7 @@ def evaluate(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster,
 
 def with_state_on_host(
     costs: Costs, graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
-) -> Costs:  # fmt: skip
+) -> Costs:
     """What `assignment` costs, from what it does with all optimizer state on the device."""
     items = (item for item in graph.inputs if item.value.name in assignment.state_on_host)
     state = {x.value.name: optimizer_bytes(x, assignment.layouts[x.value.name], mesh.shape, training) for x in items}
@@ -147,7 +167,9 @@ class _Step:
             where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
             is_once = where in self.parameters and not bucket[0].is_regathered
             for step in redistribute(bucket[0].src, bucket[0].dst):
-                for number, collective in enumerate(collectives_together(step, [one.value for one in bucket], self.mesh.shape)):
+                for number, collective in enumerate(
+                    collectives_together(step, [one.value for one in bucket], self.mesh.shape)
+                ):
                     time_s = 0.0
                     for one in bucket:
                         alone = collectives_together(step, [one.value], self.mesh.shape)[number]
@@ -155,7 +177,9 @@ class _Step:
                     yield PlannedCollective(where, users, collective, time_s, is_once)
 
     def again(self, training: Training) -> Iterator[PlannedCollective]:
-        """Those that make once more, in backward, what was not kept; parameters for a later part of backward, that for weights, too."""
+        """Those that make once more, in backward, what was not kept; parameters for a later part of backward, that for
+        weights, too.
+        """
         for conversion, saving in self._all():
             is_in_region = saving.region != NOWHERE and conversion.value.name not in self.parameters
             if is_in_region or (conversion.is_regathered and saving.is_saved):
@@ -230,9 +254,16 @@ class _Step:
     def _kept_bytes(self, conversion: Conversion, saving: Saving, training: Training) -> tuple[int, ...]:
         name = conversion.value.name
         found = kept_bytes(
-            conversion.value, (conversion.src,), (conversion.dst,), self.mesh.shape, saving, training,
-            is_parameter=name in self.parameters, is_stored=conversion is self.conversions[name][0], again=conversion.is_regathered,
-        )  # fmt: skip
+            conversion.value,
+            (conversion.src,),
+            (conversion.dst,),
+            self.mesh.shape,
+            saving,
+            training,
+            is_parameter=name in self.parameters,
+            is_stored=conversion is self.conversions[name][0],
+            again=conversion.is_regathered,
+        )
         return tuple(int(each[0, 0]) for each in found)
 
     def _all(self) -> Iterator[tuple[Conversion, Saving]]:

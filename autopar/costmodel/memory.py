@@ -13,8 +13,9 @@ from autopar.sbp.signature import Strategy
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers, workspaces, what the
-# allocator cannot use between blocks. Tensors made for a moment are counted by `peak_memory.predict`. A round number, not measured.
+# Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers,
+# workspaces, what the allocator cannot use between blocks. Tensors made for a moment are counted by
+# `peak_memory.predict`. A round number, not measured.
 SPARE_MEMORY = 0.1
 
 
@@ -29,9 +30,11 @@ def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shap
 
 
 def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> dict[str, int]:
-    """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in `layout`.
+    """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in
+    `layout`.
 
-    Of the batch all microbatches are there; an argument with a gradient is an activation that another stage sends, one for each in flight.
+    Of the batch all microbatches are there; an argument with a gradient is an activation that another stage sends, one
+    for each in flight.
     """
     held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
     found = {item.kind + "s": held}
@@ -56,7 +59,9 @@ def memory_layout(layout: Layout) -> Layout:
 
 
 def waiting_bytes(op: Op, outputs: tuple[tuple[int, ...], ...]) -> int:
-    """Bytes of the gradient that is kept until a layer's weight gets its own, on these local shapes; 0 for other ops."""
+    """Bytes of the gradient that is kept until a layer's weight gets its own, on these local
+    shapes; 0 for other ops.
+    """
     return math.prod(outputs[0]) * op.outputs[0].dtype.itemsize if weight_share(op) else 0
 
 
@@ -65,12 +70,16 @@ def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mes
     has_role = any(signature.role for signature in strategy.signatures)
     if has_role and (found := saved_by_local_op(op, strategy, mesh_shape)) is not None:
         return found
-    kept = sum(math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs))
+    kept = sum(
+        math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs)
+    )
     return kept + internal_bytes(op, inputs)
 
 
 def internal_bytes(op: Op, inputs: Shapes) -> int:
-    """Bytes backward needs besides inputs and outputs, when the op runs on local inputs of these shapes: split as its first input is."""
+    """Bytes backward needs besides inputs and outputs, when the op runs on local inputs of these shapes: split as its
+    first input is.
+    """
     whole = footprint(op).internal_bytes
     if not whole or not op.inputs:
         return whole

@@ -35,12 +35,12 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes gradients of weights
-    and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to gather parameters again. once_s: once a
-    step, what gathers parameters, reduces their gradients and updates them, at their only reader. state_bytes: parameters, gradients,
-    optimizer and gathered copies, there too, and the largest transient of an op. saved_bytes: what a microbatch keeps for backward.
-    waiting_bytes: what it keeps while only the gradients of weights are to be made. crossing_bytes: of the values made before the op and
-    read by it or later.
+    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes
+    gradients of weights and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to
+    gather parameters again. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
+    their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too, and the largest
+    transient of an op. saved_bytes: what a microbatch keeps for backward. waiting_bytes: what it keeps while only the
+    gradients of weights are to be made. crossing_bytes: of the values made before the op and read by it or later.
     """
 
     forward_s: np.ndarray
@@ -55,9 +55,11 @@ class Profile:
     shared: tuple[Shared, ...] = field(default=())
 
 
-def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> Profile:
-    """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has in flight; with
-    several, gathered parameters stay for all of them, and so do the gradients that add up.
+def profile(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
+) -> Profile:
+    """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has
+    in flight; with several, gathered parameters stay for all of them, and so do the gradients that add up.
     """
     training = replace(training, num_in_flight=1)
     number = {op.name: position for position, op in enumerate(graph.ops)}
@@ -80,9 +82,16 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
     for name, savings_of in savings(graph, known).items():
         for one, saving in zip(found[name], savings_of):
             kept = kept_bytes(
-                one.value, (one.src,), (one.dst,), mesh.shape, saving, training,
-                is_parameter=name in parameters, is_stored=one is found[name][0], again=one.is_regathered,
-            )[0]  # fmt: skip
+                one.value,
+                (one.src,),
+                (one.dst,),
+                mesh.shape,
+                saving,
+                training,
+                is_parameter=name in parameters,
+                is_stored=one is found[name][0],
+                again=one.is_regathered,
+            )[0]
             times = _times(one, mesh, cluster, is_saved=saving.is_saved)
             if name in parameters and not one.is_regathered:
                 stored[name][0] += float(kept[0, 0])
@@ -92,7 +101,9 @@ def profile(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, 
             columns["saved_bytes"][position] += float(kept[0, 0])
             for phase, time_s in times.items():
                 columns[f"{phase}_s"][position] += time_s
-    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored, transient.pending)
+    once_s, state_bytes, shared = _of_inputs(
+        graph, assignment, mesh, cluster, training, number, stored, transient.pending
+    )
     for name, share in transient.ops.items():
         op, strategy = graph.ops[number[name]], assignment.strategies[name]
         size = transient_bytes(op, *local_shapes(op, strategy, mesh.shape), frozenset(parameters))
@@ -115,9 +126,15 @@ def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> 
 
 
 def _of_inputs(
-    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training,
-    number: Mapping[str, int], stored: Mapping[str, list[float]], pending: frozenset[str],
-) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:  # fmt: skip
+    graph: Graph,
+    assignment: Assignment,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
+    number: Mapping[str, int],
+    stored: Mapping[str, list[float]],
+    pending: frozenset[str],
+) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:
     """once_s and state_bytes of what one op reads, and what several do."""
     once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
     uses, brought = uses_of(graph), brought_shares(graph, assignment.state_on_host)
@@ -151,7 +168,9 @@ def _crossing(graph: Graph, assignment: Assignment, mesh: Mesh, number: Mapping[
 
 
 def _lifetimes(graph: Graph, number: Mapping[str, int]) -> Iterator[tuple]:
-    """(value that an op makes, position of the op, position of its last reader). What needs no gradient is made anew where it is read."""
+    """(value that an op makes, position of the op, position of its last reader). What needs no gradient is made anew
+    where it is read.
+    """
     uses = uses_of(graph)
     for position, op in enumerate(graph.ops):
         for value in op.outputs:

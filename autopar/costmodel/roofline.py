@@ -159,9 +159,9 @@ def _backward_products(op: Op) -> float:
 
 
 # Products of an activation and a weight.
-_LAYERS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "convolution")) | {
-    "autopar.turned_linear"
-}
+_LAYERS = frozenset(
+    f"aten.{name}" for name in ("linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "convolution")
+) | {"autopar.turned_linear"}
 
 
 def weight_share(op: Op) -> float:

@@ -1,4 +1,6 @@
-"""Optimizer state that waits in the host's memory: what it takes of the device still, and how long the step waits for it."""
+"""Optimizer state that waits in the host's memory: what it takes of the device still, and how long the step waits for
+it.
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -26,8 +28,9 @@ def moving_s(num_bytes: float, cluster: Cluster) -> float:
 def brought_shares(graph: Graph, on_host: Collection[str]) -> Mapping[str, float]:
     """Parameter whose state waits on the host -> what part of it counts as being on the device.
 
-    State is brought a bucket at a time, and a bucket takes no more than the largest parameter does (`runtime.offload_optimizer`). Those
-    that are largest when nothing is split share the count of one: so it is a sum over parameters, exact where they are laid out alike.
+    State is brought a bucket at a time, and a bucket takes no more than the largest parameter does
+    (`runtime.offload_optimizer`). Those that are largest when nothing is split share the count of one: so it is a sum
+    over parameters, exact where they are laid out alike.
     """
     sizes = {item.value.name: math.prod(item.value.shape) for item in graph.inputs if item.value.name in on_host}
     largest = [name for name, size in sizes.items() if size == max(sizes.values())]

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Bytes of state per element, held in float32 as mixed-precision training does. "-master": with a float32 copy of each parameter besides.
+# Bytes of state per element, held in float32 as mixed-precision training does. "-master": with a float32 copy of each
+# parameter besides.
 OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
     "none": 0,
     "sgd": 0,
@@ -20,9 +21,10 @@ OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A step of `optimizer` after `num_microbatches` passes over the graph that is priced, which is of one microbatch; `num_in_flight`
-    of them are between their forward and their backward at the worst time, and of `num_waiting` the gradients of weights are still to be
-    made, as in zero-bubble schedules. ValueError for an unknown optimizer or a count below 1.
+    """A step of `optimizer` after `num_microbatches` passes over the graph that is priced, which is of one microbatch;
+    `num_in_flight` of them are between their forward and their backward at the worst time, and of `num_waiting` the
+    gradients of weights are still to be made, as in zero-bubble schedules. ValueError for an unknown optimizer or a
+    count below 1.
     """
 
     optimizer: str = "adamw"
@@ -33,11 +35,13 @@ class Training:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATE_BYTES:
             known = ", ".join(OPTIMIZER_STATE_BYTES)
-            raise ValueError(f"optimizer: expected one of {known}, found {self.optimizer!r}; take the one with as much state")
+            raise ValueError(
+                f"optimizer: expected one of {known}, found {self.optimizer!r}; take the one with as much state"
+            )
         if not 1 <= self.num_in_flight <= self.num_microbatches or not 0 <= self.num_waiting <= self.num_microbatches:
             raise ValueError(
-                f"training: expected 1 <= num_in_flight <= num_microbatches and as many waiting at most, found {self.num_in_flight} in "
-                f"flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
+                "training: expected 1 <= num_in_flight <= num_microbatches and as many waiting at most, found"
+                f" {self.num_in_flight} in flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
             )
 
     @property

@@ -15,6 +15,9 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
     A device computes and moves at least its share of an op, and the roofline is monotone in both.
     """
     whole = (I,) * mesh.ndim
-    ops_s = (sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster)) for op in graph.ops)
+    ops_s = (
+        sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster))
+        for op in graph.ops
+    )
     updated = sum(update_bytes(item, whole, mesh.shape, training) for item in graph.inputs)
     return (sum(ops_s) + updated / cluster.memory_bandwidth_bytes_per_s) / mesh.num_devices

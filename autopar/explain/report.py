@@ -16,7 +16,20 @@ from autopar.sbp.placement import format_layout
 from autopar.sbp.redistribute import Collective
 
 VIEWS = frozenset(
-    ("alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "permute", "reshape", "select", "slice", "split")
+    (
+        "alias",
+        "clone",
+        "contiguous",
+        "detach",
+        "expand",
+        "expand_as",
+        "flatten",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+    )
     + ("split_with_sizes", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view")
 )
 
@@ -91,7 +104,9 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """A parameter, buffer, constant or argument and its repeats. `collectives`: gathers of it and reductions of its gradient."""
+    """A parameter, buffer, constant or argument and its repeats. `collectives`: gathers of it and reductions of its
+    gradient.
+    """
 
     fqn: str
     count: int
@@ -103,7 +118,9 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters. is_from_file: as in `Plan`."""
+    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters. is_from_file: as
+    in `Plan`.
+    """
 
     mesh: str
     cluster: str
@@ -158,7 +175,11 @@ def report(plan: Explained) -> Report:
             "communication forward": costs.communication_s("forward"),
             "communication backward": costs.communication_s("backward"),
             "optimizer": costs.optimizer_s,
-            **{f"waiting for the host {phase}": seconds for phase, seconds in costs.waiting_s.items() if costs.moved_bytes or seconds},
+            **{
+                f"waiting for the host {phase}": seconds
+                for phase, seconds in costs.waiting_s.items()
+                if costs.moved_bytes or seconds
+            },
         },
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
@@ -182,7 +203,16 @@ def _op_rows(plan: Explained) -> Iterator[OpRow]:
         if plan.folded.representative[op.name] == op.name:
             signatures = tuple(map(str, plan.assignment.strategies[op.name].signatures))
             outputs = tuple(map(str, op.outputs))
-            yield OpRow(op.name, counts[op.name], op.target, op.module, op.line, outputs, signatures, collectives.get(op.name, ()))
+            yield OpRow(
+                op.name,
+                counts[op.name],
+                op.target,
+                op.module,
+                op.line,
+                outputs,
+                signatures,
+                collectives.get(op.name, ()),
+            )
 
 
 def _input_rows(plan: Explained) -> Iterator[InputRow]:
@@ -191,7 +221,9 @@ def _input_rows(plan: Explained) -> Iterator[InputRow]:
     for item in plan.graph.inputs:
         name = item.value.name
         if plan.folded.representative[name] == name:
-            layout = format_layout(plan.assignment.layouts[name]) + (" regathered" if name in plan.assignment.regathered else "")
+            layout = format_layout(plan.assignment.layouts[name]) + (
+                " regathered" if name in plan.assignment.regathered else ""
+            )
             layout += ", state on host" if name in plan.assignment.state_on_host else ""
             value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))

@@ -54,12 +54,17 @@ def _digits(number: float) -> str:
 def _head(report: Report) -> str:
     found = f"found by {report.found_by}" if report.found_by else ""
     least = f"no {report.bound_of} takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})"
-    told = step_line(report.step_s, found, least if report.lower_bound_s else "no bound", is_from_file=report.is_from_file)
+    told = step_line(
+        report.step_s, found, least if report.lower_bound_s else "no bound", is_from_file=report.is_from_file
+    )
     cluster = f"{printable(report.cluster)} ({printable(report.cluster_source)})"
     return "\n".join(
         [
             f"Plan for mesh {report.mesh} on cluster {cluster}, optimizer {report.optimizer}.",
-            "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.",
+            (
+                "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum;"
+                " one a mesh axis."
+            ),
             told,
             *report.notes,
             *([on_host_line(len(report.state_on_host), report.state_on_host_bytes)] if report.state_on_host else []),
@@ -68,7 +73,9 @@ def _head(report: Report) -> str:
 
 
 def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> str:
-    """The step, what found the plan and what is proven of it; of a plan that was read from a file, that the file says so."""
+    """The step, what found the plan and what is proven of it; of a plan that was read from a file, that the file says
+    so.
+    """
     step = f"Step {format_seconds(step_s)}"
     if is_from_file:
         return f"{step}. {FROM_FILE}, not proven here: {printable('; '.join(filter(None, (found, bound))))}."
@@ -107,14 +114,18 @@ def _name(row: OpRow) -> str:
 
 def _cell(rows: Iterable[CollectiveRow]) -> str:
     return "\n".join(
-        f"{row.phase:8} {row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}" for row in rows
+        f"{row.phase:8} {row.count} {row.kind} {row.axis} {format_bytes(row.num_bytes)}, {format_seconds(row.time_s)}"
+        for row in rows
     )
 
 
 def _inputs(report: Report) -> str:
     lines = [_input_line(row) for row in report.inputs]
     headers = ["name", "x", "kind", "value", "layout", "collectives a step"]
-    return "Parameters, buffers, constants and arguments (gradients reduced together are at the first of them):\n" + _table(lines, headers)
+    return (
+        "Parameters, buffers, constants and arguments (gradients reduced together are at the first of them):\n"
+        + _table(lines, headers)
+    )
 
 
 def _input_line(row: InputRow) -> list[str]:
@@ -122,7 +133,10 @@ def _input_line(row: InputRow) -> list[str]:
 
 
 def _collectives(report: Report) -> str:
-    lines = [[r.phase, r.axis, r.kind, str(r.count), format_bytes(r.num_bytes), format_seconds(r.time_s)] for r in report.totals]
+    lines = [
+        [r.phase, r.axis, r.kind, str(r.count), format_bytes(r.num_bytes), format_seconds(r.time_s)]
+        for r in report.totals
+    ]
     if not lines:
         return "Collectives: none."
     return "Collectives a step:\n" + _table(lines, ["phase", "axis", "kind", "number", "bytes", "time"])
@@ -135,7 +149,11 @@ def _memory(report: Report) -> str:
     lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
     origin = f" ({FROM_FILE.lower()})" if report.is_from_file else ""
     lines += [] if peak == total else [[f"at one time, as the program runs{origin}", format_bytes(peak)]]
-    limit = "" if report.memory_limit_bytes is None else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, most)})"
+    limit = (
+        ""
+        if report.memory_limit_bytes is None
+        else f" (limit {format_bytes(report.memory_limit_bytes)}{_unfit(report, most)})"
+    )
     return f"Memory a device{limit}:\n" + _table(lines, ["kind", "bytes"])
 
 
@@ -154,7 +172,11 @@ def _hand(report: Report) -> str:
 
 def hand_title(*, is_from_file: bool) -> str:
     """Above the table of plans by hand."""
-    return f"{FROM_FILE}, plans written by hand beside it:\n" if is_from_file else "Beside plans written by hand, priced alike:\n"
+    return (
+        f"{FROM_FILE}, plans written by hand beside it:\n"
+        if is_from_file
+        else "Beside plans written by hand, priced alike:\n"
+    )
 
 
 def _meshes(report: Report) -> str:
@@ -195,4 +217,8 @@ def _not_divided(report: Report) -> str:
 def _timings(report: Report) -> str:
     if not report.timings_s:
         return ""
-    return "Planning: " + ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in report.timings_s.items()) + "."
+    return (
+        "Planning: "
+        + ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in report.timings_s.items())
+        + "."
+    )

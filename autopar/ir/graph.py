@@ -64,9 +64,10 @@ class Graph:
     """Invariants: ops in topological order; each value has one producer (an op or an input); no op mutates.
 
     `constant_ops` depend on no input: they run once at load, on the device in use, and yield the "constant" inputs
-    (`constants` holds those that were tensors in the model). `outputs` are the flat outputs: a Value or a Python constant.
-    `mutations` pairs a buffer's FQN with the value to write back after the call. `argument_spec` and `output_spec` are
-    pytree specs of (args, kwargs) and of the result; `arguments` gives for each flat leaf its Input name or the constant baked in.
+    (`constants` holds those that were tensors in the model). `outputs` are the flat outputs: a Value or a Python
+    constant. `mutations` pairs a buffer's FQN with the value to write back after the call. `argument_spec` and
+    `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each flat leaf its Input
+    name or the constant baked in.
     """
 
     inputs: tuple[Input, ...]

@@ -9,7 +9,9 @@ from autopar.ir.graph import Graph, Op
 
 
 def run_constants(graph: Graph, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Name of each "constant" input -> its value on `device`: tensors of the model moved there, the rest computed there."""
+    """Name of each "constant" input -> its value on `device`: tensors of the model moved there, the rest computed
+    there.
+    """
     env = {name: tensor.to(device) for name, tensor in graph.constants.items()}
     with torch.no_grad():
         for op in graph.constant_ops:

@@ -32,7 +32,12 @@ def format_op(op: Op) -> str:
 
 
 def _format_input(item: Input) -> str:
-    traits = [item.kind, item.fqn, *(f"= {alias}" for alias in item.aliases), *([] if item.is_persistent else ["not persistent"])]
+    traits = [
+        item.kind,
+        item.fqn,
+        *(f"= {alias}" for alias in item.aliases),
+        *([] if item.is_persistent else ["not persistent"]),
+    ]
     return f"{item.value}  # {' '.join(traits)}"
 
 
@@ -45,7 +50,8 @@ def _format_leaf(leaf: Any) -> str:
 
 
 def printable(text: str, most: int = 0) -> str:
-    r"""`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest is left out.
+    r"""`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest
+    is left out.
 
     >>> printable("a\x1b[2J\nb")
     'a\\x1b[2J\\nb'
@@ -54,11 +60,15 @@ def printable(text: str, most: int = 0) -> str:
         text = f"{text[:most]}..."
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text
+    )
 
 
 def fingerprint(graph: Graph) -> str:
-    """sha256 of what a plan depends on: targets, arguments, shapes, dtypes, wiring, FQNs and outputs; not model lines or value names."""
+    """sha256 of what a plan depends on: targets, arguments, shapes, dtypes, wiring, FQNs and outputs; not model lines
+    or value names.
+    """
     index: dict[str, int] = {}
     digest = hashlib.sha256()
 
@@ -81,7 +91,15 @@ def fingerprint(graph: Graph) -> str:
         known = index.get(item.value.name)
         feed(item.kind, names, known, define((item.value,)) if known is None else [])
     for op in graph.ops:
-        feed(op.target, op.args, op.kwargs, op.is_no_grad, op.is_tuple, [index[v.name] for v in op.inputs], define(op.outputs))
+        feed(
+            op.target,
+            op.args,
+            op.kwargs,
+            op.is_no_grad,
+            op.is_tuple,
+            [index[v.name] for v in op.inputs],
+            define(op.outputs),
+        )
     feed("mutations", [(fqn, index[value.name]) for fqn, value in graph.mutations])
     feed("outputs", [index[item.name] if isinstance(item, Value) else ("constant", item) for item in graph.outputs])
     return digest.hexdigest()

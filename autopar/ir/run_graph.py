@@ -11,8 +11,9 @@ from autopar.ir.interpret import run_constants
 
 
 def run(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """(flat outputs, new value of each mutated buffer by FQN). `inputs` holds a tensor for each parameter, buffer and argument by
-    value name, all on one device; constants that are missing are computed. Autograd records it as it would the model.
+    """(flat outputs, new value of each mutated buffer by FQN). `inputs` holds a tensor for each parameter, buffer and
+    argument by value name, all on one device; constants that are missing are computed. Autograd records it as it would
+    the model.
     """
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
     env = run_constants(graph, device) | dict(inputs)

@@ -1,9 +1,10 @@
 """A graph cut into consecutive stages, as the pipeline runs them.
 
-What a stage makes and a later one reads crosses every cut between them: it is an output of the stages before each cut and an input of
-those after, also of a stage that only passes it on. Arguments, buffers and constants are on every stage that reads them, parameters too
-(a tied one on several). What follows from arguments, buffers and constants alone (masks, rotary angles, shifted labels) is small and
-needs no gradient: it does not cross but is made again on each stage that reads it.
+What a stage makes and a later one reads crosses every cut between them: it is an output of the stages before each cut
+and an input of those after, also of a stage that only passes it on. Arguments, buffers and constants are on every stage
+that reads them, parameters too (a tied one on several). What follows from arguments, buffers and constants alone
+(masks, rotary angles, shifted labels) is small and needs no gradient: it does not cross but is made again on each stage
+that reads it.
 """
 
 from collections import defaultdict
@@ -20,11 +21,12 @@ from autopar.ir.passes.rewire import is_random
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage. `receives` and `sends` name the values that cross the cut before and after it; the next stage's `receives` are `sends`.
+    """One stage. `receives` and `sends` name the values that cross the cut before and after it; the next stage's
+    `receives` are `sends`.
 
-    In `graph`, `inputs` begin with the received values (kind "argument", the value's name as FQN) and hold the inputs the stage reads;
-    `arguments` names the arguments among them, in that order. `outputs` are what is sent, of the last stage the model's own outputs.
-    Parameters and buffers that no op reads are on the first stage.
+    In `graph`, `inputs` begin with the received values (kind "argument", the value's name as FQN) and hold the inputs
+    the stage reads; `arguments` names the arguments among them, in that order. `outputs` are what is sent, of the last
+    stage the model's own outputs. Parameters and buffers that no op reads are on the first stage.
     """
 
     graph: Graph
@@ -35,10 +37,16 @@ class StageGraph:
 def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
     """`graph` as len(starts) + 1 stages; `starts` names the first op of each stage but the first, in graph order.
 
-    ValueError for starts that are no ops or out of order. UnsupportedOp for a buffer that one stage writes and another reads.
+    ValueError for starts that are no ops or out of order. UnsupportedOp for a buffer that one stage writes and another
+    reads.
     """
     bounds = _bounds(graph, starts)
-    made = {v.name: index for index, (start, stop) in enumerate(pairwise(bounds)) for op in graph.ops[start:stop] for v in op.outputs}
+    made = {
+        v.name: index
+        for index, (start, stop) in enumerate(pairwise(bounds))
+        for op in graph.ops[start:stop]
+        for v in op.outputs
+    }
     remade = _made_of_arguments(graph)
     blocks = [_block(graph, made, remade, index, len(starts)) for index in range(len(starts) + 1)]
     readers = _readers(graph, blocks, made)
@@ -48,7 +56,9 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
 
 
 def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
-    """Ops at which a stage may start, in graph order: the first of each copy of each repeat, and what comes after the last repeat."""
+    """Ops at which a stage may start, in graph order: the first of each copy of each repeat, and what comes after the
+    last repeat.
+    """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     points, end = set(), 0
     for repeat in folded.repeats:
@@ -67,16 +77,22 @@ def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
     bounds = (0, *(position[name] for name in starts), len(graph.ops))
     if any(left >= right for left, right in pairwise(bounds)):
         raise ValueError(
-            f"stages start at ops in graph order, each with at least one op; found starts {', '.join(starts)} at {list(bounds[1:-1])} of "
-            f"{len(graph.ops)} ops"
+            f"stages start at ops in graph order, each with at least one op; found starts {', '.join(starts)} at"
+            f" {list(bounds[1:-1])} of {len(graph.ops)} ops"
         )
     return bounds
 
 
 def _made_of_arguments(graph: Graph) -> frozenset[str]:
-    """Values that follow from arguments, constants and buffers that are not written, without a gradient and without a random number."""
+    """Values that follow from arguments, constants and buffers that are not written, without a gradient and without a
+    random number.
+    """
     written = {fqn for fqn, _ in graph.mutations}
-    known = {item.value.name for item in graph.inputs if item.kind != "parameter" and item.fqn not in written and not item.value.needs_grad}
+    known = {
+        item.value.name
+        for item in graph.inputs
+        if item.kind != "parameter" and item.fqn not in written and not item.value.needs_grad
+    }
     found: set[str] = set()
     for op in graph.ops:
         if all(v.name in known for v in op.inputs) and not is_random(op) and not any(v.needs_grad for v in op.outputs):
@@ -101,8 +117,8 @@ def _block(graph: Graph, made: Mapping[str, int], remade: frozenset[str], index:
 
 
 def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, int]) -> dict[str, set[int]]:
-    """Stages that need each value. The last needs the outputs, the one that makes what is written to a buffer needs the buffer (the first,
-    where that is an input); parameters and buffers that nothing reads are left to the first.
+    """Stages that need each value. The last needs the outputs, the one that makes what is written to a buffer needs the
+    buffer (the first, where that is an input); parameters and buffers that nothing reads are left to the first.
     """
     readers: dict[str, set[int]] = defaultdict(set)
     for index, ops in enumerate(blocks):
@@ -115,7 +131,11 @@ def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, in
     for fqn, value in graph.mutations:
         for name in (value.name, buffers[fqn]):
             readers[name].add(made.get(value.name, 0))
-    unread = (item.value.name for item in graph.inputs if item.kind in ("parameter", "buffer") and item.value.name not in readers)
+    unread = (
+        item.value.name
+        for item in graph.inputs
+        if item.kind in ("parameter", "buffer") and item.value.name not in readers
+    )
     return readers | {name: {0} for name in unread}
 
 
@@ -163,6 +183,6 @@ def _check_buffers(graph: Graph, readers: Mapping[str, set[int]]) -> None:
         found = sorted(readers[item.value.name])
         if item.fqn in written and len(found) > 1:
             raise UnsupportedOp(
-                f"buffer {item.fqn} is written by the forward and read on stages {found}; expected one stage, as the others would not see "
-                "what is written: start the stages elsewhere"
+                f"buffer {item.fqn} is written by the forward and read on stages {found}; expected one stage, as the"
+                " others would not see what is written: start the stages elsewhere"
             )

@@ -17,8 +17,8 @@ from autopar.ir.passes.normalise import normalise
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The forward of `model` in its present mode for inputs like these; the model may be on the meta device.
 
-    Tensors become inputs of fixed shape, all other leaves are baked in; keywords count in any order. Raises TraceError naming the
-    model's line.
+    Tensors become inputs of fixed shape, all other leaves are baked in; keywords count in any order. Raises TraceError
+    naming the model's line.
     """
     return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
 

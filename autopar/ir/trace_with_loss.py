@@ -17,10 +17,11 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of `loss_fn(model(*args[:-1], **kwargs), args[-1])`, whose only output is the loss; as `trace` otherwise.
+    """The graph of `loss_fn(model(*args[:-1], **kwargs), args[-1])`, whose only output is the loss; as `trace`
+    otherwise.
 
-    Tensors that `loss_fn` holds (class weights) are constants. AutoparError if it has parameters to train, writes to its buffers or gives
-    anything but a floating scalar.
+    Tensors that `loss_fn` holds (class weights) are constants. AutoparError if it has parameters to train, writes to
+    its buffers or gives anything but a floating scalar.
     """
     if not args:
         raise AutoparError("with loss_fn= a call ends in the target, as its last positional argument; found none")
@@ -31,7 +32,10 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
     except TraceError as error:
         if len(args) > 1:
             raise
-        hint = "with loss_fn= the last positional argument is the target, and the model was called without any; was the target left out?"
+        hint = (
+            "with loss_fn= the last positional argument is the target, and the model was called without any; was the"
+            " target left out?"
+        )
         raise TraceError(f"{error} ({hint})") from error
     _check_loss(graph)
     return normalise(graph)
@@ -43,7 +47,9 @@ def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...]
 
 
 class _WithLoss(nn.Module):
-    """Has the model's parameters, buffers and submodules as its own, so that they keep their names; a loss module stands beside them."""
+    """Has the model's parameters, buffers and submodules as its own, so that they keep their names; a loss module
+    stands beside them.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, num_args: int) -> None:
         super().__init__()
@@ -58,7 +64,8 @@ class _WithLoss(nn.Module):
             self._modules[self.loss_name] = loss_fn
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            # Not model(...): tracing refuses calls of modules that it does not find among those of the traced one. Hooks run all the same.
+            # Not model(...): tracing refuses calls of modules that it does not find among those of the traced one.
+            # Hooks run all the same.
             return loss_fn(model._call_impl(*args[:-1], **kwargs), args[-1])
 
         forward.__signature__ = _signature(model, num_args)
@@ -66,10 +73,14 @@ class _WithLoss(nn.Module):
 
 
 def _signature(model: nn.Module, num_args: int) -> inspect.Signature:
-    """That of the model's forward with the target behind the positional arguments: inputs of the graph are named by it."""
+    """That of the model's forward with the target behind the positional arguments: inputs of the graph are named by
+    it.
+    """
     parameters = list(inspect.signature(model.forward).parameters.values())
     inputs, others = parameters[: num_args - 1], parameters[num_args - 1 :]
-    is_plain = len(inputs) == num_args - 1 and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inputs)
+    is_plain = len(inputs) == num_args - 1 and all(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inputs
+    )
     if not is_plain or any(p.kind == p.VAR_POSITIONAL or p.name == "target" for p in parameters):
         return inspect.signature(lambda *args, **kwargs: None)
     positional = [p.replace(kind=p.POSITIONAL_ONLY, default=p.empty) for p in inputs]
@@ -80,10 +91,16 @@ def _signature(model: nn.Module, num_args: int) -> inspect.Signature:
 
 def _check_loss_function(loss_fn: LossFunction) -> None:
     if not callable(loss_fn):
-        raise AutoparError(f"loss_fn= expects a function of (what the model returns, target), found {type(loss_fn).__name__}")
-    trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+        raise AutoparError(
+            f"loss_fn= expects a function of (what the model returns, target), found {type(loss_fn).__name__}"
+        )
+    trained = (
+        [name for name, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    )
     if trained:
-        raise AutoparError(f"loss_fn has parameters to train ({', '.join(trained)}): make it part of the model, which returns the loss")
+        raise AutoparError(
+            f"loss_fn has parameters to train ({', '.join(trained)}): make it part of the model, which returns the loss"
+        )
 
 
 def _constant_state(graph: Graph, whole: _WithLoss) -> Graph:
@@ -92,7 +109,9 @@ def _constant_state(graph: Graph, whole: _WithLoss) -> Graph:
     own = {item.fqn for item in graph.inputs if item.kind in ("parameter", "buffer") and item.fqn.startswith(prefix)}
     written = sorted(fqn for fqn, _ in graph.mutations if fqn in own)
     if written:
-        raise AutoparError(f"loss_fn writes to its buffers ({', '.join(written)}): make it part of the model, which returns the loss")
+        raise AutoparError(
+            f"loss_fn writes to its buffers ({', '.join(written)}): make it part of the model, which returns the loss"
+        )
     inputs = tuple(Input("constant", item.value, item.fqn) if item.fqn in own else item for item in graph.inputs)
     state = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
     tensors = {item.value.name: state[item.fqn].detach() for item in inputs if item.fqn in own}
@@ -101,7 +120,9 @@ def _constant_state(graph: Graph, whole: _WithLoss) -> Graph:
 
 def _check_loss(graph: Graph) -> None:
     found = [f"{value}" if isinstance(value, Value) else repr(value) for value in graph.outputs]
-    (loss, *others) = graph.outputs or (None,)
+    loss, *others = graph.outputs or (None,)
     is_scalar = isinstance(loss, Value) and loss.shape == () and loss.dtype.is_floating_point
     if others or not is_scalar or not loss.needs_grad:
-        raise AutoparError(f"loss_fn= must give one floating scalar that depends on the model's parameters, found {', '.join(found)}")
+        raise AutoparError(
+            f"loss_fn= must give one floating scalar that depends on the model's parameters, found {', '.join(found)}"
+        )

@@ -14,13 +14,19 @@ from autopar.ir.trace import to_graph
 
 
 def unshare(
-    state: Mapping[str, torch.Tensor], shared: nn.Module, model: nn.Module, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    state: Mapping[str, torch.Tensor],
+    shared: nn.Module,
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """State dict of `model` from `state`, that of `shared`: each tensor under the names of all parameters in whose places it is used.
+    """State dict of `model` from `state`, that of `shared`: each tensor under the names of all parameters in whose
+    places it is used.
 
-    `model` computes what `shared` does with more parameters; both are traced for the call `args`, `kwargs`, and matched op by op, whatever
-    their parameters are called. They may be on the meta device. What no op reads keeps its name. A tensor under several names is copied for
-    each. AutoparError if the models compute different things or `state` lacks a tensor.
+    `model` computes what `shared` does with more parameters; both are traced for the call `args`, `kwargs`, and matched
+    op by op, whatever their parameters are called. They may be on the meta device. What no op reads keeps its name. A
+    tensor under several names is copied for each. AutoparError if the models compute different things or `state` lacks
+    a tensor.
     """
     graphs = [to_graph(skeleton(each), tuple(args), dict(sorted((kwargs or {}).items()))) for each in (shared, model)]
     sources = _sources(*graphs)
@@ -30,7 +36,9 @@ def unshare(
         names = sources.get(item.value.name, _names(item))
         tensor = next((state[name] for name in names if name in state), None)
         if tensor is None and item.is_persistent:
-            raise AutoparError(f"the state has no tensor for {item.kind} {item.fqn}: expected one called {' or '.join(names)}")
+            raise AutoparError(
+                f"the state has no tensor for {item.kind} {item.fqn}: expected one called {' or '.join(names)}"
+            )
         if tensor is not None and item.is_persistent:
             own = tensor.detach().clone() if id(tensor) in given else tensor
             given.add(id(tensor))
@@ -50,10 +58,12 @@ def _sources(shared: Graph, model: Graph) -> dict[str, tuple[str, ...]]:
     for theirs, ours in _read_alike(shared, model):
         if ours.name not in own:
             continue
-        if theirs.name not in items or found.setdefault(ours.name, _names(items[theirs.name])) != _names(items[theirs.name]):
+        if theirs.name not in items or found.setdefault(ours.name, _names(items[theirs.name])) != _names(
+            items[theirs.name]
+        ):
             raise AutoparError(
-                f"{own[ours.name].fqn} is used where the model that shares uses %{theirs.name} and {' '.join(found.get(ours.name, ()))}: "
-                "expected one parameter in all its places"
+                f"{own[ours.name].fqn} is used where the model that shares uses %{theirs.name} and"
+                f" {' '.join(found.get(ours.name, ()))}: expected one parameter in all its places"
             )
     return found
 
@@ -63,8 +73,8 @@ def _read_alike(shared: Graph, model: Graph) -> Iterator[tuple[Value, Value]]:
     for theirs, ours in zip_longest(shared.ops, model.ops):
         if theirs is None or ours is None or _call(theirs) != _call(ours):
             raise AutoparError(
-                f"the models compute different things: {_where(theirs)} in the one that shares, {_where(ours)} in the other; expected the "
-                "same ops on the same shapes, with other parameters"
+                f"the models compute different things: {_where(theirs)} in the one that shares, {_where(ours)} in the"
+                " other; expected the same ops on the same shapes, with other parameters"
             )
         yield from zip(theirs.inputs, ours.inputs)
 

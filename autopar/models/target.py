@@ -17,7 +17,9 @@ _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 
 
 def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
-    """The model and batch that `spec` names, floating tensors as `dtype` if given; AutoparError says what is wrong with it."""
+    """The model and batch that `spec` names, floating tensors as `dtype` if given; AutoparError says what is wrong with
+    it.
+    """
     example = build_model(spec) if ":" not in spec else _called(spec)
     if dtype is None:
         return example

@@ -1,4 +1,6 @@
-"""Two convolutional networks as plain modules, for planning by name: VGG-13 (arXiv:1409.1556) and ResNet-50 (arXiv:1512.03385)."""
+"""Two convolutional networks as plain modules, for planning by name: VGG-13 (arXiv:1409.1556) and ResNet-50
+(arXiv:1512.03385).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,11 @@ def vgg13(num_classes: int = 1000) -> nn.Module:
             layers += [nn.Conv2d(width, out, 3, padding=1), nn.ReLU()]
             width = out
         layers.append(nn.MaxPool2d(2, 2))
-    hidden = [layer for in_features in (512 * 7 * 7, 4096) for layer in (nn.Linear(in_features, 4096), nn.ReLU(), nn.Dropout())]
+    hidden = [
+        layer
+        for in_features in (512 * 7 * 7, 4096)
+        for layer in (nn.Linear(in_features, 4096), nn.ReLU(), nn.Dropout())
+    ]
     return nn.Sequential(*layers, nn.Flatten(), *hidden, nn.Linear(4096, num_classes))
 
 
@@ -40,7 +46,11 @@ class Bottleneck(nn.Module):
         self.conv, self.conv_norm = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner)
         self.expand, self.expand_norm = nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out)
         is_plain = stride == 1 and width == out
-        self.shortcut = nn.Identity() if is_plain else nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = (
+            nn.Identity()
+            if is_plain
+            else nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.reduce_norm(self.reduce(x)))
@@ -50,7 +60,12 @@ class Bottleneck(nn.Module):
 
 def resnet50(num_classes: int = 1000) -> nn.Module:
     """Images are [N, 3, H, W]."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     width = 64
     for inner, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for index in range(depth):

@@ -1,7 +1,7 @@
 """Tensors without data that are kept and freed as those of a device are, though there is no such device here.
 
-Ops choose kernels by device, and what they keep for backward differs: on a GPU attention is fused and dropout keeps one byte an element;
-on a CPU attention that drops out or has a float mask keeps its scores.
+Ops choose kernels by device, and what they keep for backward differs: on a GPU attention is fused and dropout keeps one
+byte an element; on a CPU attention that drops out or has a float mask keeps its scores.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -23,7 +23,9 @@ _LARGEST_FLASH_HEAD = 256
 
 @contextmanager
 def without_data(device_type: str) -> Iterator[None]:
-    """Scope in which factories make tensors without data; on the meta device for GPUs, where ops run some twenty times as fast."""
+    """Scope in which factories make tensors without data; on the meta device for GPUs, where ops run some twenty times
+    as fast.
+    """
     if device_type == "cpu":
         with FakeTensorMode():
             yield
@@ -33,7 +35,9 @@ def without_data(device_type: str) -> Iterator[None]:
 
 
 class _Known(TorchDispatchMode):
-    """Shapes on the meta device are worked out once: a call with arguments like those of one before gives tensors like its results."""
+    """Shapes on the meta device are worked out once: a call with arguments like those of one before gives tensors like
+    its results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +62,11 @@ _EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
 def _makes_all(func: Any) -> bool:
     """Whether its results are tensors that share no memory with its arguments, which it leaves as they are."""
     returns = func._schema.returns
-    return bool(returns) and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns) and not func._schema.is_mutable
+    return (
+        bool(returns)
+        and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns)
+        and not func._schema.is_mutable
+    )
 
 
 def _key(arg: Any) -> Hashable:
@@ -72,7 +80,9 @@ def _key(arg: Any) -> Hashable:
 
 def _recipe(out: Any) -> tuple[Any, ...]:
     """(shape, strides, dtype) of each result; None for a gradient that nothing asks for."""
-    return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in (out if isinstance(out, tuple) else (out,)))
+    return tuple(
+        None if x is None else (x.shape, x.stride(), x.dtype) for x in (out if isinstance(out, tuple) else (out,))
+    )
 
 
 def namespace_on(device_type: str) -> dict[str, Any]:
@@ -80,7 +90,9 @@ def namespace_on(device_type: str) -> dict[str, Any]:
     names = namespace()
     if device_type == "cpu":
         return names
-    local = SimpleNamespace(**vars(names["local"]) | {"scaled_dot_product_attention": _fused(names["local"].scaled_dot_product_attention)})
+    local = SimpleNamespace(
+        **vars(names["local"]) | {"scaled_dot_product_attention": _fused(names["local"].scaled_dot_product_attention)}
+    )
     return names | {"aten": _Aten(), "local": local}
 
 
@@ -119,9 +131,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU of compute
-    capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the memory-efficient one, else
-    separate products, which keep the scores. cuDNN's, which is preferred on some GPUs, keeps what FlashAttention does.
+    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU
+    of compute capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the
+    memory-efficient one, else separate products, which keep the scores. cuDNN's, which is preferred on some GPUs, keeps
+    what FlashAttention does.
     """
     aten = torch.ops.aten
     if _takes_flash(query, key, value, attn_mask, is_causal):
@@ -154,7 +167,9 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """As many heads of keys as of queries; the head size of the values may be another."""
     aligned = 16 // query.dtype.itemsize
     is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned
-    return query.ndim == 4 and query.dtype in (*_HALVES, torch.float32) and query.shape[1] == key.shape[1] and is_aligned
+    return (
+        query.ndim == 4 and query.dtype in (*_HALVES, torch.float32) and query.shape[1] == key.shape[1] and is_aligned
+    )
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
@@ -164,4 +179,8 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 
 def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """aten.dropout, which on a GPU keeps a mask of one byte an element."""
-    return torch.ops.aten.native_dropout.default(x, p, True)[0] if train and 0 < p < 1 else torch.ops.aten.dropout.default(x, p, train)
+    return (
+        torch.ops.aten.native_dropout.default(x, p, True)[0]
+        if train and 0 < p < 1
+        else torch.ops.aten.dropout.default(x, p, train)
+    )

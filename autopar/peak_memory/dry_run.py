@@ -26,8 +26,8 @@ from autopar.torch_compat import stage_backward, stage_backward_input, stage_bac
 
 @dataclass
 class Rank:
-    """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the arguments that come
-    from another stage, for each microbatch anew.
+    """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the
+    arguments that come from another stage, for each microbatch anew.
     """
 
     program: Program
@@ -41,17 +41,23 @@ class Rank:
     used: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str) -> "Rank":
+    def of(
+        cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str
+    ) -> "Rank":
         """`state`: parameters and buffers of the rank's stages before, by FQN, to which this one's are added."""
         names, mesh = namespace_on(device_type) | {"Offload": _Away}, program.mesh
         function = compile_source(emit(program), names)
         single = [Axis(name, size, 0, None) for name, size in zip(mesh.axis_names, mesh.shape)]
         joint = [joint_axis([single[axis] for axis in axes], None) for axes in program.joint_axes]
-        stored = [(item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives]
+        stored = [
+            (item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives
+        ]
         for item, part in stored:
             if item.kind in ("parameter", "buffer"):
                 state.setdefault(item.fqn, part)
-        constants, batch = ({item.value.name: part for item, part in stored if item.kind == kind} for kind in ("constant", "argument"))
+        constants, batch = (
+            {item.value.name: part for item, part in stored if item.kind == kind} for kind in ("constant", "argument")
+        )
         return cls(program, function, names.get("gather"), (*single, *joint), receives, state, constants, batch, {})
 
     def tensors(self) -> list[torch.Tensor]:
@@ -77,12 +83,16 @@ class Rank:
     def received(self) -> dict[str, torch.Tensor]:
         """Buffers for one microbatch."""
         inputs, shape = self.program.inputs, self.program.mesh
-        return {item.value.name: _part(item, layout, shape) for item, layout in inputs if item.value.name in self.receives}
+        return {
+            item.value.name: _part(item, layout, shape) for item, layout in inputs if item.value.name in self.receives
+        }
 
     def run(self, received: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """One microbatch, the same batch each time."""
         values = self.batch | dict(received)
-        return self.function(self, *(values[item.value.name] for item, _ in self.program.inputs if item.kind == "argument"))
+        return self.function(
+            self, *(values[item.value.name] for item, _ in self.program.inputs if item.kind == "argument")
+        )
 
 
 class _Away(Offload):
@@ -97,7 +107,9 @@ class _Away(Offload):
 
 def _part(item: Input, layout: Layout, mesh: Mesh) -> torch.Tensor:
     needs_grad = item.value.needs_grad and item.kind != "buffer"
-    return torch.empty(local_shape(item.value.shape, layout, mesh.shape), dtype=item.value.dtype, requires_grad=needs_grad)
+    return torch.empty(
+        local_shape(item.value.shape, layout, mesh.shape), dtype=item.value.dtype, requires_grad=needs_grad
+    )
 
 
 Tensors = list[torch.Tensor]
@@ -105,8 +117,8 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Stage:
-    """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch, outputs and what
-    was received; `halved`, what waits for "W"; `gathered`, what is made once a step.
+    """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch,
+    outputs and what was received; `halved`, what waits for "W"; `gathered`, what is made once a step.
     """
 
     rank: Rank
@@ -174,9 +186,9 @@ class Stage:
 
 @dataclass
 class Step:
-    """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way back, the others
-    what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other ranks of the pipeline hold too -> how
-    many.
+    """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way
+    back, the others what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other
+    ranks of the pipeline hold too -> how many.
     """
 
     stages: Mapping[int, Stage]

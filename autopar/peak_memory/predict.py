@@ -1,4 +1,6 @@
-"""The most memory that one rank has in use during a step: its generated program is run on tensors without data, which are counted."""
+"""The most memory that one rank has in use during a step: its generated program is run on tensors without data, which
+are counted.
+"""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +30,16 @@ from autopar.schedule.timeline import Action
 
 Inputs = tuple[tuple[Input, Layout], ...]
 
-# Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other (`foreach=False`).
+# Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other
+# (`foreach=False`).
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank. `stored_bytes`: what is there all the time: parameters, buffers, constants, optimizer state, the batch. `phases`:
-    the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce", "update"), actions as they print.
+    """Bytes of one rank. `stored_bytes`: what is there all the time: parameters, buffers, constants, optimizer state,
+    the batch. `phases`: the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce",
+    "update"), actions as they print.
     """
 
     stored_bytes: int
@@ -61,26 +65,37 @@ def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
         if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
             return tuple(peak.total_bytes for peak in predict_peaks(plan))
         (plan,) = plan.stages
-    found = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type)
+    found = predict_peak(
+        plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type
+    )
     return (found.total_bytes,)
 
 
 def predict_peak(
-    graph: Graph, mesh: Mesh, assignment: Assignment, *, training: Training = WHOLE_BATCH, actions: Sequence[Action] | None = None,
-    device_type: str = "cpu", is_whole: bool = False,
-) -> Peak:  # fmt: skip
+    graph: Graph,
+    mesh: Mesh,
+    assignment: Assignment,
+    *,
+    training: Training = WHOLE_BATCH,
+    actions: Sequence[Action] | None = None,
+    device_type: str = "cpu",
+    is_whole: bool = False,
+) -> Peak:
     """Run a step of the program as the first rank would, without peers, with the kernels of such a device.
 
-    graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in order; by default one
-    microbatch after the other. The batch is counted whole, as plain tensors are handed in. Outputs that lead to no gradient are dropped.
-    Of copies of a block alike a few are run (`run_phases`); is_whole: all are.
+    graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in
+    order; by default one microbatch after the other. The batch is counted whole, as plain tensors are handed in.
+    Outputs that lead to no gradient are dropped. Of copies of a block alike a few are run (`run_phases`); is_whole: all
+    are.
     """
     is_split = training.num_microbatches > 1 or actions is not None
     if actions is None:
         actions = [Action(kind, 0, number) for number in range(training.num_microbatches) for kind in "FB"]
     arguments = graph.of_kind("argument")
     received = {item.value.name for item in arguments if item.value.needs_grad}
-    batch = sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
+    batch = (
+        sum(item.value.num_bytes for item in arguments if item.value.name not in received) * training.num_microbatches
+    )
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
@@ -93,9 +108,11 @@ def predict_peak(
 
 
 def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
-    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule, on devices of the plan's cluster.
+    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule, on devices of the
+    plan's cluster.
 
-    Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run for all.
+    Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run
+    for all.
     """
     made = {value.name for stage in plan.stages for op in stage.graph.ops for value in op.outputs}
     receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
@@ -108,9 +125,11 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
         state: dict[str, torch.Tensor] = {}
         with without_data(plan.cluster.device_type if is_whole else "meta"):
             stages = {
-                number: _replayed(plan, number, receives[number], state, recordings[number])
-                if recordings
-                else _stage(plan, number, receives[number], state)
+                number: (
+                    _replayed(plan, number, receives[number], state, recordings[number])
+                    if recordings
+                    else _stage(plan, number, receives[number], state)
+                )
                 for number in plan.schedule.stages_of(rank)
             }
             step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
@@ -158,14 +177,18 @@ def _replayed(
     plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor], recording: Recording
 ) -> Replayed:
     own = plan.stages[number]
-    rank = Rank.of(Program(own.mesh, _laid_out(own.graph, own.assignment), (), (), ()), receives, state, plan.cluster.device_type)
+    rank = Rank.of(
+        Program(own.mesh, _laid_out(own.graph, own.assignment), (), (), ()), receives, state, plan.cluster.device_type
+    )
     return Replayed(rank, **_where(plan, number), recording=recording)
 
 
 def _slices(plan: StagedPlan) -> dict[str, int]:
     """Inputs of which a microbatch reads one part of so many."""
     whole = {item.value.name: item.value for item in plan.graph.inputs}
-    parts = {item.value.name: item.value for stage in plan.stages for item in stage.graph.inputs if item.value.name in whole}
+    parts = {
+        item.value.name: item.value for stage in plan.stages for item in stage.graph.inputs if item.value.name in whole
+    }
     return {name: plan.schedule.num_microbatches for name, part in parts.items() if part.shape != whole[name].shape}
 
 
@@ -176,13 +199,18 @@ def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
 def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
     """Of each rank: what "F" and "B" get from other stages -> before which action, by its index, there is room for it.
 
-    torch's schedules in rounds take a step together: what one sends in it the other receives before its next, even if it needs it later.
+    torch's schedules in rounds take a step together: what one sends in it the other receives before its next, even if
+    it needs it later.
     """
     rows, last = schedule_actions(schedule), schedule.num_stages - 1
     at, done = [0] * len(rows), set()
     found: list[dict[int, list[Action]]] = [{} for _ in rows]
     while any(here < len(row) for here, row in zip(at, rows)):
-        ran = [(rank, row[here]) for rank, (here, row) in enumerate(zip(at, rows)) if here < len(row) and _needs(row[here], last) <= done]
+        ran = [
+            (rank, row[here])
+            for rank, (here, row) in enumerate(zip(at, rows))
+            if here < len(row) and _needs(row[here], last) <= done
+        ]
         assert ran, f"{schedule}: no rank can go on"
         for rank, action in ran:
             at[rank] += 1
@@ -198,7 +226,11 @@ def _sent(action: Action) -> Action:
     """The action of another stage for which this makes something."""
     if action.kind == "W":
         return action
-    return action._replace(stage=action.stage + 1) if action.kind == "F" else Action("B", action.stage - 1, action.microbatch)
+    return (
+        action._replace(stage=action.stage + 1)
+        if action.kind == "F"
+        else Action("B", action.stage - 1, action.microbatch)
+    )
 
 
 def _needs(action: Action, last: int) -> set[Action]:
@@ -233,9 +265,13 @@ def _run(stages: Mapping[int, Stage], step: Step) -> Phases:
 
 
 def _peak(
-    inputs: Sequence[tuple[Mesh, Inputs]], phases: Phases, training: Training, batch_bytes: int, slices: Mapping[str, int],
+    inputs: Sequence[tuple[Mesh, Inputs]],
+    phases: Phases,
+    training: Training,
+    batch_bytes: int,
+    slices: Mapping[str, int],
     on_host: Collection[str],
-) -> Peak:  # fmt: skip
+) -> Peak:
     """inputs: of each stage of the rank. slices: constants of which the graph reads one part of so many."""
     kinds = _bytes_of(inputs, training, slices)
     stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
@@ -248,21 +284,26 @@ def _peak(
 
 
 def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
-    """What there is besides while parameters are updated: all gradients, copies, and state that waits on the host a bucket at a time."""
+    """What there is besides while parameters are updated: all gradients, copies, and state that waits on the host a
+    bucket at a time.
+    """
     copies = UPDATE_COPIES.get(training.optimizer, 0)
     gradients = {name: own["gradients"] for name, own in kinds.items() if "gradients" in own}
     staying = copies * max((size for name, size in gradients.items() if name not in on_host), default=0)
     moved = [name for name in kinds if name in on_host]
     each = ([moved[at] for at in bucket] for bucket in buckets([kinds[name]["parameters"] for name in moved]))
-    moving = (sum(kinds[name]["optimizer"] for name in bucket) + copies * max(gradients[name] for name in bucket) for bucket in each)
+    moving = (
+        sum(kinds[name]["optimizer"] for name in bucket) + copies * max(gradients[name] for name in bucket)
+        for bucket in each
+    )
     return sum(gradients.values()) + max(staying, *moving, 0)
 
 
 def _bytes_of(
     inputs: Sequence[tuple[Mesh, Inputs]], training: Training, slices: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
-    """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several stages read is there
-    once.
+    """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several
+    stages read is there once.
     """
     found: dict[str, dict[str, int]] = {}
     for number, (mesh, own) in enumerate(inputs):

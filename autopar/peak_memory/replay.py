@@ -25,8 +25,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that an action hands on. alike: which of those that were handed to it, or of those before it, shares its memory, -1 for
-    none; is_stored: whether it shares that of one that is there all the time.
+    """A tensor that an action hands on. alike: which of those that were handed to it, or of those before it, shares its
+    memory, -1 for none; is_stored: whether it shares that of one that is there all the time.
     """
 
     shape: tuple[int, ...]
@@ -50,8 +50,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Recording:
-    """changes: what is done -> what it changes, in the first microbatch and in later ones. drops_outputs: whether its outputs are gone
-    once "I" is done.
+    """changes: what is done -> what it changes, in the first microbatch and in later ones. drops_outputs: whether its
+    outputs are gone once "I" is done.
     """
 
     gather: Change
@@ -88,10 +88,14 @@ def recorded(phases: Sequence[tuple[str, np.ndarray]], handed: Handed) -> Record
     """The recording of a stage from what `run_two` gives."""
     found = {name: Change(int(np.cumsum(changes).max(initial=0)), int(changes.sum())) for name, changes in phases}
     kinds = [name[0] for name in found if name.endswith("0")]
-    return Recording(found["gather"], found["reduce"], {kind: (found[f"{kind}0"], found[f"{kind}1"]) for kind in kinds}, *handed)
+    return Recording(
+        found["gather"], found["reduce"], {kind: (found[f"{kind}0"], found[f"{kind}1"]) for kind in kinds}, *handed
+    )
 
 
-def _microbatch(stage: Stage, number: int, storages: Storages, *, is_halved: bool) -> tuple[dict[str, np.ndarray], Handed]:
+def _microbatch(
+    stage: Stage, number: int, storages: Storages, *, is_halved: bool
+) -> tuple[dict[str, np.ndarray], Handed]:
     stored = [*stage.rank.tensors(), *stage.rank.used.values()]
     changes: dict[str, np.ndarray] = {}
     ahead, back = Action("F", 0, number), Action("I" if is_halved else "B", 0, number)
@@ -143,8 +147,8 @@ def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
 
 @dataclass
 class Replayed(Stage):
-    """`Stage` by its recording, in blocks of bytes. kept: of each microbatch what its backward wants besides what it received and sends.
-    once: what was gathered, then also the gradients of it, at last those of the parameters.
+    """`Stage` by its recording, in blocks of bytes. kept: of each microbatch what its backward wants besides what it
+    received and sends. once: what was gathered, then also the gradients of it, at last those of the parameters.
     """
 
     recording: Recording = field(kw_only=True)
@@ -220,14 +224,20 @@ def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashab
     number = {name: i for i, name in enumerate(value_names(graph))}
     position = {op.name: i for i, op in enumerate(graph.ops)}
     inputs = tuple(
-        (item.kind, replace(item.value, name=""), assignment.layouts[item.value.name], item.value.name in receives) for item in graph.inputs
+        (item.kind, replace(item.value, name=""), assignment.layouts[item.value.name], item.value.name in receives)
+        for item in graph.inputs
     )
-    ops = tuple((nameless(op), tuple(number[x.name] for x in op.inputs), assignment.strategies[op.name]) for op in graph.ops)
+    ops = tuple(
+        (nameless(op), tuple(number[x.name] for x in op.inputs), assignment.strategies[op.name]) for op in graph.ops
+    )
     kept = frozenset((number[name], layout) for name, layout in assignment.kept.items())
-    outputs = tuple((number[x.name], assignment.outputs[x.name]) if isinstance(x, Value) else repr(x) for x in graph.outputs)
+    outputs = tuple(
+        (number[x.name], assignment.outputs[x.name]) if isinstance(x, Value) else repr(x) for x in graph.outputs
+    )
     again = frozenset(number[name] for name in assignment.regathered)
     regions = tuple(
-        tuple(tuple(position[name] for name in region) for region in found) for found in (assignment.recomputed, assignment.offloaded)
+        tuple(tuple(position[name] for name in region) for region in found)
+        for found in (assignment.recomputed, assignment.offloaded)
     )
     written = tuple(number[value.name] for _, value in graph.mutations)
     return plan.mesh, inputs, ops, kept, outputs, again, regions, written, others

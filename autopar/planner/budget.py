@@ -1,4 +1,6 @@
-"""The time that planning may take: one deadline for all of it, what it tells as it goes, and how long each stage took."""
+"""The time that planning may take: one deadline for all of it, what it tells as it goes, and how long each stage
+took.
+"""
 
 import signal
 import threading
@@ -28,7 +30,9 @@ def _unseen(_name: str, _artifact: Any) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """`timings`: stage -> seconds, summed where a stage is run several times. `where` is put before what is told. start_s: of the clock."""
+    """`timings`: stage -> seconds, summed where a stage is run several times. `where` is put before what is told.
+    start_s: of the clock.
+    """
 
     deadline: Deadline
     progress: Progress = _quiet
@@ -38,7 +42,9 @@ class Budget:
     watch: Watch = _unseen
 
     @classmethod
-    def of(cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None, watch: Watch | None = None) -> "Budget":
+    def of(
+        cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None, watch: Watch | None = None
+    ) -> "Budget":
         """`time_limit_s` from now."""
         return cls(Deadline.after(time_limit_s), progress or _quiet, watch=watch or _unseen)
 
@@ -75,14 +81,16 @@ class Budget:
 
     def tell_cost(self, stage: str, cost_s: float, lower_bound_s: float) -> None:
         """The progress of `search.solve`."""
-        self.progress(f"{self.where}search ({stage}): {cost_s * 1e3:.3g} ms a step, at least {lower_bound_s * 1e3:.3g} ms")
+        self.progress(
+            f"{self.where}search ({stage}): {cost_s * 1e3:.3g} ms a step, at least {lower_bound_s * 1e3:.3g} ms"
+        )
 
     @contextmanager
     def ended_by_interrupt(self) -> Iterator[None]:
         """The first Ctrl-C ends all planning with the best plan so far, the second one raises KeyboardInterrupt.
 
-        A KeyboardInterrupt at once could strike anywhere, and a stage that caught it would end alone. Where the program has a handler of
-        its own, or off the main thread, Ctrl-C does what it did.
+        A KeyboardInterrupt at once could strike anywhere, and a stage that caught it would end alone. Where the program
+        has a handler of its own, or off the main thread, Ctrl-C does what it did.
         """
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:

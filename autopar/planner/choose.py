@@ -29,22 +29,30 @@ _SHARE_OF_FIRST = 0.5
 
 @rarely_collected()
 def choose_plan(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest = ANYTHING, *, progress: Progress | None = None,
-    predict: Predict | None = None, watch: Watch | None = None,
-) -> Plan | StagedPlan:  # fmt: skip
-    """The best plan within the time limit, as `make_plan`; for training also in stages, microbatches and with recomputed blocks.
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest = ANYTHING,
+    *,
+    progress: Progress | None = None,
+    predict: Predict | None = None,
+    watch: Watch | None = None,
+) -> Plan | StagedPlan:
+    """The best plan within the time limit, as `make_plan`; for training also in stages, microbatches and with
+    recomputed blocks.
 
     After the time limit, and after Ctrl-C, planning ends with the best plan so far, which may be one written by hand.
-    predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search estimates is believed.
-    watch: handed each artifact on the way, in order (`planner.printed`). MicrobatchError or AutoparError if what is requested cannot be.
+    predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search
+    estimates is believed. watch: handed each artifact on the way, in order (`planner.printed`). MicrobatchError or
+    AutoparError if what is requested cannot be.
     """
     budget, request = Budget.of(request.time_limit_s, progress, watch), request.on(cluster)
     timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
     ways = _Ways(graph, mesh, cluster, request, timed)
     if ways.has_stages and not request.trains:
         raise AutoparError(
-            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that first, or take a "
-            f"mesh without {PIPELINE}"
+            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
+            f" first, or take a mesh without {PIPELINE}"
         )
     budget.show("graph", graph)
     with budget.ended_by_interrupt():
@@ -89,7 +97,9 @@ class _Ways:
             if budget.is_spent and allowed_bytes < request.memory_limit_bytes:
                 raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
             within = replace(request, memory_limit_bytes=allowed_bytes)
-            return make_plan(self.graph, self.mesh, self.cluster, within, to_beat_s=to_beat_s, budget=next(tries, budget))
+            return make_plan(
+                self.graph, self.mesh, self.cluster, within, to_beat_s=to_beat_s, budget=next(tries, budget)
+            )
 
         return fitting(make, request.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
 
@@ -124,8 +134,8 @@ def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
 
 
 def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little there, and what people
-    write says little of a batch too small to split.
+    """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little
+    there, and what people write says little of a batch too small to split.
     """
     failure: AutoparError | None = None
     staged: Plan | StagedPlan | None = None

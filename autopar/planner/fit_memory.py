@@ -1,7 +1,8 @@
-"""Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower one.
+"""Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower
+one.
 
-The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below it, so the peak of
-each plan is predicted.
+The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below
+it, so the peak of each plan is predicted.
 """
 
 import math
@@ -21,14 +22,15 @@ Again = Callable[[Sequence[float]], AnyPlan | None]
 _MOST_TRIES = 3
 # The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
 _MARGIN = 0.005
-# What the estimate lacks where it misses the limit by less is much the same for all plans, such as a gradient of the vocabulary.
+# What the estimate lacks where it misses the limit by less is much the same for all plans, such as a gradient of the
+# vocabulary.
 _LITTLE = 1.15
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or () for the real one;
-    that gives None where nothing fits.
+    """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or ()
+    for the real one; that gives None where nothing fits.
     """
 
     plan: AnyPlan
@@ -67,9 +69,11 @@ def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) 
     return tuple(found)
 
 
-def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf) -> AnyPlan:
-    """The plan that `make` finds under a limit of the estimate that leaves its predicted peak within the limit. One that takes longer than
-    `to_beat_s` is of no interest, and is given back as it is.
+def fitting(
+    make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf
+) -> AnyPlan:
+    """The plan that `make` finds under a limit of the estimate that leaves its predicted peak within the limit. One
+    that takes longer than `to_beat_s` is of no interest, and is given back as it is.
 
     InfeasibleError of `make` if there is none under the limit itself; else one that says what is missed.
     """
@@ -88,8 +92,14 @@ def fitting(make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predi
     recorded = Recorded(predict)
     found = best_fitting([Candidate(first, again)], limit_bytes, predict and recorded)
     if found is None:
-        raise above_estimate(recorded, limit_bytes, reasons[-1] if reasons else "so would others; raise it, or use more devices")
-    return replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s)) if isinstance(found, Plan) else found
+        raise above_estimate(
+            recorded, limit_bytes, reasons[-1] if reasons else "so would others; raise it, or use more devices"
+        )
+    return (
+        replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s))
+        if isinstance(found, Plan)
+        else found
+    )
 
 
 @dataclass
@@ -106,7 +116,9 @@ class Recorded:
     def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
         peaks = self.predict(plan)
         self.first = self.first or (plan, peaks)
-        self.least_ratio = min(self.least_ratio, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True)))
+        self.least_ratio = min(
+            self.least_ratio, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True))
+        )
         return peaks
 
 
@@ -114,6 +126,7 @@ def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> Infeasi
     """Says that the first plan asked about, which by its estimate is within the limit, is not, and `rest` of others."""
     plan, peaks = recorded.first
     return InfeasibleError(
-        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts add up to "
-        f"{max(plan.memory_bytes)} bytes would have {max(peaks)} bytes ({max(peaks) / 2**30:.2f} GiB) in use at one time; {rest}"
+        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts"
+        f" add up to {max(plan.memory_bytes)} bytes would have {max(peaks)} bytes ({max(peaks) / 2**30:.2f} GiB) in use"
+        f" at one time; {rest}"
     )

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping
 
 
-def binding_pins(pins: Mapping[str, str], least_bytes: Callable[[Mapping[str, str]], float], limit_bytes: float) -> tuple[str, ...]:
+def binding_pins(
+    pins: Mapping[str, str], least_bytes: Callable[[Mapping[str, str]], float], limit_bytes: float
+) -> tuple[str, ...]:
     """Names of pins that no plan within the limit meets together, while it could meet all but any one of them.
 
-    `least_bytes`: the least memory that a plan with these pins takes. () if the limit cannot be met without pins either, or with all.
+    `least_bytes`: the least memory that a plan with these pins takes. () if the limit cannot be met without pins
+    either, or with all.
 
     >>> binding_pins({"a": "B", "b": "B", "c": "B"}, lambda pins: 10 * len(pins.keys() & {"a", "c"}), 15)
     ('a', 'c')

@@ -20,7 +20,9 @@ from autopar.search.table import Choice, CostTable
 @singledispatch
 def printed(artifact: Any) -> str:
     """The artifact for people to read; TypeError for what is none."""
-    raise TypeError(f"no text is known for a {type(artifact).__name__}; expected an artifact of planning, such as a Graph or a Plan")
+    raise TypeError(
+        f"no text is known for a {type(artifact).__name__}; expected an artifact of planning, such as a Graph or a Plan"
+    )
 
 
 printed.register(Graph, format_graph)
@@ -36,7 +38,9 @@ def _(folded: Folded) -> str:
 
 @printed.register
 def _(found: Candidates) -> str:
-    ops = [f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in found.strategies.items()]
+    ops = [
+        f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in found.strategies.items()
+    ]
     stored = [f"{name}: {' '.join(map(format_layout, own))}" for name, own in (found.layouts | found.outputs).items()]
     return _lines([*ops, "stored, handed in and handed out", *stored])
 
@@ -44,8 +48,9 @@ def _(found: Candidates) -> str:
 @printed.register
 def _(table: CostTable) -> str:
     nodes = [
-        f"{node.name}: {len(node.cost_s)} choices, {format_seconds(node.cost_s.min())} to {format_seconds(node.cost_s.max())}, "
-        f"{format_bytes(node.memory_bytes.min())} to {format_bytes(node.memory_bytes.max())}"
+        f"{node.name}: {len(node.cost_s)} choices, {format_seconds(node.cost_s.min())} to"
+        f" {format_seconds(node.cost_s.max())}, {format_bytes(node.memory_bytes.min())} to"
+        f" {format_bytes(node.memory_bytes.max())}"
         for node in table.nodes
     ]
     edges = [
@@ -53,7 +58,11 @@ def _(table: CostTable) -> str:
         f"{format_bytes(edge.memory_bytes.max())}"
         for edge in table.edges
     ]
-    limit = "no memory limit" if table.memory_limit_bytes == float("inf") else f"within {format_bytes(table.memory_limit_bytes)}"
+    limit = (
+        "no memory limit"
+        if table.memory_limit_bytes == float("inf")
+        else f"within {format_bytes(table.memory_limit_bytes)}"
+    )
     return _lines([f"{len(nodes)} nodes, {len(edges)} pairs that meet, {limit}", *nodes, "", *edges])
 
 

@@ -26,7 +26,8 @@ from autopar.search.min_plus.eliminate import Limits
 from autopar.search.solve import solve
 from autopar.search.table import Choice
 
-# Under a memory limit the last half per cent often takes far longer to prove than everything before, and changes nothing.
+# Under a memory limit the last half per cent often takes far longer to prove than everything before, and changes
+# nothing.
 ENOUGH_GAP = 5e-3
 # On how many axes an op may leave the plan that a neighbourhood is searched around.
 NEAR_AXES = 2
@@ -80,21 +81,37 @@ class Setting:
         candidates = _with_crossing(candidates, self.request.crossing)
         request = self.request
         return price(
-            self.graph, folded, candidates, self.mesh, self.cluster,
-            training=request.training, recomputed=request.recomputed, offloaded=request.offloaded, state_on_host=request.state_on_host,
+            self.graph,
+            folded,
+            candidates,
+            self.mesh,
+            self.cluster,
+            training=request.training,
+            recomputed=request.recomputed,
+            offloaded=request.offloaded,
+            state_on_host=request.state_on_host,
             memory_limit_bytes=request.memory_limit_bytes,
-        )  # fmt: skip
+        )
 
     def repriced(self, problem: Problem) -> Problem:
         """The problem of another setting of the same graph, under this request."""
-        return replace(problem, priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)))
+        return replace(
+            problem,
+            priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)),
+        )
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
         """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
         work = partial(
-            solve, problem.priced.table, starts=starts, deadline=self.budget.deadline, enough_gap=ENOUGH_GAP, is_brief=is_brief,
-            to_beat_s=self.to_beat_s, progress=self.budget.tell_cost,
-        )  # fmt: skip
+            solve,
+            problem.priced.table,
+            starts=starts,
+            deadline=self.budget.deadline,
+            enough_gap=ENOUGH_GAP,
+            is_brief=is_brief,
+            to_beat_s=self.to_beat_s,
+            progress=self.budget.tell_cost,
+        )
         try:
             choice = self.budget.run("search", work)
         except InfeasibleError as error:
@@ -106,12 +123,14 @@ class Setting:
         def least_bytes(pins: Mapping[str, str]) -> float:
             return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
 
-        pins = binding_pins(self.request.pins, least_bytes, self.request.memory_limit_bytes) if self.request.pins else ()
+        pins = (
+            binding_pins(self.request.pins, least_bytes, self.request.memory_limit_bytes) if self.request.pins else ()
+        )
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
         memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (
-            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which {usable:.1f} GiB "
-            "are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
+            f"{pinned}, or plan a smaller batch. A device of cluster {self.cluster.name} has {memory:.1f} GiB, of which"
+            f" {usable:.1f} GiB are the limit unless memory_limit_bytes (--memory-limit) says otherwise"
         )
 
 

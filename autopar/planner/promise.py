@@ -1,4 +1,6 @@
-"""Which points of the sweep promise most, so that they are tried before the time is up. An order only: every point is priced in full."""
+"""Which points of the sweep promise most, so that they are tried before the time is up. An order only: every point is
+priced in full.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +18,15 @@ from autopar.mesh import Mesh
 _COLLECTIVES_A_BLOCK = 4
 
 
-def rough_step_s(graph: Graph, starts: Sequence[int], cluster: Cluster, training: Training) -> Callable[[int, Mesh, int], float]:
-    """A function of (ranks of the pipeline, sub-mesh, number of microbatches): seconds of a step by rule of thumb, blocks all alike.
+def rough_step_s(
+    graph: Graph, starts: Sequence[int], cluster: Cluster, training: Training
+) -> Callable[[int, Mesh, int], float]:
+    """A function of (ranks of the pipeline, sub-mesh, number of microbatches): seconds of a step by rule of thumb,
+    blocks all alike.
 
-    The work shared evenly, times the bubble of 1F1B; one reduction of the gradients over the data axes; and the collectives of tensor
-    parallelism on the axis called "tp" over boundary tensors. starts: positions of the blocks' first ops in `graph`.
+    The work shared evenly, times the bubble of 1F1B; one reduction of the gradients over the data axes; and the
+    collectives of tensor parallelism on the axis called "tp" over boundary tensors. starts: positions of the blocks'
+    first ops in `graph`.
     """
     work_s = floor_s(graph, Mesh((1,), ("one",)), cluster, training=training)
     gradient_bytes = sum(item.value.num_bytes for item in graph.of_kind("parameter"))
@@ -33,7 +39,9 @@ def rough_step_s(graph: Graph, starts: Sequence[int], cluster: Cluster, training
         degree, replicas = (math.prod(mesh.shape[axis] for axis in axes) for axes in (tensor, data))
 
         def reduce_s(axes: tuple[int, ...], num_bytes: float) -> float:
-            return float(collective_times(cluster, mesh.shape, axes, "all_reduce", np.float64(num_bytes))) if axes else 0.0
+            return (
+                float(collective_times(cluster, mesh.shape, axes, "all_reduce", np.float64(num_bytes))) if axes else 0.0
+            )
 
         gradients_s = reduce_s(data, gradient_bytes / (num_ranks * degree))
         block_s = num * _COLLECTIVES_A_BLOCK * reduce_s(tensor, boundary_bytes / (num * replicas))

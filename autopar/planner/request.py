@@ -14,11 +14,11 @@ from autopar.sbp.placement import Layout
 class PlanRequest:
     """What a user asks, and for a stage of a pipeline what the rest of the pipeline asks of it.
 
-    pins: FQN -> layout, each for all repeats of its layer; stored: the same, each for itself. memory_limit_bytes: of a device, None for
-    what the cluster's devices have. time_limit_s: of planning, all of it. num_microbatches, schedule: None for those of the
-    fastest plan that fits. trains: whether `train_step` runs the plan; else it has one stage and one microbatch.
-    Of a stage: crossing: value that comes from another stage or goes there -> layout; recomputed, offloaded, state_on_host: as in
-    `Assignment`.
+    pins: FQN -> layout, each for all repeats of its layer; stored: the same, each for itself. memory_limit_bytes: of a
+    device, None for what the cluster's devices have. time_limit_s: of planning, all of it. num_microbatches, schedule:
+    None for those of the fastest plan that fits. trains: whether `train_step` runs the plan; else it has one stage and
+    one microbatch. Of a stage: crossing: value that comes from another stage or goes there -> layout; recomputed,
+    offloaded, state_on_host: as in `Assignment`.
     """
 
     pins: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""Whether a batch is too small for the devices: pipelines spend a step filling and draining, or devices repeat each other's work."""
+"""Whether a batch is too small for the devices: pipelines spend a step filling and draining, or devices repeat each
+other's work.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,14 +15,15 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.plans.staged_plan import StagedPlan
 
-# A batch is too small where more than this part of the time goes that way; one for which it is at most that part is not.
+# A batch is too small where more than this part of the time goes that way; one for which it is at most that part is
+# not.
 _MUCH, _LITTLE = 0.3, 0.1
 
 
 @dataclass(frozen=True)
 class TooSmall:
-    """batch: samples a step, in which `wasted`, a part from 0 to 1, of the time goes to `what`. enough: samples with which it would be
-    `_LITTLE` at most.
+    """batch: samples a step, in which `wasted`, a part from 0 to 1, of the time goes to `what`. enough: samples with
+    which it would be `_LITTLE` at most.
     """
 
     batch: int
@@ -30,8 +33,8 @@ class TooSmall:
 
     def __str__(self) -> str:
         return (
-            f"The batch of {self.batch} is too small for these devices: {self.what} for {self.wasted:.0%} of the time. With a batch of "
-            f"{self.enough} it would be at most {_LITTLE:.0%}; take a larger batch, or fewer devices."
+            f"The batch of {self.batch} is too small for these devices: {self.what} for {self.wasted:.0%} of the time."
+            f" With a batch of {self.enough} it would be at most {_LITTLE:.0%}; take a larger batch, or fewer devices."
         )
 
 
@@ -45,7 +48,9 @@ def too_small(plan: "Plan | StagedPlan") -> TooSmall | None:
 
 
 def _filling(plan: "StagedPlan", batch: int) -> TooSmall | None:
-    """From one microbatch for each rank on, a step takes `fill_s + m * each_s` with m of them: two simulations tell both."""
+    """From one microbatch for each rank on, a step takes `fill_s + m * each_s` with m of them: two simulations tell
+    both.
+    """
     schedule, num, ranks = plan.schedule, plan.schedule.num_microbatches, plan.schedule.num_ranks
     if ranks == 1 or plan.timeline.bubble <= _MUCH:
         return None
@@ -69,4 +74,6 @@ def _repeating(plan: "Plan", batch: int) -> TooSmall | None:
         return None
     computing_s = plan.costs.compute_forward_s + plan.costs.compute_backward_s + plan.costs.optimizer_s
     wasted = 1 - floor_s(plan.graph, plan.mesh, plan.cluster, training=plan.training) / computing_s
-    return TooSmall(batch, "devices repeat each other's work", wasted, plan.mesh.num_devices) if wasted > _MUCH else None
+    return (
+        TooSmall(batch, "devices repeat each other's work", wasted, plan.mesh.num_devices) if wasted > _MUCH else None
+    )

@@ -15,7 +15,9 @@ def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
 
 def _runs(repeat: Repeat, graph: Graph, assignment: Assignment) -> tuple[int, ...]:
     position = {op.name: i for i, op in enumerate(graph.ops)}
-    apart = [{name for region in regions for name in region} for regions in (assignment.recomputed, assignment.offloaded)]
+    apart = [
+        {name for region in regions for name in region} for regions in (assignment.recomputed, assignment.offloaded)
+    ]
     first, block = position[repeat.ops[0]], len(repeat.ops)
     sizes: list[int] = []
     latest = None

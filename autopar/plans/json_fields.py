@@ -1,4 +1,6 @@
-"""JSON text from outside, field by field: nothing is taken for what it is not. An error is a ValueError that names the field."""
+"""JSON text from outside, field by field: nothing is taken for what it is not. An error is a ValueError that names the
+field.
+"""
 
 import json
 import math
@@ -14,7 +16,9 @@ _SHOWN = 60  # characters of what was found
 
 
 def parse(text: str) -> Any:
-    """What the JSON `text` holds. ValueError for text that is none or gives a key twice, RecursionError if it nests too deeply."""
+    """What the JSON `text` holds. ValueError for text that is none or gives a key twice, RecursionError if it nests too
+    deeply.
+    """
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
 
 
@@ -70,7 +74,9 @@ class Fields:
         """A finite number, at least `least`."""
         found = self[key]
         if type(found) not in (int, float) or not least <= found <= LARGEST:
-            raise ValueError(f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(found)}")
+            raise ValueError(
+                f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(found)}"
+            )
         return float(found)
 
     def numbers(self, key: str) -> tuple[int, ...]:

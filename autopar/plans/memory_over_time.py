@@ -17,7 +17,9 @@ _WAITS, _MADE = {"I": 1}, {"W": -1}
 
 
 class Moment(NamedTuple):
-    """Bytes of a device from `start_s` on; in_flight: microbatches between their forward and their backward, of all the rank's stages."""
+    """Bytes of a device from `start_s` on; in_flight: microbatches between their forward and their backward, of all the
+    rank's stages.
+    """
 
     start_s: float
     in_flight: int
@@ -46,8 +48,9 @@ class _Stage:
             self.has_gradients, self.runs_backward = True, is_begun
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Activations are those of the microbatches in flight; gradients are there from the first backward on, the inside of a recomputed
-        region and the largest transient while a backward runs, or those of the microbatches whose weights wait for their gradients.
+        """Activations are those of the microbatches in flight; gradients are there from the first backward on, the
+        inside of a recomputed region and the largest transient while a backward runs, or those of the microbatches
+        whose weights wait for their gradients.
         """
         memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
         memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bought:
-    """`where`: the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the whole plan."""
+    """`where`: the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the whole
+    plan.
+    """
 
     where: str
     choice: str
@@ -38,7 +40,9 @@ def bought(plan: "StagedPlan") -> Iterator[Bought]:
     num = plan.schedule.num_microbatches
     if num > 1:
         other = _in_one(plan)
-        yield Bought("all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), plan.step_s, other.step_s)
+        yield Bought(
+            "all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), plan.step_s, other.step_s
+        )
 
 
 def _in_one(plan: "StagedPlan") -> "StagedPlan":

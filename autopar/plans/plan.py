@@ -27,16 +27,18 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Plan:
-    """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0 when nothing was
-    proven). bound_of: "plan" without a memory limit and on up to two mesh axes, where the inner copies of a repeat are read alike and hand
-    on one value; else plans whose inner layers are alike, all or in the segments that were searched.
+    """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0
+    when nothing was proven). bound_of: "plan" without a memory limit and on up to two mesh axes, where the inner copies
+    of a repeat are read alike and hand on one value; else plans whose inner layers are alike, all or in the segments
+    that were searched.
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
-    not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim.
-    found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
-    meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it took.
-    peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
-    is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on reading.
+    not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim. found_by: "search",
+    or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
+    meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it
+    took. peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
+    is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on
+    reading.
     """
 
     mesh: Mesh
@@ -105,10 +107,13 @@ class Plan:
 
     @classmethod
     def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "Plan":
-        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError. Trusts nothing in it:
-        what cannot be computed again is shown as the file's, unless this run wrote the text itself (`is_own`).
+        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError.
+        Trusts nothing in it: what cannot be computed again is shown as the file's, unless this run wrote the text
+        itself (`is_own`).
         """
-        return cls.of_saved(serialise.reading(lambda: serialise.read_plan(serialise.fields_of(text))), graph, mesh, is_own=is_own)
+        return cls.of_saved(
+            serialise.reading(lambda: serialise.read_plan(serialise.fields_of(text))), graph, mesh, is_own=is_own
+        )
 
     @classmethod
     def of_saved(cls, saved: SavedPlan, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
@@ -119,10 +124,18 @@ class Plan:
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
         plan = plan_of(
-            graph, saved.assignment, mesh, saved.cluster,
-            training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, lower_bound_s=saved.lower_bound_s,
-            bound_of=saved.bound_of, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
-        )  # fmt: skip
+            graph,
+            saved.assignment,
+            mesh,
+            saved.cluster,
+            training=saved.training,
+            memory_limit_bytes=saved.memory_limit_bytes,
+            lower_bound_s=saved.lower_bound_s,
+            bound_of=saved.bound_of,
+            found_by=saved.found_by,
+            hand=saved.hand,
+            peak_bytes=saved.peak_bytes,
+        )
         return replace(plan, is_from_file=not is_own)
 
     @classmethod
@@ -148,7 +161,9 @@ def plan_of(
     peak_bytes: tuple[int, ...] = (),
     costs: Costs | None = None,
 ) -> Plan:
-    """The plan that `assignment` is, with its `costs`, which are evaluated if they are not known; nothing is searched."""
+    """The plan that `assignment` is, with its `costs`, which are evaluated if they are not known; nothing is
+    searched.
+    """
     costs = costs or evaluate(graph, assignment, mesh, cluster, training=training)
     folded = as_planned(fold(graph), graph, assignment)
     candidates = annotate(graph, mesh, folded, near=assignment.strategies)
@@ -175,7 +190,13 @@ def plan_of(
 
 
 def _without_rule(
-    graph: Graph, folded: Folded, candidates: Candidates, assignment: Assignment, costs: Costs, mesh: Mesh, cluster: Cluster
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    assignment: Assignment,
+    costs: Costs,
+    mesh: Mesh,
+    cluster: Cluster,
 ) -> dict[str, float]:
     """Op without rule -> seconds of it and its repeats: running them and bringing their inputs together."""
     found = dict.fromkeys(candidates.without_rule, 0.0)

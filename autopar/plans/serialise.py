@@ -42,8 +42,9 @@ class HandCosts:
 class Saved:
     """What the file of any plan says; the graph and everything computed from it are not in the file.
 
-    `fingerprint`: of the graph the plan was made for. lower_bound_s, found_by, hand and peak_bytes took a search or a run to find and are
-    not checked on reading: another version's, which priced otherwise, are left out, and a plan that is read from a file says so.
+    `fingerprint`: of the graph the plan was made for. lower_bound_s, found_by, hand and peak_bytes took a search or a
+    run to find and are not checked on reading: another version's, which priced otherwise, are left out, and a plan that
+    is read from a file says so.
     """
 
     fingerprint: str
@@ -75,7 +76,9 @@ def content_of_plan(plan: Any) -> dict[str, Any]:
     """What is written of a `SavedPlan`, or of a `Plan`, which has the same fields."""
     return common_content(plan) | {
         "bound_of": plan.bound_of,
-        "strategies": {name: [str(s) for s in strategy.signatures] for name, strategy in plan.assignment.strategies.items()},
+        "strategies": {
+            name: [str(s) for s in strategy.signatures] for name, strategy in plan.assignment.strategies.items()
+        },
         "layouts": _layouts_text(plan.assignment.layouts),
         "kept": _layouts_text(plan.assignment.kept),
         "outputs": _layouts_text(plan.assignment.outputs),
@@ -139,7 +142,9 @@ def read_common(fields: Fields) -> Saved:
         mesh=_read_mesh(fields.under("mesh")),
         cluster=cluster_from_json(json.dumps(fields.under("cluster").content)),
         training=_read_training(fields.under("training")),
-        memory_limit_bytes=float("inf") if fields["memory_limit_bytes"] is None else fields.number("memory_limit_bytes", least=1.0),
+        memory_limit_bytes=(
+            float("inf") if fields["memory_limit_bytes"] is None else fields.number("memory_limit_bytes", least=1.0)
+        ),
     )
     told = {
         "lower_bound_s": fields.number("lower_bound_s"),
@@ -169,7 +174,9 @@ def _read_layouts(fields: Fields) -> dict[str, Layout]:
 
 
 def fields_of(text: str) -> Fields:
-    """The fields of a plan's text, once its format and checksum are right; PlanError if it is damaged, edited or of another format."""
+    """The fields of a plan's text, once its format and checksum are right; PlanError if it is damaged, edited or of
+    another format.
+    """
     try:
         return Fields(_unsigned(parse(text)))
     except ValueError as error:
@@ -183,12 +190,18 @@ def _unsigned(content: Any) -> dict[str, Any]:
         raise PlanError(f"not a plan: expected a JSON object with the key 'format'; {AGAIN}")
     if content["format"] != FORMAT:
         found = shown(content["format"])
-        raise PlanError(f"the plan has format {found}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or {AGAIN}")
+        raise PlanError(
+            f"the plan has format {found}, this autopar reads {FORMAT}; read it with the autopar that wrote it, or"
+            f" {AGAIN}"
+        )
     checksum = content.pop("checksum", None)
     if checksum is None:
         raise PlanError(f"the plan lacks 'checksum'; {AGAIN}")
     if checksum != _checksum(content):
-        raise PlanError(f"the plan was changed after it was written (its checksum differs); to force a layout use pins=, then {AGAIN}")
+        raise PlanError(
+            "the plan was changed after it was written (its checksum differs); to force a layout use pins=, then"
+            f" {AGAIN}"
+        )
     return content
 
 
@@ -197,15 +210,20 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
-    """The mesh on which `saved` is a plan for `graph`: `mesh`, or that of the plan where it is left open. PlanError if it is none."""
+    """The mesh on which `saved` is a plan for `graph`: `mesh`, or that of the plan where it is left open. PlanError if
+    it is none.
+    """
     is_open = isinstance(mesh, Devices)
     if saved.mesh.num_devices != mesh.num_devices or not (is_open or saved.mesh.shape == mesh.shape):
-        raise PlanError(f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for this one")
+        raise PlanError(
+            f"the plan is for a mesh of shape {saved.mesh.shape}, this mesh is {mesh}; use that mesh or plan for"
+            " this one"
+        )
     if saved.fingerprint != fingerprint(graph):
         graphs = f"graph {printable(saved.fingerprint, 12)}, here {fingerprint(graph)[:12]}"
         raise PlanError(
-            f"the plan is for another model or other input shapes ({graphs}); build the model and its example inputs as they were planned, "
-            "or plan anew"
+            f"the plan is for another model or other input shapes ({graphs}); build the model and its example inputs as"
+            " they were planned, or plan anew"
         )
     return saved.mesh if is_open else mesh
 
@@ -223,7 +241,9 @@ def parse_signature(text: str) -> Signature:
     match = re.fullmatch(r"([^>]*) -> ([^\[]*?)(?: \[([^\]]+)\])?", text)
     if match is None:
         raise ValueError(f"not a signature: {shown(text)}")
-    inputs, outputs = (tuple(placement for part in side.split() for placement in parse_layout(part)) for side in match.group(1, 2))
+    inputs, outputs = (
+        tuple(placement for part in side.split() for placement in parse_layout(part)) for side in match.group(1, 2)
+    )
     return Signature(inputs, outputs, match[3] or "")
 
 

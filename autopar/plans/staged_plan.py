@@ -36,11 +36,13 @@ KIND = "staged"
 
 @dataclass(frozen=True)
 class StagedPlan:
-    """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first ops of the stages
-    but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by, timings, lower_bound_s: as in `Plan`;
-    peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in `Plan`.
+    """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first
+    ops of the stages but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by,
+    timings, lower_bound_s: as in `Plan`; peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in
+    `Plan`.
 
-    A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients, update.
+    A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients,
+    update.
     """
 
     mesh: Mesh
@@ -99,7 +101,10 @@ class StagedPlan:
     def memory_bytes(self) -> tuple[int, ...]:
         """Of a device of each rank of the pipeline."""
         ranks = range(self.schedule.num_ranks)
-        return tuple(sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank)) for rank in ranks)
+        return tuple(
+            sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank))
+            for rank in ranks
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +112,9 @@ class StagedPlan:
         return fingerprint(self.graph)
 
     def of_other(self, graph: Graph) -> "StagedPlan":
-        """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not fit."""
+        """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not
+        fit.
+        """
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
         stages = tuple(_stage_for(stage, one.graph) for stage, one in zip(self.stages, cut_graphs))
         return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
@@ -145,24 +152,37 @@ class StagedPlan:
 
 def _stage_for(plan: Plan, graph: Graph) -> Plan:
     """The same choices for a stage of other shapes."""
-    return Plan.loads(replace(plan, fingerprint=fingerprint(graph)).dumps(), graph, plan.mesh, is_own=not plan.is_from_file)
+    return Plan.loads(
+        replace(plan, fingerprint=fingerprint(graph)).dumps(), graph, plan.mesh, is_own=not plan.is_from_file
+    )
 
 
 def _staged_plan(fields: Fields, graph: Graph, mesh: Mesh | Devices, is_own: bool) -> StagedPlan:
     saved = serialise.read_common(fields)
     mesh = serialise.check_belongs(saved, graph, mesh)
     schedule, starts = _read_schedule(fields.under("schedule")), fields.texts("starts")
-    parts = [serialise.read_plan(Fields.of(stage, f"stages.{number}")) for number, stage in enumerate(fields.list("stages"))]
+    parts = [
+        serialise.read_plan(Fields.of(stage, f"stages.{number}")) for number, stage in enumerate(fields.list("stages"))
+    ]
     _check_ranks(schedule, mesh)
     check_stages(saved, schedule, starts, parts)
     cut_graphs = stage_graphs(graph, starts, schedule.num_microbatches)[1]
     plans = tuple(Plan.of_saved(part, one.graph, sub_mesh(mesh), is_own=is_own) for part, one in zip(parts, cut_graphs))
     check_crossing(cut_graphs, [part.assignment for part in parts])
     found = StagedPlan(
-        mesh=mesh, cluster=saved.cluster, training=saved.training, memory_limit_bytes=saved.memory_limit_bytes, graph=graph,
-        schedule=schedule, starts=starts, stages=plans, found_by=saved.found_by, hand=saved.hand, peak_bytes=saved.peak_bytes,
+        mesh=mesh,
+        cluster=saved.cluster,
+        training=saved.training,
+        memory_limit_bytes=saved.memory_limit_bytes,
+        graph=graph,
+        schedule=schedule,
+        starts=starts,
+        stages=plans,
+        found_by=saved.found_by,
+        hand=saved.hand,
+        peak_bytes=saved.peak_bytes,
         is_from_file=not is_own,
-    )  # fmt: skip
+    )
     return replace(found, lower_bound_s=min(saved.lower_bound_s, found.step_s))
 
 
@@ -170,8 +190,8 @@ def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
     num_ranks = mesh.shape[0] if mesh.axis_names[0] == PIPELINE else 1
     if PIPELINE in mesh.axis_names[1:] or schedule.num_ranks != num_ranks:
         raise PlanError(
-            f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is {mesh}; call its "
-            "axes so, or plan for this mesh"
+            f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is"
+            f" {mesh}; call its axes so, or plan for this mesh"
         )
 
 
@@ -196,7 +216,9 @@ def mesh_in(text: str) -> Mesh:
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster and the fields of a `PlanRequest` for which the plan that `text` holds was made; PlanError if it holds none."""
+    """The cluster and the fields of a `PlanRequest` for which the plan that `text` holds was made; PlanError if it
+    holds none.
+    """
     saved = serialise.reading(lambda: serialise.read_common(serialise.fields_of(text)))
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
@@ -204,7 +226,10 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
 
 def _weight_s(plan: Plan) -> float:
     """Seconds of a microbatch's backward that make gradients of weights."""
-    times = ((op, op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1]) for op in plan.graph.ops)
+    times = (
+        (op, op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1])
+        for op in plan.graph.ops
+    )
     return sum(backward_s * weight_share(op) for op, backward_s in times)
 
 
@@ -214,9 +239,11 @@ def sub_mesh(mesh: Mesh) -> Mesh:
     return Mesh(tuple(size for size, _ in kept), tuple(name for _, name in kept))
 
 
-def stage_graphs(graph: Graph, starts: Sequence[str], num_microbatches: int) -> tuple[Microbatched, tuple[StageGraph, ...]]:
-    """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError if it cannot be cut
-    so.
+def stage_graphs(
+    graph: Graph, starts: Sequence[str], num_microbatches: int
+) -> tuple[Microbatched, tuple[StageGraph, ...]]:
+    """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError
+    if it cannot be cut so.
     """
     micro = microbatched(loss_only(graph), num_microbatches)
     return micro, cut(micro.graph, starts)

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 def format_staged(plan: "StagedPlan") -> str:
     """All sections, in a fixed order; the same plan gives the same text."""
-    sections = [_head(plan), _stages(plan), format_timeline(plan.timeline), _memory(plan), _bought(plan), _crossing(plan), _hand(plan)]
+    sections = [
+        _head(plan),
+        _stages(plan),
+        format_timeline(plan.timeline),
+        _memory(plan),
+        _bought(plan),
+        _crossing(plan),
+        _hand(plan),
+    ]
     note = "What each op of a stage does: plan.stages[number].explain()."
     return "\n\n".join(section for section in (*sections, note, _timings(plan)) if section)
 
@@ -34,7 +42,11 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "mesh": str(plan.mesh),
         "cluster": plan.cluster.name,
         "optimizer": plan.training.optimizer,
-        "schedule": {"name": plan.schedule.name, "num_stages": plan.schedule.num_stages, "num_ranks": plan.schedule.num_ranks},
+        "schedule": {
+            "name": plan.schedule.name,
+            "num_stages": plan.schedule.num_stages,
+            "num_ranks": plan.schedule.num_ranks,
+        },
         "num_microbatches": plan.schedule.num_microbatches,
         "step_s": plan.step_s,
         "lower_bound_s": plan.lower_bound_s,
@@ -46,7 +58,9 @@ def staged_json(plan: "StagedPlan") -> dict[str, Any]:
         "memory_over_time": [_moments_json(plan, rank) for rank in range(plan.schedule.num_ranks)],
         "memory_choices": [asdict(one) for one in bought(plan)],
         "stages": [report(stage).as_json() for stage in plan.stages],
-        "hand": {name: {"step_s": costs.step_s, "memory_bytes": costs.memory_bytes} for name, costs in plan.hand.items()},
+        "hand": {
+            name: {"step_s": costs.step_s, "memory_bytes": costs.memory_bytes} for name, costs in plan.hand.items()
+        },
         "timings_s": dict(plan.timings),
         "is_from_file": plan.is_from_file,
     }
@@ -73,14 +87,21 @@ def plan_trace(plan: "Plan | StagedPlan") -> str:
 
 
 def _head(plan: "StagedPlan") -> str:
-    floor = f"no plan takes less than {format_seconds(plan.lower_bound_s)}, the work shared evenly" if plan.lower_bound_s else "no bound"
+    floor = (
+        f"no plan takes less than {format_seconds(plan.lower_bound_s)}, the work shared evenly"
+        if plan.lower_bound_s
+        else "no bound"
+    )
     cluster = f"{printable(plan.cluster.name)} ({printable(plan.cluster.source)})"
     return "\n".join(
         [
             f"Plan for mesh {plan.mesh} on cluster {cluster}, optimizer {plan.training.optimizer}.",
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", floor, is_from_file=plan.is_from_file),
-            f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters, reduces gradients, updates.",
+            (
+                f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters,"
+                " reduces gradients, updates."
+            ),
             *_on_host(plan),
             *plan.notes,
         ]
@@ -90,7 +111,9 @@ def _head(plan: "StagedPlan") -> str:
 def _on_host(plan: "StagedPlan") -> Iterator[str]:
     num = sum(len(stage.assignment.state_on_host) for stage in plan.stages)
     if num:
-        yield on_host_line(num, sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks)
+        yield on_host_line(
+            num, sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
+        )
 
 
 def _table(lines: list[list[str]], headers: list[str]) -> str:
@@ -106,7 +129,16 @@ def _stages(plan: "StagedPlan") -> str:
         own = stage.assignment
         saved = (str(len(x)) for x in (own.recomputed, own.offloaded, own.state_on_host))
         in_flight = str(stage.training.num_in_flight)
-        lines.append([str(number), str(plan.schedule.rank_of(number)), printable(span), *map(format_seconds, spent), in_flight, *saved])
+        lines.append(
+            [
+                str(number),
+                str(plan.schedule.rank_of(number)),
+                printable(span),
+                *map(format_seconds, spent),
+                in_flight,
+                *saved,
+            ]
+        )
     headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight"]
     return "Stages (times of one microbatch):\n" + _table(lines, [*headers, "recomputed", "offloaded", "state on host"])
 
@@ -120,7 +152,10 @@ def _memory(plan: "StagedPlan") -> str:
     limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {format_bytes(plan.memory_limit_bytes)})"
     table = _table(lines, ["rank", "when", "in flight", *kinds, "all"]) + _peaks(plan)
     counts = format_counts([[(x.start_s, x.in_flight) for x in row] for row in over_time], plan.timeline.step_s)
-    return f"Memory of a device of each rank of the pipeline{limit}:\n{table}\n\nMicrobatches in flight over the step:\n{counts}"
+    return (
+        f"Memory of a device of each rank of the pipeline{limit}:\n{table}\n\nMicrobatches in flight over the"
+        f" step:\n{counts}"
+    )
 
 
 def _peaks(plan: "StagedPlan") -> str:
@@ -163,11 +198,16 @@ def _hand(plan: "StagedPlan") -> str:
         return ""
     rows = [("this plan", plan.step_s, max(plan.memory_bytes))]
     rows += [(name, costs.step_s, costs.memory_bytes) for name, costs in plan.hand.items()]
-    lines = [[printable(name), format_seconds(step_s), f"{step_s / plan.step_s:.2f}", format_bytes(size)] for name, step_s, size in rows]
+    lines = [
+        [printable(name), format_seconds(step_s), f"{step_s / plan.step_s:.2f}", format_bytes(size)]
+        for name, step_s, size in rows
+    ]
     return hand_title(is_from_file=plan.is_from_file) + _table(lines, ["plan", "step", "ratio", "memory"])
 
 
 def _timings(plan: "StagedPlan") -> str:
     if not plan.timings:
         return ""
-    return "Planning: " + ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in plan.timings.items()) + "."
+    return (
+        "Planning: " + ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in plan.timings.items()) + "."
+    )

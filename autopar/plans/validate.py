@@ -30,7 +30,10 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
     """
     for op in graph.ops:
         if assignment.strategies[op.name] not in candidates.strategies[folded.representative[op.name]]:
-            raise PlanError(f"%{op.name} ({op.line}): {assignment.strategies[op.name]} is no valid strategy of {op.target}; {_AGAIN}")
+            raise PlanError(
+                f"%{op.name} ({op.line}): {assignment.strategies[op.name]} is no valid strategy of {op.target};"
+                f" {_AGAIN}"
+            )
     for item in graph.inputs:
         _check_offered(item.value.name, assignment.layouts[item.value.name], candidates.layouts[item.value.name])
     _check_names("output", candidates.outputs, assignment.outputs)
@@ -40,10 +43,16 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
     _check_regions(assignment, graph)
     stray = assignment.state_on_host - {item.value.name for item in hostable(graph)}
     if stray:
-        raise PlanError(f"the plan keeps optimizer state of {shown(min(stray))} on the host, which is no trained parameter; {_AGAIN}")
+        raise PlanError(
+            f"the plan keeps optimizer state of {shown(min(stray))} on the host, which is no trained parameter;"
+            f" {_AGAIN}"
+        )
     unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
     if unfit:
-        raise PlanError(f"the plan gathers {shown(min(unfit))} again in backward, which is no parameter that just one op saves; {_AGAIN}")
+        raise PlanError(
+            f"the plan gathers {shown(min(unfit))} again in backward, which is no parameter that just one op saves;"
+            f" {_AGAIN}"
+        )
 
 
 def check_names(assignment: Assignment, graph: Graph) -> None:
@@ -53,39 +62,61 @@ def check_names(assignment: Assignment, graph: Graph) -> None:
 
 
 def check_stages(saved: Saved, schedule: Schedule, starts: Sequence[str], parts: Sequence[SavedPlan]) -> None:
-    """PlanError unless there is a part for each stage of the schedule, for the devices and the microbatches of the whole plan."""
+    """PlanError unless there is a part for each stage of the schedule, for the devices and the microbatches of the
+    whole plan.
+    """
     if not schedule.num_stages == len(starts) + 1 == len(parts):
         found = f"{len(parts)} plans of stages and {len(starts)} places to cut"
         raise PlanError(f"the plan has {found} for {schedule}, expected one plan a stage and one place fewer; {_AGAIN}")
     if len(saved.peak_bytes) not in (0, schedule.num_ranks):
-        raise PlanError(f"the plan has {len(saved.peak_bytes)} peaks of memory for {schedule}, expected one a rank or none; {_AGAIN}")
+        raise PlanError(
+            f"the plan has {len(saved.peak_bytes)} peaks of memory for {schedule}, expected one a rank or none;"
+            f" {_AGAIN}"
+        )
     whole = replace(saved.training, num_microbatches=schedule.num_microbatches, num_in_flight=1, num_waiting=0)
-    counts = ({"num_in_flight": num_in_flight(schedule, i), "num_waiting": num_waiting(schedule, i)} for i in range(len(parts)))
+    counts = (
+        {"num_in_flight": num_in_flight(schedule, i), "num_waiting": num_waiting(schedule, i)}
+        for i in range(len(parts))
+    )
     of_stages = [replace(whole, **found) for found in counts]
-    for what, found, expected in [("it", saved.training, whole), *zip(range(len(parts)), (p.training for p in parts), of_stages)]:
+    for what, found, expected in [
+        ("it", saved.training, whole),
+        *zip(range(len(parts)), (p.training for p in parts), of_stages),
+    ]:
         if found != expected:
             raise PlanError(f"the plan has {schedule}: expected {expected} of stage {what}, found {found}; {_AGAIN}")
     if any(part.cluster != saved.cluster for part in parts):
-        raise PlanError(f"the plan has stages on other clusters than {shown(saved.cluster.name)}, which the whole is for; {_AGAIN}")
+        raise PlanError(
+            f"the plan has stages on other clusters than {shown(saved.cluster.name)}, which the whole is for; {_AGAIN}"
+        )
 
 
 def check_crossing(stages: Sequence[StageGraph], parts: Sequence[Assignment]) -> None:
-    """PlanError unless what stages send arrives in the layout it is sent in, and stages store in one layout what they share."""
+    """PlanError unless what stages send arrives in the layout it is sent in, and stages store in one layout what they
+    share.
+    """
     for number, (stage, sender, receiver) in enumerate(zip(stages, parts, parts[1:])):
         for name in stage.sends:
             if sender.outputs[name] != receiver.layouts[name]:
-                found = f"{format_layout(sender.outputs[name])} by stage {number}, read {format_layout(receiver.layouts[name])} by the next"
+                found = (
+                    f"{format_layout(sender.outputs[name])} by stage {number}, read"
+                    f" {format_layout(receiver.layouts[name])} by the next"
+                )
                 raise PlanError(f"the plan has {name} sent {found}; expected one layout; {_AGAIN}")
     stored: dict[str, Layout] = {}
     for item, part in ((item, part) for stage, part in zip(stages, parts) for item in stage.graph.of_kind("parameter")):
         layout = part.layouts[item.value.name]
         if stored.setdefault(item.fqn, layout) != layout:
             found = f"{format_layout(stored[item.fqn])} and {format_layout(layout)}"
-            raise PlanError(f"the plan stores {item.fqn!r}, which several stages have, as {found}; expected one layout; {_AGAIN}")
+            raise PlanError(
+                f"the plan stores {item.fqn!r}, which several stages have, as {found}; expected one layout; {_AGAIN}"
+            )
 
 
 def _check_regions(assignment: Assignment, graph: Graph) -> None:
-    """PlanError unless the regions are stretches of the graph that overlap none of their kind, the recomputed within or outside others."""
+    """PlanError unless the regions are stretches of the graph that overlap none of their kind, the recomputed within or
+    outside others.
+    """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     for verb, regions in (("recomputes", assignment.recomputed), ("offloads", assignment.offloaded)):
         seen: set[str] = set()
@@ -96,12 +127,17 @@ def _check_regions(assignment: Assignment, graph: Graph) -> None:
                 found = shown(", ".join(region)) if region else "nothing"
                 raise PlanError(f"the plan {verb} {found}, which are no consecutive ops of their own; {_AGAIN}")
             if not any(saves(op) for op in graph.ops[first : first + len(region)]):
-                raise PlanError(f"the plan {verb} {region[0]} to {region[-1]}, of which backward keeps nothing; {_AGAIN}")
+                raise PlanError(
+                    f"the plan {verb} {region[0]} to {region[-1]}, of which backward keeps nothing; {_AGAIN}"
+                )
             seen |= set(region)
     offloaded = {name: number for number, region in enumerate(assignment.offloaded) for name in region}
     for region in assignment.recomputed:
         if len({offloaded.get(name) for name in region}) > 1:
-            raise PlanError(f"the plan recomputes {region[0]} to {region[-1]} and offloads a part of that; expected all or none; {_AGAIN}")
+            raise PlanError(
+                f"the plan recomputes {region[0]} to {region[-1]} and offloads a part of that; expected all or none;"
+                f" {_AGAIN}"
+            )
 
 
 def _check_names(what: str, expected: Iterable[str], found: Mapping[str, object]) -> None:
@@ -119,7 +155,9 @@ def _check_offered(name: str, layout: Layout, offered: Iterable[Layout]) -> None
 
 
 def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
-    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    values = {item.value.name: item.value for item in graph.inputs} | {
+        v.name: v for op in graph.ops for v in op.outputs
+    }
     used = uses_of(graph)
     for name, layout in kept.items():
         if name not in used:

@@ -1,17 +1,21 @@
-"""One training step of a split program: parameters are made ready once, and once the gradients of all its microbatches go back."""
+"""One training step of a split program: parameters are made ready once, and once the gradients of all its microbatches
+go back.
+"""
 
 import torch
 
 from autopar.runtime.load_program import Loaded
 
-Results = dict[str, torch.Tensor]  # variable of the generated functions -> what `gather` made, in the graph of autograd
+# variable of the generated functions -> what `gather` made, in the graph of autograd
+Results = dict[str, torch.Tensor]
 
 
 def open_step(loaded: Loaded) -> Results:
-    """Run `gather` and put leaves in `loaded.used`, which share its results' memory and gather gradients from call to call of `function`.
+    """Run `gather` and put leaves in `loaded.used`, which share its results' memory and gather gradients from call to
+    call of `function`.
 
-    The results are for `close_step`. The leaves are plain tensors in the order of the results; whoever differentiates with respect to
-    named tensors finds them there.
+    The results are for `close_step`. The leaves are plain tensors in the order of the results; whoever differentiates
+    with respect to named tensors finds them there.
     """
     results = loaded.gather(loaded)
     loaded.used.clear()
@@ -20,10 +24,11 @@ def open_step(loaded: Loaded) -> Results:
 
 
 def close_step(loaded: Loaded, results: Results) -> None:
-    """Lead the gradients of the leaves through the conversions into those of the parameters, where they are added to what is there.
+    """Lead the gradients of the leaves through the conversions into those of the parameters, where they are added to
+    what is there.
 
-    One group of `Gather.results` after the other, the same on every rank: each holds its copies and gradients until its turn is over.
-    `loaded.used` and `results` are empty afterwards.
+    One group of `Gather.results` after the other, the same on every rank: each holds its copies and gradients until its
+    turn is over. `loaded.used` and `results` are empty afterwards.
     """
     for group in loaded.program.gather.results:
         pairs = [(results.pop(one.name), loaded.used.pop(one.name)) for one in group]

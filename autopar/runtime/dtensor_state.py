@@ -36,7 +36,9 @@ def _as_dtensor(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: D
 
 
 def without_data(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the meta-device parameters of `module` DTensors, so that each can later become its part of the real one in place."""
+    """Make the meta-device parameters of `module` DTensors, so that each can later become its part of the real one in
+    place.
+    """
     done: dict[int, nn.Parameter] = {}
     for owner, name in owners(module).values():
         parameter = owner._parameters.get(name)
@@ -59,7 +61,8 @@ def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
     """Put each DTensor of `tensors` (by FQN of `graph`'s inputs) in its place, tied places included.
 
-    If the module `is_in_use`, its parameters stay the objects they are, for an optimizer may hold them; AutoparError if one cannot.
+    If the module `is_in_use`, its parameters stay the objects they are, for an optimizer may hold them; AutoparError if
+    one cannot.
     """
     places = owners(module)
     for item in stateful(graph):
@@ -67,13 +70,17 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
             if name in owner._parameters:
-                tensor = owner._parameters[name] = _in_place_of(owner._parameters[name], tensor, fqn) if is_in_use else tensor
+                tensor = owner._parameters[name] = (
+                    _in_place_of(owner._parameters[name], tensor, fqn) if is_in_use else tensor
+                )
             else:
                 owner._buffers[name] = tensor
 
 
 def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
-    """Leave nothing in the places of parameters and buffers that the graph has not, for other ranks hold them: FQN -> what it is like."""
+    """Leave nothing in the places of parameters and buffers that the graph has not, for other ranks hold them: FQN ->
+    what it is like.
+    """
     own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
     dropped: dict[str, torch.Tensor] = {}
     bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
@@ -99,8 +106,8 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter
         return old
     if weakref.getweakrefs(old):
         raise AutoparError(
-            f"parameter {fqn} cannot be sharded at the first call, because its module keeps weak references to it (as recurrent ones do); "
-            "give example args= or kwargs= to autopar.compile, so that it is sharded at once"
+            f"parameter {fqn} cannot be sharded at the first call, because its module keeps weak references to it (as"
+            " recurrent ones do); give example args= or kwargs= to autopar.compile, so that it is sharded at once"
         )
     torch.utils.swap_tensors(old, new)
     return old
@@ -114,7 +121,8 @@ def stateful(graph: Graph) -> Iterator[Input]:
 def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> dict[str, DTensor]:
     """This rank's parts of those parameters and buffers of `model` that the graph has, by FQN of its inputs.
 
-    Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random state.
+    Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random
+    state.
     """
     items = {fqn: item for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
     named = [(items.get(fqn), x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
@@ -162,13 +170,25 @@ def _random_state_of_first(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collection[str]) -> Mapping[str, Any]:
-    """`state` without what is `elsewhere`, and every whole tensor that stands for a DTensor of `module` cut to this rank's part of it."""
-    stored = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    """`state` without what is `elsewhere`, and every whole tensor that stands for a DTensor of `module` cut to this
+    rank's part of it.
+    """
+    stored = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     cut = copy.copy(state)  # keeps the versions that state_dict() attaches
     for name, x in state.items():
         if name in elsewhere:
             del cut[name]
-        elif isinstance(x, torch.Tensor) and name in stored and not isinstance(x, DTensor) and x.shape == stored[name].shape:
+        elif (
+            isinstance(x, torch.Tensor)
+            and name in stored
+            and not isinstance(x, DTensor)
+            and x.shape == stored[name].shape
+        ):
             like = stored[name]
-            cut[name] = distribute_tensor(x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+            cut[name] = distribute_tensor(
+                x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
+            )
     return cut

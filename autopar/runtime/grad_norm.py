@@ -11,11 +11,15 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.rank_agreement import peers_alive
 
 
-def clip_gradients(module: nn.Module, max_norm: float, mesh: DeviceMesh, counted_elsewhere: Collection[str]) -> torch.Tensor:
-    """Scale the gradients of `module`, on each rank of `mesh`, so that their joint 2-norm is at most `max_norm`. Gives what it was before.
+def clip_gradients(
+    module: nn.Module, max_norm: float, mesh: DeviceMesh, counted_elsewhere: Collection[str]
+) -> torch.Tensor:
+    """Scale the gradients of `module`, on each rank of `mesh`, so that their joint 2-norm is at most `max_norm`. Gives
+    what it was before.
 
-    counted_elsewhere: FQNs of parameters that another rank of the pipeline holds too and counts. A part that several ranks hold is counted
-    by the first of them, so that the squares of all ranks add up to the whole: one scalar is reduced.
+    counted_elsewhere: FQNs of parameters that another rank of the pipeline holds too and counts. A part that several
+    ranks hold is counted by the first of them, so that the squares of all ranks add up to the whole: one scalar is
+    reduced.
     """
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device_type)

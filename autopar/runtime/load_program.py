@@ -33,9 +33,11 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the tensor.
+    """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the
+    tensor.
 
-    gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results (`step.open_step`).
+    gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results
+    (`step.open_step`).
     """
 
     plan: Plan
@@ -77,11 +79,15 @@ class Loaded:
 def load(program: Program, **fields: Any) -> Loaded:
     """Compile the program's source; `fields` are the other fields of `Loaded`."""
     source, names = emit(program), namespace()
-    return Loaded(program=program, source=source, function=compile_source(source, names), gather=names.get("gather"), **fields)
+    return Loaded(
+        program=program, source=source, function=compile_source(source, names), gather=names.get("gather"), **fields
+    )
 
 
 def compile_source(source: str, names: dict[str, Any]) -> Any:
-    """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its lines."""
+    """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its
+    lines.
+    """
     filename = f"<autopar {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), names)
@@ -92,15 +98,30 @@ def namespace() -> dict[str, Any]:
     """Names that generated code may use."""
     local = SimpleNamespace(**{local_name(target): op.run for target, op in LOCAL_OPS.items()})
     return {
-        "torch": torch, "aten": torch.ops.aten, "autopar": torch.ops.autopar, "local": local,
-        "convert": convert, "move": move, "seeded": seeded,
-        "use_together": use_together, "regathered": regathered, "recomputed": recomputed, "Offload": Offload,
-        "I": I, "P": P, "R": R, "S": S, "inf": math.inf, "nan": math.nan,
-    }  # fmt: skip
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "autopar": torch.ops.autopar,
+        "local": local,
+        "convert": convert,
+        "move": move,
+        "seeded": seeded,
+        "use_together": use_together,
+        "regathered": regathered,
+        "recomputed": recomputed,
+        "Offload": Offload,
+        "I": I,
+        "P": P,
+        "R": R,
+        "S": S,
+        "inf": math.inf,
+        "nan": math.nan,
+    }
 
 
 def axes_of(mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = ()) -> tuple[Axis, ...]:
-    """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with the same sets."""
+    """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with
+    the same sets.
+    """
     names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
     single = tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
     return single + tuple(joint_axis([single[i] for i in axes], joint_group(mesh, axes)) for axes in joint)

@@ -1,4 +1,6 @@
-"""Initialising a model that is on the meta device module by module, so that only what one module initialises is ever whole."""
+"""Initialising a model that is on the meta device module by module, so that only what one module initialises is ever
+whole.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,10 +25,12 @@ _SHAPES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("shape", "d
 
 
 def initialise(model: nn.Module, device: str, fetch: Fetch, store: Store) -> None:
-    """Run each module's own initialisation, children before parents as `nn.Module.apply` does, and `store` what it wrote.
+    """Run each module's own initialisation, children before parents as `nn.Module.apply` does, and `store` what it
+    wrote.
 
-    A model with `_init_weights(module)`, as those of Hugging Face, initialises by it; what that leaves, and other models, by each
-    module's `reset_parameters()`. The modules keep their meta tensors. AutoparError names a tensor that nothing initialises.
+    A model with `_init_weights(module)`, as those of Hugging Face, initialises by it; what that leaves, and other
+    models, by each module's `reset_parameters()`. The modules keep their meta tensors. AutoparError names a tensor that
+    nothing initialises.
     """
     missing = {id(x): (fqn, x) for fqn, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta}
     known = frozenset(missing)
@@ -37,8 +41,8 @@ def initialise(model: nn.Module, device: str, fetch: Fetch, store: Store) -> Non
     if missing:
         fqn = next(iter(missing.values()))[0]
         raise AutoparError(
-            f"{fqn} is on the meta device and nothing initialises it; expected that its module, a {_owner_type(model, fqn)}, has "
-            "a reset_parameters(); give it one, or build the model on a real device"
+            f"{fqn} is on the meta device and nothing initialises it; expected that its module, a"
+            f" {_owner_type(model, fqn)}, has a reset_parameters(); give it one, or build the model on a real device"
         )
 
 
@@ -92,7 +96,9 @@ def _replaced(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[t
 
 
 class _Real(TorchFunctionMode):
-    """Every call that takes a known meta tensor gets a whole, real one instead; `wholes` keeps them by the meta tensor's id."""
+    """Every call that takes a known meta tensor gets a whole, real one instead; `wholes` keeps them by the meta
+    tensor's id.
+    """
 
     def __init__(self, known: frozenset[int], device: str, fetch: Fetch) -> None:
         super().__init__()
@@ -109,5 +115,8 @@ class _Real(TorchFunctionMode):
             return x
         if id(x) not in self.wholes:
             content = self.fetch(x)
-            self.wholes[id(x)] = x, torch.empty(x.shape, dtype=x.dtype, device=self.device) if content is None else content
+            self.wholes[id(x)] = (
+                x,
+                (torch.empty(x.shape, dtype=x.dtype, device=self.device) if content is None else content),
+            )
         return self.wholes[id(x)][1]

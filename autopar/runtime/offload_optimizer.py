@@ -13,22 +13,31 @@ from autopar.errors import AutoparError
 
 
 def offload_optimizer(
-    optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None = None, *, bucket_bytes: int | None = None
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    names: Iterable[str] | None = None,
+    *,
+    bucket_bytes: int | None = None,
 ) -> torch.optim.Optimizer:
-    """Keep `optimizer`'s state of the parameters of `module` called `names` in the host's memory; returns the optimizer.
+    """Keep `optimizer`'s state of the parameters of `module` called `names` in the host's memory; returns the
+    optimizer.
 
-    Without `names`, those of the plan if the module is compiled and its plan has state on the host, else all. `optimizer.step()` first
-    updates the parameters whose state stays, then the others a bucket at a time, whose state is copied to the device and back. A bucket has
-    `bucket_bytes` of parameters, by default no more than the largest of them. The numbers are those of one step over all: this is for
-    optimizers that update each parameter by itself, as all of torch.optim but LBFGS do. Hooks on `step` run once for each bucket.
-    state_dict() is as ever, with tensors on the host.
+    Without `names`, those of the plan if the module is compiled and its plan has state on the host, else all.
+    `optimizer.step()` first updates the parameters whose state stays, then the others a bucket at a time, whose state
+    is copied to the device and back. A bucket has `bucket_bytes` of parameters, by default no more than the largest of
+    them. The numbers are those of one step over all: this is for optimizers that update each parameter by itself, as
+    all of torch.optim but LBFGS do. Hooks on `step` run once for each bucket. state_dict() is as ever, with tensors on
+    the host.
 
-    AutoparError for a name that is no parameter, an optimizer that does not hold it, one that needs a closure, or one offloaded before.
+    AutoparError for a name that is no parameter, an optimizer that does not hold it, one that needs a closure, or one
+    offloaded before.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise AutoparError("offload_optimizer: LBFGS updates all parameters together; its state cannot come in parts")
     if hasattr(optimizer, "_autopar_step"):
-        raise AutoparError("offload_optimizer: this optimizer's state is offloaded already; name all parameters in one call")
+        raise AutoparError(
+            "offload_optimizer: this optimizer's state is offloaded already; name all parameters in one call"
+        )
     away = {id(parameter) for parameter in _chosen(optimizer, module, names)}
     optimizer._autopar_step = optimizer.step
     optimizer.step = MethodType(_step_in_buckets(optimizer.step, away, bucket_bytes), optimizer)
@@ -52,9 +61,14 @@ def _chosen(optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name in (names := tuple(names)):
         if name not in known:
-            raise AutoparError(f"offload_optimizer: the module has no parameter {name!r}; names are those of named_parameters()")
+            raise AutoparError(
+                f"offload_optimizer: the module has no parameter {name!r}; names are those of named_parameters()"
+            )
         if id(known[name]) not in held:
-            raise AutoparError(f"offload_optimizer: the optimizer does not update {name!r}; give it that parameter, or leave the name out")
+            raise AutoparError(
+                f"offload_optimizer: the optimizer does not update {name!r}; give it that parameter, or leave the"
+                " name out"
+            )
     return [known[name] for name in names]
 
 
@@ -105,7 +119,8 @@ def _step_of(optimizer: torch.optim.Optimizer, step: Callable[..., Any], some: S
 
 
 def buckets(sizes: Sequence[int], bucket_bytes: int | None = None) -> Iterator[list[int]]:
-    """Positions in order; none with more than `bucket_bytes`, by default the largest size, but for one alone; never empty.
+    """Positions in order; none with more than `bucket_bytes`, by default the largest size, but for one alone; never
+    empty.
 
     >>> list(buckets([3, 1, 5, 2, 2]))
     [[0, 1], [2], [3, 4]]
@@ -128,7 +143,9 @@ def _num_bytes(parameter: nn.Parameter) -> int:
 
 
 def _send(state: dict[str, Any]) -> None:
-    """Move what is as large as a parameter to the host: numbers of steps are no state to speak of, and may have to stay."""
+    """Move what is as large as a parameter to the host: numbers of steps are no state to speak of, and may have to
+    stay.
+    """
     for tensor in _large(state):
         tensor.data = to_host(tensor)
 

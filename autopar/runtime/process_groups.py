@@ -8,15 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
 
-# The default group -> groups made in its lifetime. A communicator costs device memory, so that models on one mesh share theirs.
+# The default group -> groups made in its lifetime. A communicator costs device memory, so that models on one mesh share
+# theirs.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[Rows, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of this rank and all that differ from it only on `axes`, ranks in row-major order.
 
-    All ranks of the mesh must come here, with the same sets of axes in the same order. On a mesh of all ranks everybody makes
-    every group, as DeviceMesh does. On a part of them, the others not knowing, only members make theirs.
+    All ranks of the mesh must come here, with the same sets of axes in the same order. On a mesh of all ranks everybody
+    makes every group, as DeviceMesh does. On a part of them, the others not knowing, only members make theirs.
     """
     rows = _rows(mesh, axes)
     known = _made.setdefault(dist.group.WORLD, {})
@@ -54,12 +55,14 @@ def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:
 
 
 def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh:
-    """`mesh` with names, over the groups it has; for its ranks alone to call: a new DeviceMesh makes groups with all ranks of the world,
-    and the next group that all make would hang.
+    """`mesh` with names, over the groups it has; for its ranks alone to call: a new DeviceMesh makes groups with all
+    ranks of the world, and the next group that all make would hang.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     ranks = mesh.mesh if mesh.ndim > 1 else None
-    return DeviceMesh.from_group(groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=axis_names)
+    return DeviceMesh.from_group(
+        groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=axis_names
+    )
 
 
 def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:

@@ -1,4 +1,6 @@
-"""What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches all."""
+"""What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches
+all.
+"""
 
 import hashlib
 import time
@@ -17,7 +19,12 @@ from autopar.ir.print_graph import fingerprint
 from autopar.runtime.seeded_rng import peek_seed
 from autopar.torch_compat import default_store
 
-KEY_PARTS = ("arguments", "structures of arguments", "models, or modes (train or eval)", "placements of DTensor arguments")
+KEY_PARTS = (
+    "arguments",
+    "structures of arguments",
+    "models, or modes (train or eval)",
+    "placements of DTensor arguments",
+)
 NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
 
 Result = TypeVar("Result")
@@ -32,8 +39,8 @@ def peers_alive() -> Iterator[None]:
         if not is_from_backend(error):
             raise
         raise PeerFailed(
-            f"rank {dist.get_rank()} waited for another rank, which failed or died; its error is the cause, look at its output first "
-            f"(here the backend said: {str(error).splitlines()[0]})"
+            f"rank {dist.get_rank()} waited for another rank, which failed or died; its error is the cause, look at its"
+            f" output first (here the backend said: {str(error).splitlines()[0]})"
         ) from error
 
 
@@ -72,8 +79,8 @@ def from_first(mesh: DeviceMesh, item: Any) -> Any:
 def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
     """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them.
 
-    Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the model,
-    and another one on its groups would meet that.
+    Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the
+    model, and another one on its groups would meet that.
     """
     store = default_store()
     arrived, pause_s = store.add(place, 1), 0.001
@@ -81,8 +88,9 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
     while arrived < mesh.size():
         if time.monotonic() > deadline:
             raise RankMismatch(
-                f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived} of the mesh's "
-                f"{mesh.size()} ranks were not within {wait_s:g} s; call the same model alike on every rank"
+                f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived}"
+                f" of the mesh's {mesh.size()} ranks were not within {wait_s:g} s; call the same model alike on every"
+                " rank"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
@@ -90,7 +98,9 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
 
 
 def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives on the first rank, on every rank; if it fails there, the same error on every rank. `what` says what is done."""
+    """What `work` gives on the first rank, on every rank; if it fails there, the same error on every rank. `what` says
+    what is done.
+    """
     result, error = _attempt(what, work) if is_first(mesh) else (None, None)
     result, told = from_first(mesh, (result, error))
     if told is not None:
@@ -99,7 +109,9 @@ def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Re
 
 
 def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
-    """`work()` of this rank once every rank has done it; if one fails, every rank raises the error of the first that did."""
+    """`work()` of this rank once every rank has done it; if one fails, every rank raises the error of the first that
+    did.
+    """
     result, error = _attempt(what, work)
     errors = gather(mesh, error)
     failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
@@ -153,21 +165,24 @@ def check_seed(mesh: DeviceMesh) -> None:
     different = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
     if different is not None:
         raise RankMismatch(
-            f"the model has random ops (dropout) and rank {different}'s random state differs from rank 0's; call torch.manual_seed with "
-            "the same seed on every rank: different parts of a batch get different numbers all the same"
+            f"the model has random ops (dropout) and rank {different}'s random state differs from rank 0's; call"
+            " torch.manual_seed with the same seed on every rank: different parts of a batch get different numbers all"
+            " the same"
         )
 
 
 def check_weights(mesh: DeviceMesh, model: nn.Module) -> None:
-    """RankMismatch unless parameters and buffers are equal on every rank, as far as their sum and a sample of their entries tell."""
+    """RankMismatch unless parameters and buffers are equal on every rank, as far as their sum and a sample of their
+    entries tell.
+    """
     tensors = (*model.named_parameters(), *model.named_buffers())
     reports = gather(mesh, {name: _digest(x) for name, x in tensors})
     for rank, report in enumerate(reports):
         different = next((name for name in report if report[name] != reports[0].get(name)), None)
         if different is not None:
             raise RankMismatch(
-                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every rank before "
-                "autopar.compile"
+                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every"
+                " rank before autopar.compile"
             )
 
 

@@ -1,4 +1,6 @@
-"""Random numbers that do not depend on the layout's whole axes: equal where a value is whole, different where it is split."""
+"""Random numbers that do not depend on the layout's whole axes: equal where a value is whole, different where it is
+split.
+"""
 
 from types import TracebackType
 
@@ -21,7 +23,9 @@ def peek_seed() -> int:
 
 
 class seeded:
-    """Run one random op with a generator seeded by (seed, number of the op, this rank's part), then restore the generators."""
+    """Run one random op with a generator seeded by (seed, number of the op, this rank's part), then restore the
+    generators.
+    """
 
     def __init__(self, seed: int, number: int, *axes: Axis) -> None:
         self.seed = hash((seed, number, *(axis.index for axis in axes))) & (2**63 - 1)
@@ -34,6 +38,8 @@ class seeded:
         for generator in self.generators:
             generator.manual_seed(self.seed)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for generator, state in zip(self.generators, self.states):
             generator.set_state(state)

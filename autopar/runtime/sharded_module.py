@@ -28,7 +28,16 @@ from autopar.ir.passes.rewire import is_random
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.dtensor_state import drop_others, install, owners, put, shard_model, stateful, with_parts, without_data
+from autopar.runtime.dtensor_state import (
+    drop_others,
+    install,
+    owners,
+    put,
+    shard_model,
+    stateful,
+    with_parts,
+    without_data,
+)
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.load_program import Loaded, axes_of, load, torch_placements
 from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
@@ -49,11 +58,25 @@ from autopar.torch_compat import pytree
 # (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
 Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
 Key = tuple[Any, ...]  # what a call looks like; hashable
-# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a checkpoint.
+# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a
+# checkpoint.
 LATER_WAIT_S = 300.0
 _numbers = itertools.count()  # of sharded modules of this process
 # Leaves that are written into a program as they are.
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
+CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    Enum,
+)
 
 
 class ShardedModule(nn.Module):
@@ -67,14 +90,16 @@ class ShardedModule(nn.Module):
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
 
-        Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to those of the
-        parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
+        Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to
+        those of the parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
         """
         return self._autopar.train_step(self, args, kwargs)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls this."""
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls
+        this.
+        """
         found = self._autopar.current()
         counted_elsewhere = found.counted_elsewhere if isinstance(found, Trainer) else ()
         return clip_gradients(self, max_norm, self._autopar.mesh, counted_elsewhere)
@@ -84,8 +109,8 @@ class ShardedModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of other ranks' stages
-        are left out.
+        """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of
+        other ranks' stages are left out.
         """
         self._autopar.current()
         return super().load_state_dict(with_parts(self, state_dict, self._autopar.elsewhere), *args, **kwargs)
@@ -94,7 +119,9 @@ class ShardedModule(nn.Module):
         """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         memo[id(self._autopar.mesh)] = self._autopar.mesh
-        copied.__dict__.update({name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"})
+        copied.__dict__.update(
+            {name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"}
+        )
         copied._autopar = self._autopar.of(copied)
         return copied
 
@@ -110,13 +137,19 @@ class ShardedModule(nn.Module):
 
     @property
     def input_placements(self) -> dict[str, tuple[TorchPlacement, ...]]:
-        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch. A step in
-        microbatches takes whole arguments.
+        """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch.
+        A step in microbatches takes whole arguments.
         """
         found = self._autopar.current()
         if isinstance(found, Trainer):
-            return {item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")}
-        return {item.fqn: torch_placements(layout) for item, layout in self._autopar.current().program.inputs if item.kind == "argument"}
+            return {
+                item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")
+            }
+        return {
+            item.fqn: torch_placements(layout)
+            for item, layout in self._autopar.current().program.inputs
+            if item.kind == "argument"
+        }
 
 
 @dataclass
@@ -130,7 +163,8 @@ class Runtime:
     name: str  # the same on every rank, and no other module's
     loss_fn: LossFunction | None = None  # of train_step
     is_in_use: bool = False  # somebody may hold the parameters
-    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)  # FQN of what only other ranks hold -> what it is like
+    # FQN of what only other ranks hold -> what it is like
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_copies: int = 0
     offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
@@ -140,7 +174,9 @@ class Runtime:
     def current(self) -> Loaded | Trainer:
         """The program last used."""
         if self.last is None:
-            raise AutoparError("not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile")
+            raise AutoparError(
+                "not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile"
+            )
         return self.last
 
     def of(self, module: nn.Module) -> "Runtime":
@@ -149,10 +185,14 @@ class Runtime:
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
-        return replace(self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last)
+        return replace(
+            self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last
+        )
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
-        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller puts it there."""
+        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
+        puts it there.
+        """
         self.offloaded |= self._state_on_host() if names is None else frozenset(names)
         return self.offloaded
 
@@ -165,14 +205,21 @@ class Runtime:
 
     @torch.compiler.disable
     def _remind(self, module: nn.Module) -> None:
-        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has it."""
-        if not (module.training and torch.is_grad_enabled()) or self.num_trained > 1 or self._state_on_host() <= self.offloaded:
+        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has
+        it.
+        """
+        if (
+            not (module.training and torch.is_grad_enabled())
+            or self.num_trained > 1
+            or self._state_on_host() <= self.offloaded
+        ):
             return
         self.num_trained += 1
         if self.num_trained > 1:
             warnings.warn(
-                f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters being on the host, "
-                "else it may not fit: call autopar.offload_optimizer(optimizer, model) once, before training",
+                f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters"
+                " being on the host, else it may not fit: call autopar.offload_optimizer(optimizer, model) once,"
+                " before training",
                 stacklevel=4,
             )
 
@@ -207,11 +254,15 @@ class Runtime:
                 found = self._load(module, args, dict(sorted(kwargs.items())), trains)
             # without stages, microbatches and a loss function, one program does for both ways of running
             is_for_both = isinstance(found, Loaded) and self.loss_fn is None
-            self.loaded.update(dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found))
+            self.loaded.update(
+                dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found)
+            )
         self.last = self.loaded[key]
 
     def _meet(self, call: Key) -> None:
-        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups allow."""
+        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups
+        allow.
+        """
         wait_s = LATER_WAIT_S if self.loaded else dist.default_pg_timeout.total_seconds()
         meet(self.mesh, f"autopar/{self.name}/{len(self.loaded)}", wait_s)
         agree_on_call(self.mesh, call)
@@ -229,7 +280,9 @@ class Runtime:
         with peers_alive():
             axes = axes_of(self.mesh, program.joint_axes)
         constants = run_constants(graph, torch.device(self.mesh.device_type))
-        return load(program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module))
+        return load(
+            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module)
+        )
 
     def _load_stages(self, module: nn.Module, graph: Graph, plan: StagedPlan) -> Trainer:
         if any(is_random(op) for op in graph.ops):
@@ -237,12 +290,18 @@ class Runtime:
         mesh, _, rank = pipeline_mesh(self.mesh)
         own = [plan.stages[number] for number in plan.schedule.stages_of(rank)]
         held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
-        layouts = {item.value.name: stage.assignment.layouts[item.value.name] for stage in own for item in stateful(stage.graph)}
+        layouts = {
+            item.value.name: stage.assignment.layouts[item.value.name]
+            for stage in own
+            for item in stateful(stage.graph)
+        }
         self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
         return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{len(self.loaded)}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
-        """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has not."""
+        """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has
+        not.
+        """
         if self.loaded:
             return
         check_weights(self.mesh, self.source)
@@ -258,8 +317,9 @@ class Runtime:
             return self.plan(graph, self._pins(graph), trains)
         if not trains:
             raise AutoparError(
-                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}: model(...) cannot run "
-                "alone; call model.train_step(...), under torch.no_grad() for the loss alone, or compile for a mesh without a pipeline axis"
+                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}:"
+                " model(...) cannot run alone; call model.train_step(...), under torch.no_grad() for the loss alone,"
+                " or compile for a mesh without a pipeline axis"
             )
         return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
 
@@ -276,17 +336,23 @@ class Runtime:
             return {}
         first = next(iter(self.loaded.values()))
         stages = first.plan.stages if isinstance(first, Trainer) else (first.plan,)
-        found = {item.fqn: stage.assignment.layouts[item.value.name] for stage in stages for item in stateful(stage.graph)}
+        found = {
+            item.fqn: stage.assignment.layouts[item.value.name] for stage in stages for item in stateful(stage.graph)
+        }
         return {item.fqn: format_layout(found[item.fqn]) for item in stateful(graph)}
 
 
-def shard_module(model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None) -> ShardedModule:
+def shard_module(
+    model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None
+) -> ShardedModule:
     """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
     module = skeleton(model)
     without_data(module, mesh)
     original = type(model)
     module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
-    module._autopar = Runtime(mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"), loss_fn)
+    module._autopar = Runtime(
+        mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"), loss_fn
+    )
     return module
 
 
@@ -294,7 +360,9 @@ def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:
     """Call the program on the arguments and put its outputs together again."""
     leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
     inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
-    by_name = {name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs}
+    by_name = {
+        name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
+    }
     with peers_alive():
         flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
     outputs = [_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)]
@@ -313,7 +381,9 @@ def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> to
 
 @contextmanager
 def _own_autograd() -> Iterator[None]:
-    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation checkpointing)."""
+    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation
+    checkpointing).
+    """
     unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(False), torch.enable_grad(), unchanged:
         yield
@@ -321,7 +391,10 @@ def _own_autograd() -> Iterator[None]:
 
 def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
     if found != expected:
-        raise AutoparError(f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's mesh")
+        raise AutoparError(
+            f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's"
+            " mesh"
+        )
 
 
 def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
@@ -355,8 +428,9 @@ def _as_example(leaf: Any) -> Any:
     if isinstance(leaf, CONSTANTS):
         return leaf
     raise AutoparError(
-        f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors, numbers, strings, None and "
-        "tuples, lists, dicts and dataclasses of these; turn it into one of them before the call"
+        f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
+        " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
+        " the call"
     )
 
 

@@ -1,4 +1,6 @@
-"""An assignment says where everything is; the conversions between its layouts follow from it, for pricing and for lowering alike."""
+"""An assignment says where everything is; the conversions between its layouts follow from it, for pricing and for
+lowering alike.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,18 +11,20 @@ from autopar.sbp.placement import I, Layout, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
 
-# Gradients are reduced together once they are this many bytes, as DistributedDataParallel does by default (its bucket_cap_mb).
+# Gradients are reduced together once they are this many bytes, as DistributedDataParallel does by default (its
+# bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
-    several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value name -> layout it
-    leaves in. regathered: parameters that are not kept as their one reader has them, but converted again for its backward
-    (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which only what enters them is kept for backward.
-    offloaded: regions of which what is kept for backward waits in the host's memory; a recomputed one lies within one or outside all.
-    state_on_host: names of the parameters whose optimizer state does so too, but while they are updated.
+    """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value
+    with several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output
+    value name -> layout it leaves in. regathered: parameters that are not kept as their one reader has them, but
+    converted again for its backward (unless it takes a role). recomputed: regions, each the names of consecutive ops,
+    of which only what enters them is kept for backward. offloaded: regions of which what is kept for backward waits in
+    the host's memory; a recomputed one lies within one or outside all. state_on_host: names of the parameters whose
+    optimizer state does so too, but while they are updated.
     """
 
     strategies: Mapping[str, Strategy]
@@ -35,7 +39,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One reading of a value: slot `slot` of op `user`; a graph output (user "output") or a buffer's write-back ("buffer")."""
+    """One reading of a value: slot `slot` of op `user`; a graph output (user "output") or a buffer's write-back
+    ("buffer").
+    """
 
     user: str
     slot: int
@@ -45,9 +51,9 @@ class Use:
 class Conversion:
     """`value` in layout `src` is turned into `dst` for `uses`: for one of them, or for all to start from.
 
-    `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none themselves.
-    `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others. `is_regathered`: what it makes
-    is not kept for backward, but made again.
+    `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none
+    themselves. `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others.
+    `is_regathered`: what it makes is not kept for backward, but made again.
     """
 
     value: Value
@@ -102,14 +108,16 @@ def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
 
 
 def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
-    """For each value that is read, its conversions in order: of several uses, first to the kept layout for all of them, then from
-    there for each use by itself; a single use is served from the layout in which the value comes into being.
+    """For each value that is read, its conversions in order: of several uses, first to the kept layout for all of them,
+    then from there for each use by itself; a single use is served from the layout in which the value comes into being.
 
-    Uses share nothing but the kept copy, so that what each costs depends on one pair of layouts. A conversion with `src == dst` does
-    nothing and is listed all the same.
+    Uses share nothing but the kept copy, so that what each costs depends on one pair of layouts. A conversion with `src
+    == dst` does nothing and is listed all the same.
     """
     produced, ops = produced_layouts(graph, assignment), {op.name: op for op in graph.ops}
-    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    values = {item.value.name: item.value for item in graph.inputs} | {
+        v.name: v for op in graph.ops for v in op.outputs
+    }
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     found: dict[str, tuple[Conversion, ...]] = {}
     for name, uses in uses_of(graph).items():
@@ -149,9 +157,9 @@ def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
 def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
     """Those of the `found` conversions that do something, in the groups in which they are made; most are alone.
 
-    Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients all-reduced in
-    backward: those of one type and one pair of layouts do it together, in order of first use, in buckets that are full with
-    BUCKET_BYTES; a parameter that fills one is alone in it.
+    Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
+    all-reduced in backward: those of one type and one pair of layouts do it together, in order of first use, in buckets
+    that are full with BUCKET_BYTES; a parameter that fills one is alone in it.
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
@@ -173,8 +181,8 @@ def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversi
 def latency_share(value: Value) -> float:
     """What part of a bucket's latency the gradient of parameter `value` is priced at: its share of a full bucket.
 
-    So the price of a gradient does not depend on the others. All but the last bucket of a type and a pair of layouts hold at least
-    BUCKET_BYTES, so what they cost is at most one latency more.
+    So the price of a gradient does not depend on the others. All but the last bucket of a type and a pair of layouts
+    hold at least BUCKET_BYTES, so what they cost is at most one latency more.
     """
     return min(1.0, value.num_bytes / BUCKET_BYTES)
 

@@ -19,12 +19,17 @@ Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and 
 
 
 def annotate(
-    graph: Graph, mesh: Mesh, folded: Folded | None = None, *, near: Mapping[str, Strategy] | None = None, num_changed: int = 0
+    graph: Graph,
+    mesh: Mesh,
+    folded: Folded | None = None,
+    *,
+    near: Mapping[str, Strategy] | None = None,
+    num_changed: int = 0,
 ) -> Candidates:
     """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs).
 
-    `near`: op name -> strategy; then only those that differ from it on at most `num_changed` axes, as its neighbours in a space too large
-    to list (and none for an op it leaves out).
+    `near`: op name -> strategy; then only those that differ from it on at most `num_changed` axes, as its neighbours in
+    a space too large to list (and none for an op it leaves out).
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
@@ -38,7 +43,9 @@ def annotate(
     )
 
 
-def _strategies(op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int) -> tuple[Strategy, ...]:
+def _strategies(
+    op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int
+) -> tuple[Strategy, ...]:
     if near is None:
         return strategies_of(nameless(op), mesh_shape)
     return neighbours_of(nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
@@ -51,15 +58,23 @@ def signatures_of_call(op: Op) -> tuple[Signature, ...]:
 
 @lru_cache(maxsize=4096)
 def signatures_of(op: Op) -> tuple[Signature, ...]:
-    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size 1."""
+    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that
+    split no dim of size 1.
+    """
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
     found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
-    return tuple(dict.fromkeys(signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()))
+    return tuple(
+        dict.fromkeys(
+            signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()
+        )
+    )
 
 
 def _without_gradient(op: Op, signature: Signature) -> Signature:
     """R becomes I where no gradient flows: on values without gradient, and on all inputs if no output has one."""
-    assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), f"{op.target}: {signature} does not fit"
+    assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), (
+        f"{op.target}: {signature} does not fit"
+    )
     flows = any(value.needs_grad for value in op.outputs)
     inputs = (p if p != R or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs))
     outputs = (p if p != R or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
@@ -80,7 +95,9 @@ def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
 
 @lru_cache(maxsize=4096)
 def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
-    """Those of `strategies_of` that differ from `near` on at most `num_changed` axes; () if it is none of them itself."""
+    """Those of `strategies_of` that differ from `near` on at most `num_changed` axes; () if it is none of them
+    itself.
+    """
     per_axis = [_on_axis(op, size) for size in mesh_shape]
     if len(near.signatures) != len(per_axis) or not all(sig in found for sig, found in zip(near.signatures, per_axis)):
         return ()
@@ -147,10 +164,11 @@ def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[L
 
 
 def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> tuple[Layout, ...]:
-    """Taking a slice of what every rank holds costs nothing; a constant is born whole, the gradient of an argument that the caller gives is
-    due whole.
+    """Taking a slice of what every rank holds costs nothing; a constant is born whole, the gradient of an argument that
+    the caller gives is due whole.
 
-    Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most of its first dim.
+    Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most
+    of its first dim.
     """
     is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
     layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
@@ -170,5 +188,8 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
 @lru_cache(maxsize=4096)
 def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
     """Dims (of the output, or of the input where only that is split) whose signatures an axis of `size` rules out."""
-    parts = (next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1) for sig in signatures_of(op))
+    parts = (
+        next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1)
+        for sig in signatures_of(op)
+    )
     return tuple(dict.fromkeys(dim for dim in parts if dim >= 0))

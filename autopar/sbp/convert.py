@@ -77,7 +77,9 @@ class _ReduceTogether(torch.autograd.Function):
 
 
 def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`convert(x, axis, I, R)` of each of several tensors of one dtype; their gradients are all-reduced as one, when the last is there."""
+    """`convert(x, axis, I, R)` of each of several tensors of one dtype; their gradients are all-reduced as one, when
+    the last is there.
+    """
     return _ReduceTogether.apply(axis, *tensors)
 
 
@@ -87,7 +89,9 @@ def dual(placement: Placement) -> Placement:
 
 
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`convert` through which no gradient comes back. What is whole (I or R) is the same on every rank, so the two do not differ here."""
+    """`convert` through which no gradient comes back. What is whole (I or R) is the same on every rank, so the two do
+    not differ here.
+    """
     src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x

@@ -8,10 +8,13 @@ from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
 
 Shape = tuple[int, ...]
-LocalArguments = Callable[[Op, Shape, Shape], Mapping[str, Any]]  # (op, local shape of input 0, of output 0) -> arguments that change
+# (op, local shape of input 0, of output 0) -> arguments that change
+LocalArguments = Callable[[Op, Shape, Shape], Mapping[str, Any]]
 
 
-def localize(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+def localize(
+    op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """`(args, kwargs)` of `op` as one rank calls it on its parts; `Slot`s are kept."""
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:

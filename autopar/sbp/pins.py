@@ -12,13 +12,20 @@ from autopar.sbp.placement import I, Layout, format_layout, is_even, parse_layou
 from autopar.sbp.signature import Candidates
 
 
-def restrict(candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh: Mesh, folded: Folded | None = None) -> Candidates:
+def restrict(
+    candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh: Mesh, folded: Folded | None = None
+) -> Candidates:
     """Leave each pinned parameter or buffer only the layout it is stored in.
 
     A pin is FQN (or alias) -> "S(0)B" with one placement per mesh axis, or "tp:S(0),dp:B" by axis name, the rest whole.
     With `folded`, a pin holds for all repeats. Raises PinError.
     """
-    inputs = {name: item for item in graph.inputs if item.kind in ("parameter", "buffer") for name in (item.fqn, *item.aliases)}
+    inputs = {
+        name: item
+        for item in graph.inputs
+        if item.kind in ("parameter", "buffer")
+        for name in (item.fqn, *item.aliases)
+    }
     layouts = dict(candidates.layouts)
     pinned_by: dict[str, tuple[Layout, str]] = {}
     for fqn, text in pins.items():
@@ -28,7 +35,9 @@ def restrict(candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh
         for name in _members(inputs[fqn].value.name, folded):
             first_layout, first_fqn = pinned_by.setdefault(name, (layout, fqn))
             if first_layout != layout:
-                raise PinError(f"pins differ for one tensor or its repeats: {first_fqn!r} and {fqn!r}; give them one layout")
+                raise PinError(
+                    f"pins differ for one tensor or its repeats: {first_fqn!r} and {fqn!r}; give them one layout"
+                )
             layouts[name] = (layout,)
     return replace(candidates, layouts=layouts)
 
@@ -48,9 +57,14 @@ def _close(name: str, known: Mapping[str, Input]) -> str:
 def _checked(fqn: str, text: str, item: Input, mesh: Mesh) -> Layout:
     layout, shape = _read(fqn, text, mesh), item.value.shape
     if any(placement.kind not in "SI" for placement in layout):
-        raise PinError(f"pin {fqn}={text!r}: a tensor is stored split (S(dim)) or whole (B), found {format_layout(layout)}")
+        raise PinError(
+            f"pin {fqn}={text!r}: a tensor is stored split (S(dim)) or whole (B), found {format_layout(layout)}"
+        )
     if not is_even(shape, layout, mesh.shape):
-        raise PinError(f"pin {fqn}={text!r}: shape {list(shape)} does not divide evenly over mesh {mesh}; split another dim or fewer axes")
+        raise PinError(
+            f"pin {fqn}={text!r}: shape {list(shape)} does not divide evenly over mesh {mesh}; split another dim or"
+            " fewer axes"
+        )
     return layout
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """How a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with its gradient a pending sum."""
+    """How a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with its gradient a pending
+    sum.
+    """
 
     kind: str
     dim: int = -1
@@ -32,7 +34,8 @@ def S(dim: int) -> Placement:
     return Placement("S", dim)
 
 
-Codes = tuple[int, ...]  # a layout as numbers, which compare fast: per axis the dim of a split, a negative number for the others
+# a layout as numbers, which compare fast: per axis the dim of a split, a negative number for the others
+Codes = tuple[int, ...]
 PENDING, WHOLE, USED = -1, -2, -3
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED}
 _OF_CODE = {PENDING: P, WHOLE: I, USED: R}
@@ -91,7 +94,9 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
     """Whether every split dim exists and divides by its number of parts: only such layouts are used."""
     dims = {placement.dim for placement in layout if placement.is_split}
-    return all(dim < len(shape) and shape[dim] % num_parts(layout, mesh_shape, dim) == 0 and shape[dim] > 0 for dim in dims)
+    return all(
+        dim < len(shape) and shape[dim] % num_parts(layout, mesh_shape, dim) == 0 and shape[dim] > 0 for dim in dims
+    )
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ Move = tuple[tuple[int, ...], int, int, Codes]  # axes, code before, code after,
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """On mesh axes `axes` (ascending), taken as one axis of all their ranks in row-major order, turn `src` into `dst`; `layout` is the
-    whole layout before the step.
+    """On mesh axes `axes` (ascending), taken as one axis of all their ranks in row-major order, turn `src` into `dst`;
+    `layout` is the whole layout before the step.
     """
 
     axes: tuple[int, ...]
@@ -46,7 +46,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over all ranks of some mesh axes. `num_bytes`: the larger side of its buffers on one rank (all-reduce: the buffer)."""
+    """One collective over all ranks of some mesh axes. `num_bytes`: the larger side of its buffers on one rank
+    (all-reduce: the buffer).
+    """
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     axes: tuple[int, ...]
@@ -56,13 +58,20 @@ class Collective:
 
 @lru_cache(maxsize=2**16)
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on as many axes as make it together."""
+    """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on as many axes as make it
+    together.
+    """
     found = moves(codes_of(src), codes_of(dst))
-    return tuple(Step(axes, *map(placement_of, (have, want)), tuple(map(placement_of, before))) for axes, have, want, before in found)
+    return tuple(
+        Step(axes, *map(placement_of, (have, want)), tuple(map(placement_of, before)))
+        for axes, have, want, before in found
+    )
 
 
 def moves(src: Codes, dst: Codes) -> list[Move]:
-    """`redistribute` for layouts and steps as `placement.codes_of` writes them: planning asks for the steps of very many pairs."""
+    """`redistribute` for layouts and steps as `placement.codes_of` writes them: planning asks for the steps of very
+    many pairs.
+    """
     found: list[Move] = []
     layout = src
     while layout != dst:
@@ -70,7 +79,8 @@ def moves(src: Codes, dst: Codes) -> list[Move]:
         have = layout[axes[0]]
         before = layout
         if found and found[-1][1:3] == (have, want):
-            # what axes may do one after the other they may do as one: neither splits the dim within the other when its turn comes
+            # what axes may do one after the other they may do as one: neither splits the dim within the other when its
+            # turn comes
             others, _, _, before = found.pop()
             axes = tuple(sorted(others + axes))
         found.append((axes, have, want, before))
@@ -115,9 +125,9 @@ def _most_ready(layout: Codes, dst: Codes, group: tuple[int, ...]) -> tuple[int,
 def _is_ready(layout: Codes, dst: Codes, axes: tuple[int, ...]) -> bool:
     """Whether `axes`, which all make the same change, may make it now as one axis.
 
-    Parts of a dim lie in mesh order, and the ranks of `axes` in row-major order: they stand in the place of their outermost axis. So a
-    split is made or undone only while no other axis further in splits the same dim, and made only after every other axis outside their
-    innermost that still has to split or unsplit that dim has done so.
+    Parts of a dim lie in mesh order, and the ranks of `axes` in row-major order: they stand in the place of their
+    outermost axis. So a split is made or undone only while no other axis further in splits the same dim, and made only
+    after every other axis outside their innermost that still has to split or unsplit that dim has done so.
     """
     have, want = layout[axes[0]], dst[axes[0]]
     if have < 0 and want < 0:

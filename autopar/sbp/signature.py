@@ -11,8 +11,9 @@ class Signature:
     """Valid placements of an op's tensor inputs (in `Op.inputs` order) and outputs on one mesh axis.
 
     `role` names how the op must be run when running it on the shards as it is would be wrong: the local implementation
-    in `autopar.sbp.local_ops` for the op's target is then called with the axes of each role. `num_units`, if positive, is the
-    number of parts that cannot be split further (channel groups): the axes that take the role together must divide it.
+    in `autopar.sbp.local_ops` for the op's target is then called with the axes of each role. `num_units`, if positive,
+    is the number of parts that cannot be split further (channel groups): the axes that take the role together must
+    divide it.
     """
 
     inputs: tuple[Placement, ...]
@@ -45,10 +46,10 @@ class Strategy:
 class Candidates:
     """Everything that may be chosen, on one mesh.
 
-    strategies: op name -> its valid strategies. layouts: input value name -> the layouts it may be stored in (parameters,
-    buffers) or handed in (arguments, constants). outputs: name of an output value -> the layouts it may leave in.
-    without_rule: ops that have no rule and are replicated. not_divided: (op or input name, dim, mesh axis) never split
-    because the axis does not divide the dim.
+    strategies: op name -> its valid strategies. layouts: input value name -> the layouts it may be stored in
+    (parameters, buffers) or handed in (arguments, constants). outputs: name of an output value -> the layouts it may
+    leave in. without_rule: ops that have no rule and are replicated. not_divided: (op or input name, dim, mesh axis)
+    never split because the axis does not divide the dim.
     """
 
     strategies: Mapping[str, tuple[Strategy, ...]]

@@ -1,11 +1,10 @@
 """In which order each rank of a pipeline computes its stages' microbatches.
 
-The orders are those of torch.distributed.pipelining, which runs them:
-  1f1b          PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473): one stage a rank
-  interleaved   the same paper's interleaved schedule, with torch's rounds: several stages a rank, stage i on rank i mod p
-  zero-bubble   ZB1P (Qi et al. 2024, arXiv:2401.10241): the gradients of weights ("W") wait until there is nothing else to do
-  gpipe         all forwards, then all backwards
-  accumulate    one stage: gradient accumulation
+The orders are those of torch.distributed.pipelining, which runs them: 1f1b          PipeDream-flush (Narayanan et al.
+  2021, arXiv:2104.04473): one stage a rank interleaved   the same paper's interleaved schedule, with torch's rounds:
+  several stages a rank, stage i on rank i mod p zero-bubble   ZB1P (Qi et al. 2024, arXiv:2401.10241): the gradients of
+  weights ("W") wait until there is nothing else to do gpipe         all forwards, then all backwards accumulate    one
+  stage: gradient accumulation
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ Row = tuple[Action, ...]  # what one rank does, in order
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of `NAMES` for so many stages on so many ranks (the size of the pipeline axis). ValueError where torch has no such schedule."""
+    """One of `NAMES` for so many stages on so many ranks (the size of the pipeline axis). ValueError where torch has no
+    such schedule.
+    """
 
     name: str
     num_stages: int
@@ -82,7 +83,9 @@ def _row(schedule: Schedule, rank: int) -> Row:
     if schedule.name in IN_ROUNDS:
         return _rounds(schedule, rank)
     num_microbatches = schedule.num_microbatches
-    ahead = {"gpipe": num_microbatches, "accumulate": 1}.get(schedule.name, min(num_microbatches, schedule.num_ranks - rank))
+    ahead = {"gpipe": num_microbatches, "accumulate": 1}.get(
+        schedule.name, min(num_microbatches, schedule.num_ranks - rank)
+    )
     forward = [Action("F", rank, k) for k in range(num_microbatches)]
     row = forward[:ahead]
     for k in range(num_microbatches):
@@ -91,14 +94,21 @@ def _row(schedule: Schedule, rank: int) -> Row:
 
 
 def _rounds(schedule: Schedule, rank: int) -> Row:
-    """Each stage of the rank in turn runs a round of microbatches. A rank has `ahead` forwards done before its first backward."""
+    """Each stage of the rank in turn runs a round of microbatches. A rank has `ahead` forwards done before its first
+    backward.
+    """
     is_split = schedule.name == "zero-bubble"
     num_microbatches, num_ranks = schedule.num_microbatches, schedule.num_ranks
     size = num_microbatches // _num_rounds(num_ranks, num_microbatches)
     stages = schedule.stages_of(rank)
     starts = range(0, num_microbatches, size)
     forward = [Action("F", stage, start + k) for start in starts for stage in stages for k in range(size)]
-    backward = [Action("I" if is_split else "B", stage, start + k) for start in starts for stage in reversed(stages) for k in range(size)]
+    backward = [
+        Action("I" if is_split else "B", stage, start + k)
+        for start in starts
+        for stage in reversed(stages)
+        for k in range(size)
+    ]
     weights = [action._replace(kind="W") for action in backward] if is_split else []
     ahead = min((len(stages) - 1) * size + (1 if is_split else 2) * (num_ranks - 1 - rank), len(forward))
     row = forward[:ahead]
@@ -109,7 +119,9 @@ def _rounds(schedule: Schedule, rank: int) -> Row:
 
 
 def num_waiting(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of which `stage` still has the gradients of weights to make. The first stage makes all of its own at once."""
+    """The most microbatches of which `stage` still has the gradients of weights to make. The first stage makes all of
+    its own at once.
+    """
     waiting = most = 0
     for action in _row(schedule, schedule.rank_of(stage)) if stage else ():
         if action.stage == stage:

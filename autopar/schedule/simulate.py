@@ -14,8 +14,9 @@ KINDS = "FBIW"
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one stage for one microbatch. `backward_s` is its part for the inputs, `weight_s` that for the weights; a backward that is
-    not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its inputs' gradients to the one before.
+    """Seconds of one stage for one microbatch. `backward_s` is its part for the inputs, `weight_s` that for the
+    weights; a backward that is not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its
+    inputs' gradients to the one before.
     """
 
     forward_s: float
@@ -27,7 +28,8 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A schedule's actions as arrays, in waves: an action's two predecessors are in earlier waves, so that a wave is computed at once.
+    """A schedule's actions as arrays, in waves: an action's two predecessors are in earlier waves, so that a wave is
+    computed at once.
 
     Row `i` of the arrays is an action; its predecessors are rows, `len(actions)` if it has none.
     """
@@ -81,7 +83,8 @@ def _source(schedule: Schedule, action: Action) -> Action | None:
 
 
 def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in `StageTimes`.
+    """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in
+    `StageTimes`.
 
     Further dims are simulated side by side: many sets of times cost little more than one.
     """
@@ -92,8 +95,8 @@ def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_early = order.schedule.name in IN_ROUNDS
     for wave in order.waves:
         free, made = end[order.before[wave]], end[order.source[wave]]
-        # torch posts the receives of these two as soon as the sender's turn comes; the others' when they are needed, so that they hold up
-        # their rank for as long as they take.
+        # torch posts the receives of these two as soon as the sender's turn comes; the others' when they are needed, so
+        # that they hold up their rank for as long as they take.
         ready = np.maximum(free, made + transfer[wave]) if is_early else np.maximum(free, made) + transfer[wave]
         start[wave] = ready
         end[wave] = ready + duration[wave]

@@ -17,7 +17,7 @@ WIDTH = 100  # columns of a row of text
 # A microbatch is shown by its last digit: forwards as it is, backwards as the letter that stands for it.
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "wwwwwwwwww"}
 DIGITS = string.digits + string.ascii_lowercase + "+"
-LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a backward of weights that was put off, . waiting"
+LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a weight gradient put off, . waiting"
 
 
 class Action(NamedTuple):
@@ -78,16 +78,22 @@ class Timeline:
 def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
     """A row of `width` columns for each rank, and what its time goes to."""
     num_digits = len(str(len(timeline.rows) - 1))
-    drawn = [f"rank {rank:>{num_digits}} |{_drawn(row, timeline.step_s, width)}|" for rank, row in enumerate(timeline.rows)]
+    drawn = [
+        f"rank {rank:>{num_digits}} |{_drawn(row, timeline.step_s, width)}|" for rank, row in enumerate(timeline.rows)
+    ]
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.rows for span in row)]
     lines = [_times(timeline, rank, kinds) for rank in range(len(timeline.rows))]
-    table = tabulate(lines, ["rank", "stages", *map(KINDS.__getitem__, kinds), "waits", "most of it"], disable_numparse=True)
+    table = tabulate(
+        lines, ["rank", "stages", *map(KINDS.__getitem__, kinds), "waits", "most of it"], disable_numparse=True
+    )
     head = f"A step of {format_seconds(timeline.step_s)}, of which the ranks wait {timeline.bubble:.1%}:"
     return "\n".join([head, *drawn, f"({LEGEND})", "", table])
 
 
 def format_counts(rows: Sequence[Sequence[tuple[float, int]]], step_s: float, width: int = WIDTH) -> str:
-    """A row of `width` columns for each rank: a number that changes at these times, in the middle of each column; above 9, letters."""
+    """A row of `width` columns for each rank: a number that changes at these times, in the middle of each column; above
+    9, letters.
+    """
     num_digits = len(str(len(rows) - 1))
     return "\n".join(f"rank {rank:>{num_digits}} |{_counted(row, step_s, width)}|" for rank, row in enumerate(rows))
 
@@ -122,15 +128,22 @@ def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
     return [str(rank), stages, *cells, f"{sum(waited.values()) / timeline.step_s:.1%}", longest]
 
 
-def trace_json(timelines: Mapping[str, Timeline], memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None) -> str:
-    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread for each rank.
+def trace_json(
+    timelines: Mapping[str, Timeline], memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None
+) -> str:
+    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread
+    for each rank.
 
     memory: of ranks of the first timeline, bytes by kind from each time on.
     """
-    events = [event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)]
+    events = [
+        event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)
+    ]
     for rank, moments in (memory or {}).items():
         name = f"memory of rank {rank}, bytes"
-        events += [{"ph": "C", "pid": 0, "name": name, "ts": 1e6 * time_s, "args": dict(sizes)} for time_s, sizes in moments]
+        events += [
+            {"ph": "C", "pid": 0, "name": name, "ts": 1e6 * time_s, "args": dict(sizes)} for time_s, sizes in moments
+        ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1)
 
 
@@ -142,7 +155,14 @@ def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, A
         yield {"ph": "M", **at, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         for action, start_s, end_s in row:
             args = {"stage": action.stage, "microbatch": action.microbatch}
-            yield {"ph": "X", **at, "name": str(action), "cat": KINDS[action.kind], "args": args, **_when(start_s, end_s)}
+            yield {
+                "ph": "X",
+                **at,
+                "name": str(action),
+                "cat": KINDS[action.kind],
+                "args": args,
+                **_when(start_s, end_s),
+            }
         for reason, start_s, end_s in timeline.waits(rank):
             yield {"ph": "X", **at, "name": f"waits {reason}", "cat": "wait", "args": {}, **_when(start_s, end_s)}
 

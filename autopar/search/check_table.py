@@ -26,7 +26,9 @@ def checked(table: CostTable) -> CostTable:
 def _node(node: Node) -> Node:
     cost, memory = _canonical(f"node {node.name!r}", node.cost_s, node.memory_bytes)
     if cost.ndim != 1 or not cost.size:
-        raise ValueError(f"node {node.name!r}: expected one cost a strategy and at least one strategy, found shape {cost.shape}")
+        raise ValueError(
+            f"node {node.name!r}: expected one cost a strategy and at least one strategy, found shape {cost.shape}"
+        )
     return Node(node.name, cost, memory)
 
 

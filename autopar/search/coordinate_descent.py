@@ -40,7 +40,9 @@ def landscape(table: CostTable) -> Landscape:
     parts = (*table.nodes, *table.edges)
     cost_wall = 1e3 * sum(_largest(part.cost_s) for part in parts) or 1.0
     limited = np.isfinite(table.memory_limit_bytes)
-    memory_wall = 1e3 * (sum(_largest(part.memory_bytes) for part in parts) + abs(table.memory_limit_bytes)) if limited else 0.0
+    memory_wall = (
+        1e3 * (sum(_largest(part.memory_bytes) for part in parts) + abs(table.memory_limit_bytes)) if limited else 0.0
+    )
     walls = [(_walled(p.cost_s, p.cost_s, cost_wall), _walled(p.memory_bytes, p.cost_s, memory_wall)) for p in parts]
     incident: list[list[Incidence]] = [[] for _ in table.nodes]
     for edge, (cost, memory) in zip(table.edges, walls[len(table.nodes) :]):
@@ -49,11 +51,15 @@ def landscape(table: CostTable) -> Landscape:
     nodes = walls[: len(table.nodes)]
     groups = (*((v,) for v in range(len(nodes))), *((edge.a, edge.b) for edge in table.edges))
     member_of = tuple(((v,), *(tuple(sorted((v, i.other))) for i in incident[v])) for v in range(len(nodes)))
-    return Landscape(table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups, member_of)
+    return Landscape(
+        table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups, member_of
+    )
 
 
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
-    """A choice that no move of one node or of two neighbours improves: first less memory above the limit, then less cost."""
+    """A choice that no move of one node or of two neighbours improves: first less memory above the limit, then less
+    cost.
+    """
     current = list(start)
     used = _memory_used(land, current)
     settled: set[tuple[int, ...]] = set()
@@ -79,7 +85,8 @@ def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
 
 
 def shed(land: Landscape, start: Sequence[int], *, most_moves: int) -> tuple[int, ...]:
-    """A choice above the limit brought within it by the moves of one node or of two neighbours that cost least for each byte of the excess.
+    """A choice above the limit brought within it by the moves of one node or of two neighbours that cost least for each
+    byte of the excess.
 
     `start` as far as it came if no move saves memory, or when so many have been made.
     """
@@ -88,7 +95,9 @@ def shed(land: Landscape, start: Sequence[int], *, most_moves: int) -> tuple[int
         excess = _memory_used(land, current) - limit
         if excess <= 0:
             break
-        rate, group, moved = min((_cheapest_shed(land, current, group, excess) for group in land.groups), default=(np.inf, (), ()))
+        rate, group, moved = min(
+            (_cheapest_shed(land, current, group, excess) for group in land.groups), default=(np.inf, (), ())
+        )
         if rate == np.inf:
             break
         for v, k in zip(group, moved):
@@ -109,7 +118,9 @@ def _cheapest_shed(
 
 
 def own_starts(land: Landscape) -> tuple[tuple[int, ...], ...]:
-    """Cheap starts: each node's own best by cost and, where it is limited, by memory, with half of the least its edges add."""
+    """Cheap starts: each node's own best by cost and, where it is limited, by memory, with half of the least its edges
+    add.
+    """
     terms = ["cost", "memory"] if np.isfinite(land.table.memory_limit_bytes) else ["cost"]
     return tuple(tuple(_own_best(land, v, term) for v in range(len(land.cost))) for term in terms)
 
@@ -142,7 +153,11 @@ def _given_others(land: Landscape, current: Sequence[int], group: tuple[int, ...
         return _field(land, current, group[0], term, beside=-1)
     a, b = group
     joint = next(i for i in land.incident[a] if i.other == b)
-    return _field(land, current, a, term, beside=b)[:, None] + _field(land, current, b, term, beside=a) + getattr(joint, term)
+    return (
+        _field(land, current, a, term, beside=b)[:, None]
+        + _field(land, current, b, term, beside=a)
+        + getattr(joint, term)
+    )
 
 
 def _field(land: Landscape, current: Sequence[int], v: int, term: str, *, beside: int) -> np.ndarray:

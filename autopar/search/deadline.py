@@ -10,7 +10,8 @@ from typing import Optional
 class Deadline:
     """A moment `at_s` of `time.monotonic`, or the end of the deadline it lies `within`, whichever comes first.
 
-    Mutable, since work that is under way looks at it again and again: `stop` ends that work and all that was given a part of its time.
+    Mutable, since work that is under way looks at it again and again: `stop` ends that work and all that was given a
+    part of its time.
     """
 
     at_s: float = math.inf

@@ -16,7 +16,8 @@ from autopar.search.deadline import NEVER, Deadline
 from autopar.search.min_plus.sparse_core import core
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
-# What one elimination may take: about a twentieth of the time limit, at 2e9 additions a second, and no more than half a second.
+# What one elimination may take: about a twentieth of the time limit, at 2e9 additions a second, and no more than half a
+# second.
 _ADDITIONS_PER_S, _MOST_ADDITIONS = 1e8, 1e9
 # CP-SAT is given a table of at most so many strategies and allowed pairs: it builds a variable for each.
 _MOST_VARIABLES = 500_000
@@ -43,13 +44,13 @@ def solve(
 ) -> Choice:
     """The cheapest choice within the memory limit, and a proven lower bound.
 
-    Never worse than any start within the limit. The same table and starts give the same choice, unless the deadline comes first; after
-    it the cheapest start within the limit is returned as it is.
-    `enough_gap`: a search under a binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once.
-    `to_beat_s`: it also ends when no choice can cost less than this. `is_brief`: or when the limit is seen to bind and about the best
-    price on memory gives a bound and the choices `around` the limit.
-    `progress(stage, cost_s, lower_bound_s)` is called at each improvement; `worker` is the command that runs CP-SAT. Raises
-    `InfeasibleError` with the least memory that would do, `ValueError` for a malformed table.
+    Never worse than any start within the limit. The same table and starts give the same choice, unless the deadline
+    comes first; after it the cheapest start within the limit is returned as it is. `enough_gap`: a search under a
+    binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once. `to_beat_s`: it
+    also ends when no choice can cost less than this. `is_brief`: or when the limit is seen to bind and about the best
+    price on memory gives a bound and the choices `around` the limit. `progress(stage, cost_s, lower_bound_s)` is called
+    at each improvement; `worker` is the command that runs CP-SAT. Raises `InfeasibleError` with the least memory that
+    would do, `ValueError` for a malformed table.
     """
     table = checked(table)
     _check_starts(table, starts)
@@ -116,7 +117,13 @@ def _choices(
         yield "descent", _choice(table, best, trivial_bound(table))
     additions = min(_ADDITIONS_PER_S * max(1.0, deadline.remaining_s), _MOST_ADDITIONS)
     for state in squeeze(
-        table, best, known=known, to_beat_s=enough.to_beat_s, enough_gap=enough.gap, additions=additions, deadline=deadline
+        table,
+        best,
+        known=known,
+        to_beat_s=enough.to_beat_s,
+        enough_gap=enough.gap,
+        additions=additions,
+        deadline=deadline,
     ):
         if state.best is not None:
             yield "bound", _of_state(table, state)

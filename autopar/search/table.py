@@ -7,7 +7,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Node:
-    """Something to choose: `cost_s[k]` seconds and `memory_bytes[k]` if strategy k is taken (folded counts included)."""
+    """Something to choose: `cost_s[k]` seconds and `memory_bytes[k]` if strategy k is taken
+    (folded counts included).
+    """
 
     name: str
     cost_s: np.ndarray  # f64[K]
@@ -37,8 +39,9 @@ class CostTable:
 class Choice:
     """One strategy index per node; `lower_bound_s` is proven: no choice within the limit costs less.
 
-    `around`: where the memory limit binds, a choice above it and one within it that cost the same at the price of memory which gives the
-    bound. What can be divided between the two, so that the limit is just filled, costs no more than the bound.
+    `around`: where the memory limit binds, a choice above it and one within it that cost the same at the price of
+    memory which gives the bound. What can be divided between the two, so that the limit is just filled, costs no more
+    than the bound.
     """
 
     strategies: tuple[int, ...]

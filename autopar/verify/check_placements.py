@@ -1,7 +1,8 @@
-"""An independent check of generated code: `spmd_types`' checker infers every variable's placement and compares it with the layout claimed.
+"""An independent check of generated code: `spmd_types`' checker infers every variable's placement and compares it with
+the layout claimed.
 
-The checker knows S only as V (varying). It cannot know that a product contracted over a split dim is a pending sum, so a
-claim "P" turns an inferred V into P; every other disagreement is an error.
+The checker knows S only as V (varying). It cannot know that a product contracted over a split dim is a pending sum, so
+a claim "P" turns an inferred V into P; every other disagreement is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +23,31 @@ from autopar.sbp.placement import I, Layout, Placement, R, local_shape
 from autopar.torch_compat import pytree
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
-# Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending, else a
-# varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
+# Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending,
+# else a varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
 _LINEAR = {
-    "adaptive_avg_pool2d", "avg_pool1d", "avg_pool2d", "constant_pad_nd", "conv1d", "conv2d", "dropout", "embedding", "gather",
-    "index", "index_select", "masked_fill", "pad", "repeat_interleave", "scaled_dot_product_attention", "slice",
-    "split_with_sizes", "to", "tril", "triu", "where",
-}  # fmt: skip
+    "adaptive_avg_pool2d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "constant_pad_nd",
+    "conv1d",
+    "conv2d",
+    "dropout",
+    "embedding",
+    "gather",
+    "index",
+    "index_select",
+    "masked_fill",
+    "pad",
+    "repeat_interleave",
+    "scaled_dot_product_attention",
+    "slice",
+    "split_with_sizes",
+    "to",
+    "tril",
+    "triu",
+    "where",
+}
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
 # Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
 _BIAS = {"linear": 2, "turned_linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
@@ -47,7 +66,9 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
     referee = _Referee(program, mesh)
     names = namespace() | _names(referee)
     forward = compile_source(source, names)
-    inputs = [(referee.tensor(item.value, layout), layout) for item, layout in program.inputs if item.kind == "argument"]
+    inputs = [
+        (referee.tensor(item.value, layout), layout) for item, layout in program.inputs if item.kind == "argument"
+    ]
     with spmd.set_current_mesh(mesh), spmd.checker.typecheck(strict_mode="strict"):
         for argument, layout in inputs:
             referee.declare(argument, *layout)
@@ -59,13 +80,18 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 def _names(referee: "_Referee") -> dict[str, Any]:
     """What generated code calls, as the checker can follow it."""
     return {
-        "aten": _Ops(torch.ops.aten, "aten", referee), "autopar": _Ops(torch.ops.autopar, "autopar", referee),
-        "declare": referee.declare, "convert": referee.convert, "move": referee.convert,
-        "local": _Untyped(namespace()["local"]), "seeded": lambda *_: torch.enable_grad(),
-        "regathered": lambda *_: nullcontext(), "recomputed": lambda function, *inputs: function(*inputs),
+        "aten": _Ops(torch.ops.aten, "aten", referee),
+        "autopar": _Ops(torch.ops.autopar, "autopar", referee),
+        "declare": referee.declare,
+        "convert": referee.convert,
+        "move": referee.convert,
+        "local": _Untyped(namespace()["local"]),
+        "seeded": lambda *_: torch.enable_grad(),
+        "regathered": lambda *_: nullcontext(),
+        "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),
         "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
-    }  # fmt: skip
+    }
 
 
 class _Referee:
@@ -78,7 +104,11 @@ class _Referee:
         self.used: dict[str, torch.Tensor] = {}
         self.expanded: dict[int, torch.Tensor] = {}
         self.inputs = {item.fqn: (item.value, layout) for item, layout in program.inputs}
-        self.constants = {item.value.name: self.tensor(item.value, layout) for item, layout in program.inputs if item.kind == "constant"}
+        self.constants = {
+            item.value.name: self.tensor(item.value, layout)
+            for item, layout in program.inputs
+            if item.kind == "constant"
+        }
 
     def draw_seed(self) -> int:
         return 0
@@ -171,7 +201,10 @@ class _Ops:
     def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         groups = [axis.group for axis in self._referee.mesh_axes if axis.size > 1]
-        types = {g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index) for g in groups}
+        types = {
+            g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index)
+            for g in groups
+        }
         result = _Untyped.call(self._found, args, kwargs)
         for x in pytree.tree_leaves(result):
             spmd.assert_type(x, types)

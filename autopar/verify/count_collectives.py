@@ -1,4 +1,6 @@
-"""The collectives a rank really issues, counted where they reach the process group, whoever issued them and in whichever pass."""
+"""The collectives a rank really issues, counted where they reach the process group, whoever issued them and in
+whichever pass.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +82,10 @@ def _group_name(arguments: tuple[Any, ...]) -> str:
 
 def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
     """Larger side: inputs and outputs are different arguments, or the outputs are the result."""
-    return max(sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor)) for side in (*arguments, out))
+    return max(
+        sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor))
+        for side in (*arguments, out)
+    )
 
 
 def _phase() -> str:

@@ -33,19 +33,21 @@ from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import pytree
 from autopar.verify.count_collectives import count_collectives
 
-# Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64 model,
-# so float64 is not held to its own precision.
+# Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64
+# model, so float64 is not held to its own precision.
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
-# Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with themselves, and
-# AdamW's epsilon is a share of it too, so that such a gradient does not turn into a whole step.
+# Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with
+# themselves, and AdamW's epsilon is a share of it too, so that such a gradient does not turn into a whole step.
 FLOOR = 1e-4
 LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on whole tensors: loss, gradients before the optimizer's step, parameters and buffers after it."""
+    """A training step on whole tensors: loss, gradients before the optimizer's step,
+    parameters and buffers after it.
+    """
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
@@ -79,7 +81,9 @@ def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = Non
 
 
 def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
-    """What the first rank should issue in a step but for what stages send one another, and the mesh whose axes they name."""
+    """What the first rank should issue in a step but for what stages send one another, and the mesh whose axes they
+    name.
+    """
     stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
     found = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
     return list(chain.from_iterable(found)), stages[0].mesh
@@ -89,7 +93,9 @@ def _tolerance(plan: Plan | StagedPlan) -> float:
     dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
     if not dtypes <= TOLERANCES.keys():
         found = ", ".join(sorted(map(str, dtypes)))
-        raise AutoparError(f"the model has parameters of {found}, too coarse to compare; pass --dtype float32 or float64")
+        raise AutoparError(
+            f"the model has parameters of {found}, too coarse to compare; pass --dtype float32 or float64"
+        )
     return max((TOLERANCES[dtype] for dtype in dtypes), default=min(TOLERANCES.values()))
 
 
@@ -100,7 +106,9 @@ def _first_cause(folder: Path) -> str:
 
 
 def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
-    """Run `_run_rank` for each device and wait: forks of a process that has imported all once, the modules of the model among it."""
+    """Run `_run_rank` for each device and wait: forks of a process that has imported all once, the modules of the model
+    among it.
+    """
     of_models = [name for name in sys.modules if name.startswith("transformers.models.")]
     multiprocessing.set_forkserver_preload([__name__, *of_models])
     mp.start_processes(_run_rank, (mesh, target, dtype, folder), nprocs=mesh.num_devices, start_method="forkserver")
@@ -128,10 +136,17 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
     loaded = model._autopar.current()
     parts = [part.loaded for part in loaded.parts] if isinstance(loaded, Trainer) else [loaded]
     if any(part.program.has_random_ops for part in parts):
-        raise AutoparError("the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability to 0")
+        raise AutoparError(
+            "the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability"
+            " to 0"
+        )
     with count_collectives(parts[0].mesh) as issued:
         # train_step has made the loss and the gradients whole
-        summed = [model.train_step(*example.args, **example.kwargs)] if isinstance(loaded, Trainer) else backward(model, example)
+        summed = (
+            [model.train_step(*example.args, **example.kwargs)]
+            if isinstance(loaded, Trainer)
+            else backward(model, example)
+        )
     step = _finish(model, summed)
     if isinstance(loaded, Trainer):
         return _of_all_stages(step), [collective for collective in issued if collective.axes]
@@ -159,7 +174,9 @@ def train_step(example: Example) -> Step:
 
 
 def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
-    """Run forward and backward; returns the outputs whose sum is the loss: the first scalar, or all if there is none."""
+    """Run forward and backward; returns the outputs whose sum is the loss: the first scalar,
+    or all if there is none.
+    """
     outputs = model(*example.args, **example.kwargs)
     floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if not floating:
@@ -200,7 +217,9 @@ def _of_all_ranks(largest: float) -> float:
     return float(found)
 
 
-def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float) -> Outcome:
+def _judge(
+    found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float
+) -> Outcome:
     rows = [
         ["loss", *difference({"loss": found.loss}, {"loss": truth.loss})],
         ["gradients", *difference(found.gradients, truth.gradients)],
@@ -211,16 +230,22 @@ def _judge(found: Step, truth: Step, planned: list[Collective], issued: list[Col
     lines = [[what, f"{worst:.1e}", where] for what, worst, where in rows]
     table = tabulate(lines, ["what", "largest relative difference", "at"], disable_numparse=True)
     verdict = "equal" if close and same else "NOT equal"
-    return Outcome(close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued")
+    return Outcome(
+        close and same, f"{table}\n\n{counted}\n\n{verdict}: tolerance {tolerance:g}, {len(issued)} collectives issued"
+    )
 
 
 def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest difference of any tensor relative to its largest entry, and the tensor's name; infinity where one side lacks it."""
+    """Largest difference of any tensor relative to its largest entry, and the tensor's name; infinity where one side
+    lacks it.
+    """
     if missing := sorted(found.keys() ^ truth.keys()):
         return float("inf"), missing[0]
     floor = FLOOR * max((float(x.abs().max()) for x in truth.values() if x.numel()), default=0.0)
     pairs = {name: (found[name].double(), x.double()) for name, x in truth.items() if x.numel()}
-    worst = {name: float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-300) for name, (a, b) in pairs.items()}
+    worst = {
+        name: float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-300) for name, (a, b) in pairs.items()
+    }
     name = max(worst, key=lambda name: worst[name] if worst[name] == worst[name] else float("inf"), default="")
     return (worst[name], name) if name else (0.0, "")
 
@@ -228,7 +253,9 @@ def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
     """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
     keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
-    rows = [[key[0], mesh.name_of(key[1]) or "other", key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys]
+    rows = [
+        [key[0], mesh.name_of(key[1]) or "other", key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys
+    ]
     headers = ["phase", "axis", "kind", "planned", "bytes", "counted", "bytes"]
     text = tabulate(rows, headers, disable_numparse=True) if rows else "No collective is planned, none was issued."
     return text, Counter(planned) == Counter(issued)

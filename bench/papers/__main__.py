@@ -2,8 +2,9 @@
 
     python -m bench.papers [--rows '^Whale'] [--resume]
 
-No device is used: what is published was measured by others, what is ours is what the cost model predicts of the plans found. What a paper's
-settings were is often not known: then a range of them is calculated, and none is picked out. Every row is saved as soon as it is done.
+No device is used: what is published was measured by others, what is ours is what the cost model predicts of the plans
+found. What a paper's settings were is often not known: then a range of them is calculated, and none is picked out.
+Every row is saved as soon as it is done.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Alpa (OSDI 2022): how its GPT scales from 350M on one V100 to 39B on 64, beside how our plans would by the cost model."""
+"""Alpa (OSDI 2022): how its GPT scales from 350M on one V100 to 39B on 64, beside how our plans would by the cost
+model.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +26,15 @@ from bench.report import Row
 CLUSTER = "v100-25g"
 BATCH, SEQUENCE, VOCABULARY = 1024, 1024, 51200
 TIME_LIMIT_S = 10.0
-# Left open, the number of microbatches is one of six at most, all too small for a batch of so many sequences on few devices.
+# Left open, the number of microbatches is one of six at most, all too small for a batch of so many sequences on few
+# devices.
 NUM_MICROBATCHES = (64, 256)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model on so many V100, and teraflop/s a device as published, recomputation counted as work: Alpa, Megatron-LM, Alpa without
-    stages."""
+    """A model on so many V100, and teraflop/s a device as published, recomputation counted as work: Alpa, Megatron-LM,
+    Alpa without stages."""
 
     num_devices: int
     name: str
@@ -53,8 +56,8 @@ class Size:
         return self.flops(recomputed=True) / (teraflops * 1e12 * self.num_devices)
 
 
-# Models: benchmark/alpa/suite_manual_gpt.py, gpt_specs. Rates: osdi22_artifact/results_e2e.tsv, lines "gpt" of parax.auto, megatron and
-# parax.intra_only. Both in the repository alpa-projects/alpa.
+# Models: benchmark/alpa/suite_manual_gpt.py, gpt_specs. Rates: osdi22_artifact/results_e2e.tsv, lines "gpt" of
+# parax.auto, megatron and parax.intra_only. Both in the repository alpa-projects/alpa.
 SIZES = (
     Size(1, "350M", 1024, 24, 16, 45.07, 47.53, 46.2003),
     Size(2, "760M", 1536, 24, 16, 57.92, 55.53, 59.5364),
@@ -76,14 +79,20 @@ def gpt_graph(size: Size, batch: int) -> Graph:
 
 @cache
 def planned(size: Size) -> Plan | StagedPlan:
-    """The fastest plan of a whole batch as `autopar.plan` finds it when asked for each of a few numbers of microbatches; InfeasibleError,
-    that of the last, if none fits."""
+    """The fastest plan of a whole batch as `autopar.plan` finds it when asked for each of a few numbers of
+    microbatches; InfeasibleError, that of the last, if none fits."""
     graph, devices, cluster = gpt_graph(size, BATCH), Devices(size.num_devices), load_cluster(CLUSTER)
     found, failure = [], None
     for count in NUM_MICROBATCHES:
         try:
             found.append(
-                choose_plan(graph, devices, cluster, PlanRequest(num_microbatches=count, time_limit_s=TIME_LIMIT_S), predict=rank_peaks)
+                choose_plan(
+                    graph,
+                    devices,
+                    cluster,
+                    PlanRequest(num_microbatches=count, time_limit_s=TIME_LIMIT_S),
+                    predict=rank_peaks,
+                )
             )
         except InfeasibleError as error:
             failure = error
@@ -103,25 +112,38 @@ def rate(size: Size, step_s: float) -> float:
 
 
 def measure(size: Size, smallest: Size) -> Mapping[str, Sequence[Row]]:
-    """One size; what a device does in a second, ours and published, as a part of what it does of the smallest, on one device."""
+    """One size; what a device does in a second, ours and published, as a part of what it does of the smallest, on one
+    device.
+    """
     name = row_name(size)
     try:
         plan, alone_s = planned(size), planned(smallest).step_s
     except InfeasibleError as error:
         return {SCALING: [{"row": name, "error": str(error)}]}
-    published = {of: tuple(one.step_s(getattr(one, of)) for one in (size, smallest)) for of in ("alpa", "megatron", "without_stages")}
+    published = {
+        of: tuple(one.step_s(getattr(one, of)) for one in (size, smallest))
+        for of in ("alpa", "megatron", "without_stages")
+    }
     scaled = {of: rate(size, own_s) / rate(smallest, one_s) for of, (own_s, one_s) in published.items()}
     shown = described(plan)
     values = (
-        size.name, size.num_devices, scaled["alpa"], scaled["megatron"], scaled["without_stages"],
-        rate(size, plan.step_s) / rate(smallest, alone_s), published["alpa"][0], plan.step_s,
+        size.name,
+        size.num_devices,
+        scaled["alpa"],
+        scaled["megatron"],
+        scaled["without_stages"],
+        rate(size, plan.step_s) / rate(smallest, alone_s),
+        published["alpa"][0],
+        plan.step_s,
         run_rate(size, plan.step_s, shown[AGAIN] / size.layers) / run_rate(size, published["alpa"][0], 1.0),
-    )  # fmt: skip
+    )
     return {SCALING: [{"row": name} | dict(zip(COLUMNS, values))], PLANS: [{"row": name} | shown]}
 
 
 def run_rate(size: Size, step_s: float, recomputed: float) -> float:
-    """Flop/s of all devices, products that are run again counted again; recomputed: the part of the layers of which they are."""
+    """Flop/s of all devices, products that are run again counted again; recomputed: the part of the layers of which
+    they are.
+    """
     once, twice = (size.flops(recomputed=again) for again in (False, True))
     return (once + min(1.0, recomputed) * (twice - once)) / step_s
 
@@ -140,38 +162,69 @@ def described(plan: Plan | StagedPlan) -> dict[str, Any]:
 SCALING, PLANS = "Alpa: scaling", "Alpa: our plans"
 TOO_FAST, AGAIN = "rate of the products that are run, ours / Alpa's", "blocks recomputed"
 COLUMNS = (
-    "GPT", "V100", "Alpa, of its one-GPU rate", "Megatron-LM, of its one-GPU rate", "Alpa without stages, of its one-GPU rate",
-    "ours, of its one-GPU rate", "Alpa, measured, s", "ours, predicted, s", TOO_FAST,
-)  # fmt: skip
+    "GPT",
+    "V100",
+    "Alpa, of its one-GPU rate",
+    "Megatron-LM, of its one-GPU rate",
+    "Alpa without stages, of its one-GPU rate",
+    "ours, of its one-GPU rate",
+    "Alpa, measured, s",
+    "ours, predicted, s",
+    TOO_FAST,
+)
 PLAN_COLUMNS = (
-    "mesh", "stages, microbatches", AGAIN, "parameters with state on the host", "predicted peak, GiB", "limit, GiB",
+    "mesh",
+    "stages, microbatches",
+    AGAIN,
+    "parameters with state on the host",
+    "predicted peak, GiB",
+    "limit, GiB",
     "distance to our bound, %",
-)  # fmt: skip
+)
 SETTINGS = {
-    "models": f"GPT of the table, sequence {SEQUENCE}, vocabulary {VOCABULARY}, {BATCH} sequences a batch, float16 with "
-    "the loss in float32, AdamW with float32 moments, no dropout, embedding and head apart",
-    "cluster": f"preset {CLUSTER}: nodes of 8 V100 16 GB on NVLink (p3.16xlarge), 25 Gbit/s a node; products at 0.55 and links at 0.6 "
-    "of the datasheet",
-    "ours": "the plan of the whole batch as autopar.plan finds it with the mesh left open, stages, microbatches and recomputed blocks "
-    f"included, its peak within nine tenths of a device; the faster of those with {' and '.join(map(str, NUM_MICROBATCHES))} "
-    f"microbatches, each searched for {TIME_LIMIT_S:g} s; predicted by the cost model",
-    "of its one-GPU rate": "work a device does in a second, each product counted once, over the same of the 350M model on one device: "
-    "scaling is set against scaling, since the seconds of one column are measured and of the other predicted",
-    "Alpa": "with stages and recomputation, measured; without stages: its intra-operator pass alone; Megatron-LM: its best grid",
+    "models": (
+        f"GPT of the table, sequence {SEQUENCE}, vocabulary {VOCABULARY}, {BATCH} sequences a batch, float16 with "
+        "the loss in float32, AdamW with float32 moments, no dropout, embedding and head apart"
+    ),
+    "cluster": (
+        f"preset {CLUSTER}: nodes of 8 V100 16 GB on NVLink (p3.16xlarge), 25 Gbit/s a node; products at 0.55 and links"
+        " at 0.6 of the datasheet"
+    ),
+    "ours": (
+        "the plan of the whole batch as autopar.plan finds it with the mesh left open, stages, microbatches and"
+        " recomputed blocks included, its peak within nine tenths of a device; the faster of those with"
+        f" {' and '.join(map(str, NUM_MICROBATCHES))} microbatches, each searched for {TIME_LIMIT_S:g} s; predicted by"
+        " the cost model"
+    ),
+    "of its one-GPU rate": (
+        "work a device does in a second, each product counted once, over the same of the 350M model on one device: "
+        "scaling is set against scaling, since the seconds of one column are measured and of the other predicted"
+    ),
+    "Alpa": (
+        "with stages and recomputation, measured; without stages: its intra-operator pass alone; Megatron-LM: its best"
+        " grid"
+    ),
 }
-NOT_KNOWN = ("a table of figure 7's numbers in the paper's text: the published rates are those of its artifact's result file",)
+NOT_KNOWN = (
+    "a table of figure 7's numbers in the paper's text: the published rates are those of its artifact's result file",
+)
 NOTES = (
-    "the last column of the first row says by how much the cost model is too fast on one GPU already, products that are recomputed counted "
-    "on both sides; the rows behind it add to that what scaling adds",
-    "larger models have larger products; whether that is why Alpa's and Megatron-LM's columns rise above 1 was not looked into: the cost "
-    "model gives all products the same rate",
+    (
+        "the last column of the first row says by how much the cost model is too fast on one GPU already, products that"
+        " are recomputed counted on both sides; the rows behind it add to that what scaling adds"
+    ),
+    (
+        "larger models have larger products; whether that is why Alpa's and Megatron-LM's columns rise above 1 was not"
+        " looked into: the cost model gives all products the same rate"
+    ),
     "Alpa also holds a float32 copy of the parameters (4 bytes each), which is not in our memory",
     "attention is counted as fused (its scores are not kept), as PyTorch runs it",
 )
 _CASES = {row_name(size): partial(measure, size, SIZES[0]) for size in SIZES}
 ALPA = Paper(
     "Alpa",
-    'Zheng et al., OSDI 2022, "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", arXiv:2201.12023',
+    'Zheng et al., OSDI 2022, "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning",'
+    " arXiv:2201.12023",
     SETTINGS,
     NOT_KNOWN,
     NOTES,

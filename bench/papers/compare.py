@@ -1,4 +1,6 @@
-"""The plan found when the mesh is left open, beside the best hand plans over all ways to be data times tensor parallel."""
+"""The plan found when the mesh is left open, beside the best hand plans over all ways to be data times tensor
+parallel.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from autopar.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Compared:
-    """plan: what the search found. ddp: whole parameters, all devices split the batch. megatron: the best of all tensor-parallel degrees
-    from 2 up, with and without sequence parallelism, parameters whole on the data axes. expert: the best of these and of all with ZeRO.
+    """plan: what the search found. ddp: whole parameters, all devices split the batch. megatron: the best of all
+    tensor-parallel degrees from 2 up, with and without sequence parallelism, parameters whole on the data axes. expert:
+    the best of these and of all with ZeRO.
     """
 
     plan: Plan

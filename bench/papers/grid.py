@@ -1,8 +1,9 @@
 """Bytes that a linear layer's step moves on a grid of devices, by formula and by counting a plan's collectives.
 
-y[m, n] = x[m, k] w[n, k]^T on p1 x p2 x p3 devices: p1 split the rows (the batch), p2 the outputs, p3 the inputs. Forward sums y over
-p3, backward sums the gradient of x over p2 and that of w over p1; a device sends 2 (q - 1) / q of the buffer in an all-reduce over q.
-Formula and bound: Chen et al., "AutoDDL: Automatic Distributed Deep Learning with Near-Optimal Bandwidth Cost", arXiv:2301.06813.
+y[m, n] = x[m, k] w[n, k]^T on p1 x p2 x p3 devices: p1 split the rows (the batch), p2 the outputs, p3 the inputs.
+Forward sums y over p3, backward sums the gradient of x over p2 and that of w over p1; a device sends 2 (q - 1) / q of
+the buffer in an all-reduce over q. Formula and bound: Chen et al., "AutoDDL: Automatic Distributed Deep Learning with
+Near-Optimal Bandwidth Cost", arXiv:2301.06813.
 """
 
 import math
@@ -75,7 +76,9 @@ def shape_of(op: Op) -> Shape:
 
 
 def grid_of(op: Op, strategy: Strategy, mesh: Mesh) -> Grid:
-    """The grid on which `strategy` runs a linear op; its product is less than the devices where some do the same work."""
+    """The grid on which `strategy` runs a linear op; its product is less than the devices where some do the same
+    work.
+    """
     sides = [1, 1, 1]
     for signature, size in zip(strategy.signatures, mesh.shape):
         x, weight = signature.inputs[:2]
@@ -107,14 +110,19 @@ def bytes_by_layer(plan: Plan) -> dict[str, float]:
                 for owner in owners or ("",):
                     found[owner if owner in linear else ""] += sent / max(len(owners), 1)
     counted = sum(found.values())
-    found[""] += sum(sent_bytes(planned.collective, plan.mesh) for planned in plan.costs.collectives) - counted  # from inside ops
+    # from inside ops
+    found[""] += sum(sent_bytes(planned.collective, plan.mesh) for planned in plan.costs.collectives) - counted
     return dict(found)
 
 
 def _sent_by(conversion: Conversion, mesh: Mesh) -> float:
     value = conversion.value
     steps = redistribute(conversion.src, conversion.dst)
-    made = (c for step in steps for c in collectives_of(step, value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad))
+    made = (
+        c
+        for step in steps
+        for c in collectives_of(step, value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad)
+    )
     return sum(sent_bytes(collective, mesh) for collective in made)
 
 
@@ -130,7 +138,10 @@ def _owners(name: str, conversion: Conversion, nearest: Mapping[str, tuple[str, 
 
 def _nearest_products(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Op -> the ops with a weight that the fewest steps lead to, itself if it is one."""
-    uses, weights = uses_of(graph), {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) > 1}
+    uses, weights = (
+        uses_of(graph),
+        {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) > 1},
+    )
     found: dict[str, tuple[int, tuple[str, ...]]] = {}
     for op in reversed(graph.ops):
         readers = [found[use.user] for value in op.outputs for use in uses.get(value.name, ()) if use.user in found]

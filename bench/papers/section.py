@@ -1,4 +1,6 @@
-"""What is written about one paper: settings, tables with the published numbers beside ours, and what to know when reading them."""
+"""What is written about one paper: settings, tables with the published numbers beside ours, and what to know when
+reading them.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +13,8 @@ Run = Callable[[], Mapping[str, Sequence[Row]]]  # title of a table -> the rows 
 
 @dataclass(frozen=True)
 class Paper:
-    """`settings`: what the calculation assumes. `not_known`: what the sources at hand do not say, so that it is varied. `notes`: how to
-    read it. cases: name of a row of the first table -> what makes it, and rows of the others."""
+    """`settings`: what the calculation assumes. `not_known`: what the sources at hand do not say, so that it is varied.
+    `notes`: how to read it. cases: name of a row of the first table -> what makes it, and rows of the others."""
 
     name: str
     source: str

@@ -1,4 +1,6 @@
-"""Generated source holds nothing of a name but a literal or an identifier that codegen chose; comments cannot be ended by one."""
+"""Generated source holds nothing of a name but a literal or an identifier that codegen chose; comments cannot be ended
+by one.
+"""
 
 import ast
 import contextlib

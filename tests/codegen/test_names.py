@@ -12,7 +12,23 @@ from autopar.verify.count_collectives import count_collectives
 from tests.workers import Ranks, device_mesh
 
 MODULES = ("a\nraise SystemExit", "class", "print", "None", "a-b", "a_b", "axis_dp", "x1@2", "\x1b[2J")
-PARAMETERS = ("lambda", "self", "torch", "match", "_", "inf", "I", "weight", "weight__1", "weight__2", "ﬁ", "fi", "x²", "x'#", "named_x")
+PARAMETERS = (
+    "lambda",
+    "self",
+    "torch",
+    "match",
+    "_",
+    "inf",
+    "I",
+    "weight",
+    "weight__1",
+    "weight__2",
+    "ﬁ",
+    "fi",
+    "x²",
+    "x'#",
+    "named_x",
+)
 BUFFERS = ("seed", "def", "region_1", "offload_1", "\ud800")
 
 
@@ -68,7 +84,13 @@ def test_a_model_and_a_mesh_with_odd_names_train_like_one_device(ranks4: Ranks, 
 
 
 def test_odd_names_are_explained_on_lines_of_their_own() -> None:
-    plan = autopar.plan(Odd(), "dp-shard=2,class=2", cluster="free-links", args=(torch.randn(8, 8),), kwargs={"print": torch.randn(8, 8)})
+    plan = autopar.plan(
+        Odd(),
+        "dp-shard=2,class=2",
+        cluster="free-links",
+        args=(torch.randn(8, 8),),
+        kwargs={"print": torch.randn(8, 8)},
+    )
     text = plan.explain()
     assert all(char.isprintable() or char == "\n" for char in text)
     assert not any(line.startswith("raise SystemExit") for line in text.splitlines())

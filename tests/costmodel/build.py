@@ -55,7 +55,9 @@ def layer_stack(num_layers: int, batch: int = 16, hidden: int = 8, needs_grad: b
             ("aten.mm.default", "aten.relu.default", "aten.mul.Tensor", "aten.add.Tensor"),
             ((x, weight), (made[0],), (x, scale), (made[1], made[2])),
         ):
-            ops.append(Op(value.name, target, tuple(map(Slot, range(len(read)))), (), read, (value,), False, f"layers.{i}", ""))
+            ops.append(
+                Op(value.name, target, tuple(map(Slot, range(len(read)))), (), read, (value,), False, f"layers.{i}", "")
+            )
         x = made[3]
     return Graph(tuple(inputs), tuple(ops), (x,), (), (), {}, (), None, None)
 

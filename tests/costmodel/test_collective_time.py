@@ -40,7 +40,10 @@ def test_small_all_reduce_takes_the_tree():
 
 def test_an_axis_is_priced_at_the_level_it_spans():
     cluster = cluster_of(NODE, NETWORK)
-    inner, outer = time_of(cluster, "4x8", "all_gather", 8e9, axes=(1,)), time_of(cluster, "4x8", "all_gather", 8e9, axes=(0,))
+    inner, outer = (
+        time_of(cluster, "4x8", "all_gather", 8e9, axes=(1,)),
+        time_of(cluster, "4x8", "all_gather", 8e9, axes=(0,)),
+    )
     assert inner == pytest.approx(7 / 8 * 8e9 / 100e9, rel=1e-3)
     assert outer == pytest.approx(3 / 4 * 8e9 / 1e9, rel=1e-3)
 
@@ -72,7 +75,9 @@ def test_measured_factors_scale_their_kind_only():
 
 
 def sets_of_axes(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [axes for size in range(1, len(mesh_shape) + 1) for axes in itertools.combinations(range(len(mesh_shape)), size)]
+    return [
+        axes for size in range(1, len(mesh_shape) + 1) for axes in itertools.combinations(range(len(mesh_shape)), size)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +116,10 @@ def test_faster_links_never_take_more_time(mesh_shape, kind, num_bytes):
 @given(meshes, st.integers(2**26, 2**34))
 def test_large_gathers_cost_less_than_the_all_reduce_they_are_half_of(mesh_shape, num_bytes):
     for axes in sets_of_axes(mesh_shape):
-        half, whole = (float(collective_times(cluster_of(NODE, NETWORK), mesh_shape, axes, k, np.float64(num_bytes))) for k in KINDS[1::-1])
+        half, whole = (
+            float(collective_times(cluster_of(NODE, NETWORK), mesh_shape, axes, k, np.float64(num_bytes)))
+            for k in KINDS[1::-1]
+        )
         assert half <= whole
 
 

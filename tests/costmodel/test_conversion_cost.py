@@ -19,11 +19,16 @@ CLUSTER = Cluster("test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (3,)])
 def test_all_pairs(shape, needs_grad):
-    mesh, value = Mesh(shape, tuple(f"a{i}" for i in range(len(shape)))), Value("x", (12, 24, 5, 36), torch.float32, needs_grad)
+    mesh, value = (
+        Mesh(shape, tuple(f"a{i}" for i in range(len(shape)))),
+        Value("x", (12, 24, 5, 36), torch.float32, needs_grad),
+    )
     layouts = tuple(itertools.product((S(0), S(1), S(3), P, I, R), repeat=len(shape)))
     found = conversion_times(value, layouts, layouts, shape, CLUSTER)
     for (i, src), (j, dst) in itertools.product(enumerate(layouts), repeat=2):
-        collectives = [c for step in redistribute(src, dst) for c in collectives_of(step, value.shape, 4, shape, needs_grad)]
+        collectives = [
+            c for step in redistribute(src, dst) for c in collectives_of(step, value.shape, 4, shape, needs_grad)
+        ]
         assert found[i, j] == pytest.approx(sum(collective_time(CLUSTER, mesh, c) for c in collectives)), (src, dst)
 
 

@@ -53,7 +53,9 @@ def test_gradients_of_whole_parameters_are_reduced_once_whatever_the_microbatche
     one, four = costs_of(I, Training()), costs_of(I, Training("adamw", 4, 2))
     assert issued(one) == issued(four) == {("backward", "all_reduce"): 1}
     assert four.compute_forward_s == 4 * one.compute_forward_s and four.optimizer_s == one.optimizer_s
-    assert four.step_s == pytest.approx(4 * (four.microbatch_s("forward") + four.microbatch_s("backward")) + four.once_s)
+    assert four.step_s == pytest.approx(
+        4 * (four.microbatch_s("forward") + four.microbatch_s("backward")) + four.once_s
+    )
     # relu saves its result, mm its input: two activations a layer, but the first input is what another stage sends
     assert one.memory_bytes["activations"] == (2 * NUM_LAYERS - 1) * ACTIVATION // 4
     assert four.memory_bytes["activations"] == 2 * one.memory_bytes["activations"]
@@ -62,7 +64,11 @@ def test_gradients_of_whole_parameters_are_reduced_once_whatever_the_microbatche
 
 def test_what_is_gathered_once_is_there_for_the_whole_step_and_so_are_its_gradients():
     kept, four = costs_of(S(0), Training()), costs_of(S(0), Training("adamw", 4, 2))
-    assert issued(kept) == issued(four) == {("forward", "all_gather"): NUM_LAYERS, ("backward", "reduce_scatter"): NUM_LAYERS}
+    assert (
+        issued(kept)
+        == issued(four)
+        == {("forward", "all_gather"): NUM_LAYERS, ("backward", "reduce_scatter"): NUM_LAYERS}
+    )
     assert kept.memory_bytes["gathered"] == NUM_LAYERS * WEIGHT
     assert four.memory_bytes["gathered"] == NUM_LAYERS * (WEIGHT + WEIGHT - WEIGHT // 4)
 
@@ -70,13 +76,18 @@ def test_what_is_gathered_once_is_there_for_the_whole_step_and_so_are_its_gradie
 def test_what_is_regathered_is_gathered_twice_in_every_microbatch():
     costs = costs_of(S(0), Training("adamw", 4, 2), regathered=frozenset(f"w{i}" for i in range(NUM_LAYERS)))
     each = 4 * NUM_LAYERS
-    assert issued(costs) == {("forward", "all_gather"): each, ("backward", "all_gather"): each, ("backward", "reduce_scatter"): each}
+    assert issued(costs) == {
+        ("forward", "all_gather"): each,
+        ("backward", "all_gather"): each,
+        ("backward", "reduce_scatter"): each,
+    }
     assert "gathered" not in costs.memory_bytes
 
 
 def test_a_recomputed_layer_keeps_what_enters_it_and_the_inside_of_one():
     plain, again = costs_of(I, Training("adamw", 4, 2)), costs_of(I, Training("adamw", 4, 2), recomputed=LAYERS)
-    assert again.memory_bytes["activations"] == 2 * (NUM_LAYERS - 1) * ACTIVATION // 4  # what enters the first is an argument
+    # what enters the first is an argument
+    assert again.memory_bytes["activations"] == 2 * (NUM_LAYERS - 1) * ACTIVATION // 4
     assert again.memory_bytes["recomputed"] == ACTIVATION // 4  # relu's result; mm reads what enters
     assert again.compute_backward_s == pytest.approx(plain.compute_backward_s + plain.compute_forward_s)
     assert again.compute_forward_s == plain.compute_forward_s and issued(again) == issued(plain)
@@ -95,7 +106,10 @@ def test_where_weights_get_their_gradients_later_what_was_made_again_waits_for_t
     again = costs_of(I, training, recomputed=LAYERS)
     assert again.memory_bytes["recomputed"] == NUM_LAYERS * ACTIVATION // 4
     # autograd reads all that a layer saved in both parts of its backward: outside of regions it is gathered for each
-    costs, inside = costs_of(S(0), training, regathered=regathered), costs_of(S(0), training, regathered=regathered, recomputed=LAYERS)
+    costs, inside = (
+        costs_of(S(0), training, regathered=regathered),
+        costs_of(S(0), training, regathered=regathered, recomputed=LAYERS),
+    )
     assert issued(costs)["backward", "all_gather"] == 2 * issued(inside)["backward", "all_gather"] == 2 * 4 * NUM_LAYERS
     assert inside.memory_bytes["recomputed"] == NUM_LAYERS * (ACTIVATION // 4 + WEIGHT)
 
@@ -103,7 +117,8 @@ def test_where_weights_get_their_gradients_later_what_was_made_again_waits_for_t
 def test_offloaded_layers_keep_two_at_a_time_on_the_device_and_wait_for_what_computing_does_not_hide():
     plain = costs_of(I, Training("adamw", 4, 2))
     slow, fast = (costs_of(I, Training("adamw", 4, 2), host, offloaded=LAYERS) for host in (1.0, 1e15))
-    sent = (2 * NUM_LAYERS - 1) * ACTIVATION // 4  # of a microbatch: all that is saved, but what enters the first is an argument and stays
+    # of a microbatch: all that is saved, but what enters the first is an argument and stays
+    sent = (2 * NUM_LAYERS - 1) * ACTIVATION // 4
     for costs in (slow, fast):
         assert costs.memory_bytes["activations"] == 0 and costs.moved_bytes == 4 * sent
         assert costs.memory_bytes["fetched"] == 2 * 2 * ACTIVATION // 4 and issued(costs) == issued(plain)
@@ -111,7 +126,9 @@ def test_offloaded_layers_keep_two_at_a_time_on_the_device_and_wait_for_what_com
     assert slow.waiting_s == pytest.approx({"forward": 4 * sent, "backward": 4 * sent}, rel=1e-3)
     # so fast that all is hidden, but what the last layer fetches when it is wanted
     assert fast.waiting_s == pytest.approx({"forward": 0.0, "backward": 4 * 2 * ACTIVATION / 4 / 1e15}, rel=1e-9)
-    assert slow.step_s == pytest.approx(4 * (slow.microbatch_s("forward") + slow.microbatch_s("backward")) + slow.once_s)
+    assert slow.step_s == pytest.approx(
+        4 * (slow.microbatch_s("forward") + slow.microbatch_s("backward")) + slow.once_s
+    )
 
 
 def test_what_enters_recomputed_layers_waits_on_the_host():

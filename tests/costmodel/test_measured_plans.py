@@ -1,4 +1,6 @@
-"""Predicted steps against measured ones: GPT on V100 by OneFlow's DLPerf (OneFlow/LanguageModeling/GPT, report of 2021-05-12)."""
+"""Predicted steps against measured ones: GPT on V100 by OneFlow's DLPerf (OneFlow/LanguageModeling/GPT, report of
+2021-05-12).
+"""
 
 import math
 

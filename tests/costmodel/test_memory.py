@@ -102,7 +102,9 @@ def test_an_unknown_optimizer_lists_the_known():
 
 @pytest.mark.parametrize(("num_microbatches", "num_in_flight"), [(0, 0), (2, 3), (2, 0)])
 def test_impossible_counts_of_microbatches_are_refused(num_microbatches, num_in_flight):
-    with pytest.raises(ValueError, match=f"found {num_in_flight} in flight, 0 waiting, of {num_microbatches} microbatches"):
+    with pytest.raises(
+        ValueError, match=f"found {num_in_flight} in flight, 0 waiting, of {num_microbatches} microbatches"
+    ):
         Training("adamw", num_microbatches, num_in_flight)
 
 

@@ -14,6 +14,7 @@ from tests.costmodel.build import make_op, meta
 
 CLUSTER = Cluster("test", (LinkLevel(0, 0.0, 1.0),), {"float32": 1e6}, 1e6, 2**30, "made up")
 
+
 def _recurrent(gates: int, size: int, hidden: int) -> list[torch.Tensor]:
     """Parameters of two layers."""
     layers = ((size, hidden), (hidden, hidden))
@@ -33,12 +34,20 @@ PRODUCTS = {
     "einsum ellipsis": ("aten.einsum.default", ("...id,...dj->...ij", (meta(2, 7, 3, 8), meta(2, 7, 8, 5))), {}),
     "inner": ("aten.inner.default", (meta(3, 4, 8), meta(5, 8)), {}),
     "tensordot": ("aten.tensordot.default", (meta(3, 4, 8), meta(8, 4, 5), [1, 2], [1, 0]), {}),
-    "lstm": ("aten.lstm.input", (meta(5, 3, 8), [meta(2, 3, 6), meta(2, 3, 6)], WEIGHTS[24], True, 2, 0.0, True, False, False), {}),
+    "lstm": (
+        "aten.lstm.input",
+        (meta(5, 3, 8), [meta(2, 3, 6), meta(2, 3, 6)], WEIGHTS[24], True, 2, 0.0, True, False, False),
+        {},
+    ),
     "gru": ("aten.gru.input", (meta(5, 3, 8), meta(2, 3, 6), WEIGHTS[18], True, 2, 0.0, True, False, False), {}),
     "rnn": ("aten.rnn_tanh.input", (meta(3, 5, 8), meta(2, 3, 6), WEIGHTS[6], True, 2, 0.0, True, False, True), {}),
     "conv": ("aten.conv2d.default", (meta(2, 4, 9, 9), meta(6, 4, 3, 3), meta(6), (2, 2), (1, 1)), {}),
     "conv transposed": ("aten.conv_transpose2d.input", (meta(2, 4, 5, 5), meta(4, 6, 3, 3)), {}),
-    "attention": ("aten.scaled_dot_product_attention.default", (meta(2, 3, 6, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8)), {}),
+    "attention": (
+        "aten.scaled_dot_product_attention.default",
+        (meta(2, 3, 6, 8), meta(2, 3, 7, 8), meta(2, 3, 7, 8)),
+        {},
+    ),
 }
 
 
@@ -90,7 +99,11 @@ def test_roofline_on_local_shapes():
     rows = Strategy((Signature((S(0), R), (S(0),)),))
     inner = Strategy((Signature((S(1), S(0)), (P,)),))
     assert op_time(op, whole(op), (4,), CLUSTER)[0] == pytest.approx(2 * 64**3 / 1e6)
-    assert op_time(op, rows, (4,), CLUSTER)[0] == op_time(op, inner, (4,), CLUSTER)[0] == pytest.approx(2 * 64**3 / 4 / 1e6)
+    assert (
+        op_time(op, rows, (4,), CLUSTER)[0]
+        == op_time(op, inner, (4,), CLUSTER)[0]
+        == pytest.approx(2 * 64**3 / 4 / 1e6)
+    )
     add = make_op("aten.add.Tensor", meta(64, 64), meta(64, 64))
     assert op_time(add, whole(add), (4,), CLUSTER)[0] == pytest.approx(3 * 64 * 64 * 4 / 1e6)
 
@@ -102,7 +115,9 @@ def test_views_and_lookups():
     assert op_bytes(rows, shapes(rows.inputs), shapes(rows.outputs)) == 5 * 8 * 4 * 2 + 5 * 8
 
 
-@pytest.mark.parametrize("rules", [matmul, conv, attention, recurrent], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "rules", [matmul, conv, attention, recurrent], ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_no_product_is_priced_at_nothing(rules):
     """A rule for a product needs its flops beside it: what has none only moves bytes."""
     assert {family(target) for target in rules.RULES} <= FLOPS.keys() | {"aten.outer"}  # that one adds nothing up

@@ -20,7 +20,9 @@ def bindings(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict
     return env | {name: leaf for name, leaf in zip(graph.arguments, leaves) if isinstance(leaf, torch.Tensor)}
 
 
-def results(tensors: list[Any], model: nn.Module) -> tuple[list[Any], list[torch.Tensor], dict[str, torch.Tensor | None]]:
+def results(
+    tensors: list[Any], model: nn.Module
+) -> tuple[list[Any], list[torch.Tensor], dict[str, torch.Tensor | None]]:
     """Constants, detached tensors, and every parameter's gradient of the sum of their floating parts."""
     constants = [x for x in tensors if not isinstance(x, torch.Tensor)]
     tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
@@ -32,7 +34,9 @@ def results(tensors: list[Any], model: nn.Module) -> tuple[list[Any], list[torch
     return constants, [x.detach() for x in tensors], grads
 
 
-def assert_same_as_model(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = 1e-12) -> None:
+def assert_same_as_model(
+    graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = 1e-12
+) -> None:
     """Outputs, gradients and buffers of one call of the graph and of the model; a random model is seeded."""
     reference = copy.deepcopy(model)
     torch.manual_seed(7)
@@ -51,4 +55,8 @@ def assert_same_as_model(graph: Graph, model: nn.Module, args: tuple[Any, ...], 
 def assert_needs_grad(graph: Graph, outputs: list[Any]) -> None:
     for item, tensor in zip(graph.outputs, outputs):
         if isinstance(item, Value):
-            assert (item.shape, item.dtype, item.needs_grad) == (tuple(tensor.shape), tensor.dtype, tensor.requires_grad), item
+            assert (item.shape, item.dtype, item.needs_grad) == (
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.requires_grad,
+            ), item

@@ -10,7 +10,9 @@ def value(name: str, *shape: int) -> Value:
 
 
 def chain(num_layers: int, ops_per_layer: int) -> Graph:
-    """Layers of pointwise ops with different constants and one residual; the first two multiply by a parameter of the layer."""
+    """Layers of pointwise ops with different constants and one residual; the first two multiply by a parameter of the
+    layer.
+    """
     inputs, ops = [Input("argument", value("x"), "x")], []
     current = inputs[0].value
     for layer in range(num_layers):

@@ -31,8 +31,17 @@ def run_stages(stages, inputs):
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": zoo.VOCABULARY, "d_model": zoo.HIDDEN, "d_kv": 8, "d_ff": 64, "num_heads": zoo.HEADS, "num_layers": 3}
-    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0))
+    sizes = {
+        "vocab_size": zoo.VOCABULARY,
+        "d_model": zoo.HIDDEN,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_heads": zoo.HEADS,
+        "num_layers": 3,
+    }
+    model = T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0)
+    )
     tokens = torch.randint(1, zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
     return zoo.Case(model.double(), (), {"input_ids": tokens, "labels": tokens.flip(0)}, lambda output: output.loss)
 
@@ -68,9 +77,13 @@ def test_stages_hold_what_they_need_and_no_more(name):
     for stage, following in pairwise(stages):
         assert stage.sends == following.receives
         assert [value.name for value in stage.graph.outputs] == list(stage.sends)
-        assert [item.value for item in following.graph.inputs[: len(stage.sends)]] == list(stage.graph.outputs), "shape and gradient alike"
+        assert [item.value for item in following.graph.inputs[: len(stage.sends)]] == list(stage.graph.outputs), (
+            "shape and gradient alike"
+        )
     for number, stage in enumerate(stages):
-        read = {value.name for op in stage.graph.ops for value in op.inputs} | {v.name for v in stage.graph.outputs if isinstance(v, Value)}
+        read = {value.name for op in stage.graph.ops for value in op.inputs} | {
+            v.name for v in stage.graph.outputs if isinstance(v, Value)
+        }
         for item in stage.graph.inputs:
             assert item.value.name in read or (number == 0 and item.kind in ("parameter", "buffer")), item.fqn
     state = [item.fqn for stage in stages for item in stage.graph.inputs if item.kind in ("parameter", "buffer")]
@@ -106,7 +119,9 @@ def test_what_follows_from_the_arguments_does_not_cross():
     case = zoo.build("llama")
     graph = trace(case.model, case.args, case.kwargs)
     stages = cut(graph, cut_points(fold(graph), graph))
-    assert [len(stage.receives) for stage in stages] == [0, 1, 1, 1], "the rotary angles are made on each stage with a layer"
+    assert [len(stage.receives) for stage in stages] == [0, 1, 1, 1], (
+        "the rotary angles are made on each stage with a layer"
+    )
     made = [op.name for stage in stages for op in stage.graph.ops]
     again = {name for name in made if made.count(name) > 1}
     by_name = {op.name: op for op in graph.ops}

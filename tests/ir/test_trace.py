@@ -39,14 +39,28 @@ def _t5():
 def _mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None))
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
+    )
 
 
 def _llama_with_cache():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, use_cache=True))
 
 
@@ -90,7 +104,9 @@ def test_tracing_changes_nothing(device):
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
     assert {name: item[:2] for name, item in before.items()} == {name: item[:2] for name, item in after.items()}
-    torch.testing.assert_close([item[2] for item in before.values()], [item[2] for item in after.values()], rtol=0, atol=0)
+    torch.testing.assert_close(
+        [item[2] for item in before.values()], [item[2] for item in after.values()], rtol=0, atol=0
+    )
     assert torch.equal(random_state, torch.random.get_rng_state())
     assert model.training and not model._forward_hooks
 
@@ -182,13 +198,22 @@ ERRORS = {
     "item": (lambda model, x: x * x.sum().item(), "aten.item.default gives a number"),
     "nonzero": (lambda model, x: x.nonzero(), "torch.where with a mask"),
     "index by mask": (lambda model, x: x[x > 0], "torch.where with a mask"),
-    "cond": (lambda model, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "higher_order.cond is control flow"),
+    "cond": (
+        lambda model, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
+        "higher_order.cond is control flow",
+    ),
     "autocast": (_autocast, "autocast to torch.bfloat16"),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
     "parameter": (_write_parameter, "behind autograd's back"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
-    "several views": (lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2), "aten.broadcast_tensors.default gave a view of"),
-    "overlap": (lambda model, x: x[:, :1].clone().expand(-1, 4).add_(1), "cannot write in place through aten.expand.default"),
+    "several views": (
+        lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2),
+        "aten.broadcast_tensors.default gave a view of",
+    ),
+    "overlap": (
+        lambda model, x: x[:, :1].clone().expand(-1, 4).add_(1),
+        "cannot write in place through aten.expand.default",
+    ),
 }
 
 
@@ -224,7 +249,9 @@ def test_numbers_in_the_forward_survive_the_meta_device():
             self.linear = nn.Linear(3, 3)
 
         def forward(self, x):
-            return self.linear(x) * torch.tensor([1.0, 2.0, 4.0], device=x.device) + F.one_hot(torch.tensor(1, device=x.device), 3)
+            return self.linear(x) * torch.tensor([1.0, 2.0, 4.0], device=x.device) + F.one_hot(
+                torch.tensor(1, device=x.device), 3
+            )
 
     model, x = Numbers(), torch.randn(2, 3)
     with torch.device("meta"):

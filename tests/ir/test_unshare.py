@@ -33,7 +33,9 @@ def untied():
     """The model of tied blocks with every parameter its own."""
     model = copy.deepcopy(build("tied").model)
     for block in model.blocks:
-        block.up.weight, block.down.weight = (nn.Parameter(torch.randn_like(x)) for x in (block.up.weight, block.down.weight))
+        block.up.weight, block.down.weight = (
+            nn.Parameter(torch.randn_like(x)) for x in (block.up.weight, block.down.weight)
+        )
     return model
 
 
@@ -45,7 +47,9 @@ def test_a_module_that_is_called_again(is_meta):
     state = autopar.unshare(case.model.state_dict(), shared, model, args)
     model.load_state_dict(state)
     assert torch.equal(model(*args), case.model(*args))
-    assert len({x.data_ptr() for x in state.values()}) == len(state), "each layer may go its own way, also where tensors are assigned"
+    assert len({x.data_ptr() for x in state.values()}) == len(state), (
+        "each layer may go its own way, also where tensors are assigned"
+    )
 
 
 @pytest.mark.parametrize("keeps_all_names", [True, False])
@@ -53,7 +57,11 @@ def test_parameters_that_are_tied(keeps_all_names):
     case, model = build("tied"), untied()
     state = dict(case.model.state_dict())
     if not keeps_all_names:  # as in formats that hold a tensor once
-        state = {name: x for name, x in state.items() if not (name.endswith(("up.weight", "down.weight")) and "blocks.2" not in name)}
+        state = {
+            name: x
+            for name, x in state.items()
+            if not (name.endswith(("up.weight", "down.weight")) and "blocks.2" not in name)
+        }
     model.load_state_dict(autopar.unshare(state, case.model, model, case.args))
     assert torch.equal(model(*case.args), case.model(*case.args))
     assert len(set(map(id, model.parameters()))) > len(set(map(id, case.model.parameters())))
@@ -61,7 +69,9 @@ def test_parameters_that_are_tied(keeps_all_names):
 
 def test_models_that_differ():
     case = build("called")
-    with pytest.raises(AutoparError, match=r"different things: .*layer_norm.* in the one that shares, .*linear.* \(out"):
+    with pytest.raises(
+        AutoparError, match=r"different things: .*layer_norm.* in the one that shares, .*linear.* \(out"
+    ):
         autopar.unshare(case.model.state_dict(), case.model, Apart(3).double(), case.args)
 
 

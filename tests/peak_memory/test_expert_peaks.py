@@ -20,9 +20,18 @@ MESH = Mesh((4,), ("ep",))
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_plan_that_splits_experts_has_a_peak(device_type: str):
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        use_cache=False,
+    )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
@@ -38,5 +47,8 @@ def test_a_plan_that_splits_experts_has_a_peak(device_type: str):
     }
     assert by_expert, "no grouped products were traced"
     split = Assignment(whole.strategies | by_expert, whole.layouts, whole.kept, whole.outputs, whole.regathered)
-    peaks = [predict_peak(graph, MESH, one, training=WHOLE_BATCH, device_type=device_type).total_bytes for one in (whole, split)]
+    peaks = [
+        predict_peak(graph, MESH, one, training=WHOLE_BATCH, device_type=device_type).total_bytes
+        for one in (whole, split)
+    ]
     assert all(peak > 0 for peak in peaks)

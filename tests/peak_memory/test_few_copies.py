@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from autopar.codegen.lower import lower
 from autopar.codegen.program import Program
@@ -38,14 +45,20 @@ SUBMESH = Mesh((2,), ("dp",))
 @functools.cache
 def deep(name: str, num_layers: int = 12) -> Graph:
     if name == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=HIDDEN, n_head=HEADS, vocab_size=VOCABULARY, use_cache=False)).train()
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=num_layers, n_embd=HIDDEN, n_head=HEADS, vocab_size=VOCABULARY, use_cache=False)
+        ).train()
     elif name == "llama":
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": num_layers}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=HEADS, use_cache=False, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=HEADS, use_cache=False, **sizes)
+        )
     else:
         sizes = {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 2 * HIDDEN}
         sizes |= {"num_layers": num_layers, "num_decoder_layers": num_layers + 3}
-        config = T5Config(vocab_size=VOCABULARY, num_heads=HEADS, decoder_start_token_id=0, pad_token_id=0, use_cache=False, **sizes)
+        config = T5Config(
+            vocab_size=VOCABULARY, num_heads=HEADS, decoder_start_token_id=0, pad_token_id=0, use_cache=False, **sizes
+        )
         model = T5ForConditionalGeneration(config)
     tokens = torch.zeros(8, SEQUENCE, dtype=torch.long)
     return trace(skeleton(model), (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False})
@@ -87,7 +100,8 @@ def test_few_copies_take_what_all_take(
 
     monkeypatch.setattr(predict, "lower", counted)
     few, whole = (
-        predict_peak(graph, MESH, assignment, training=training, device_type=device_type, is_whole=is_whole) for is_whole in (False, True)
+        predict_peak(graph, MESH, assignment, training=training, device_type=device_type, is_whole=is_whole)
+        for is_whole in (False, True)
     )
     short = [len(found.part(*longer)[0].ops) for longer in ((), range(len(found.times)))]
     in_turn = [len(found.part(number)[0].ops) for number in range(len(found.times))]
@@ -113,7 +127,8 @@ def staged(graph: Graph, schedule: Schedule, kind: str) -> StagedPlan:
 
 @pytest.mark.parametrize(("name", "num_layers"), [("1f1b", 10), ("zero-bubble", 10), ("zero-bubble", 2)])
 def test_deep_stages_take_what_all_their_copies_take(name: str, num_layers: int):
-    num_ranks = 2 if num_layers > 2 else 4  # behind the second rank more than one microbatch waits for gradients of weights
+    # behind the second rank more than one microbatch waits for gradients of weights
+    num_ranks = 2 if num_layers > 2 else 4
     plan = staged(deep("gpt2", num_ranks * num_layers), Schedule(name, num_ranks, num_ranks, 4), "zero3")
     plan = replace(plan, cluster=replace(plan.cluster, device_type="cuda"))
     for found, whole in zip(predict_peaks(plan), predict_peaks(plan, is_whole=True), strict=True):
@@ -125,7 +140,11 @@ def test_one_stage_that_runs_the_whole_batch_is_predicted_as_the_plan_without_st
     plan = staged(deep("gpt2"), Schedule("accumulate", 1, 1, 1), "zero2")
     (stage,) = plan.stages
     (found,) = rank_peaks(plan)
-    assert found == predict_peak(stage.graph, stage.mesh, stage.assignment).total_bytes < predict_peaks(plan)[0].total_bytes
+    assert (
+        found
+        == predict_peak(stage.graph, stage.mesh, stage.assignment).total_bytes
+        < predict_peaks(plan)[0].total_bytes
+    )
 
 
 def test_what_is_planned_otherwise_is_not_left_out():

@@ -20,7 +20,9 @@ V100 = PRESETS["v100"]
 
 
 def gpt(layers: int, batch: int, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
-    """GPT-2 of 2560 wide with a vocabulary of 51200, as one of 2.6 billion parameters has 32 layers of, and a batch; in float16."""
+    """GPT-2 of 2560 wide with a vocabulary of 51200, as one of 2.6 billion parameters has 32 layers of, and a batch; in
+    float16.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": layers, "n_embd": 2560, "n_head": 32, "vocab_size": 51200, "use_cache": False}
     config = transformers.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
@@ -40,7 +42,9 @@ def test_a_plan_that_memory_binds_fits_its_devices(memory_gib: int, dropout: flo
 
 
 class Tied(nn.Module):
-    """A vocabulary that is large beside all else, and a loss in float32: its backward has three copies of the logits at one time."""
+    """A vocabulary that is large beside all else, and a loss in float32: its backward has three copies of the logits at
+    one time.
+    """
 
     def __init__(self, vocabulary: int = 50257, width: int = 256) -> None:
         super().__init__()
@@ -100,5 +104,9 @@ def test_gpt_of_2600_million_parameters_on_8_v100_of_16_gib(mesh: int | str, dro
         except InfeasibleError:
             assert mesh != 8, "some plan fits"
             continue
-        peaks = [peak.total_bytes for peak in predict_peaks(found, is_whole=True)] if isinstance(found, StagedPlan) else rank_peaks(found)
+        peaks = (
+            [peak.total_bytes for peak in predict_peaks(found, is_whole=True)]
+            if isinstance(found, StagedPlan)
+            else rank_peaks(found)
+        )
         assert max(peaks) <= usable_memory_bytes(V100)

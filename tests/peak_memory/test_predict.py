@@ -47,7 +47,9 @@ def test_microbatches_in_flight_hold_their_activations():
         counts = {"F": iter(range(3)), "B": iter(range(3))}
         actions = [Action(kind, 0, next(counts[kind])) for kind in order]
         training = Training("adamw", 3, most)
-        found[most] = dict(predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions).phases)
+        found[most] = dict(
+            predict_peak(graph, MESH, data_parallel(graph, I), training=training, actions=actions).phases
+        )
     each = (2 * NUM_LAYERS + 1) * PART  # saved, received and sent
     assert found[3]["0F1"] - found[3]["0F0"] == found[3]["0F2"] - found[3]["0F1"] == each
     # the first backward has let one go, and left gradients, also what it received and sends
@@ -73,14 +75,19 @@ def test_the_first_stage_of_1f1b_holds_more_microbatches_than_the_last():
     stages = []
     for number, stage in enumerate(stage_graphs(graph, starts, schedule.num_microbatches)[1]):
         found = fold(stage.graph)
-        assignment = hand_plan(parse_hand_plan("ddp", submesh), stage.graph, found, annotate(stage.graph, submesh, found), submesh)
+        assignment = hand_plan(
+            parse_hand_plan("ddp", submesh), stage.graph, found, annotate(stage.graph, submesh, found), submesh
+        )
         training = Training("adamw", 4, num_in_flight(schedule, number))
         stages.append(plan_of(stage.graph, assignment, submesh, CPU, training=training))
-    plan = StagedPlan(Mesh((2, 2), ("pp", "dp")), CPU, Training("adamw", 4), math.inf, graph, schedule, starts, tuple(stages))
+    plan = StagedPlan(
+        Mesh((2, 2), ("pp", "dp")), CPU, Training("adamw", 4), math.inf, graph, schedule, starts, tuple(stages)
+    )
     first, last = (dict(peak.phases) for peak in predict_peaks(plan))
     assert list(first)[:4] == ["gather", "0F0", "0F1", "0B0"] and list(last)[:4] == ["gather", "1F0", "1B0", "1F1"]
     assert first["0F1"] - first["0F0"] > 0.9 * stages[0].costs.memory_bytes["activations"] / 2
-    assert max(last[f"1F{i}"] for i in range(1, 4)) == last["1F1"]  # one after the other: no more than the gradients is added
+    # one after the other: no more than the gradients is added
+    assert max(last[f"1F{i}"] for i in range(1, 4)) == last["1F1"]
 
 
 def test_a_recomputed_layer_keeps_what_enters_it():
@@ -92,7 +99,8 @@ def test_a_recomputed_layer_keeps_what_enters_it():
 
 def test_an_offloaded_layer_keeps_nothing():
     graph = layer_stack(NUM_LAYERS)
-    for again, transient in (((), 3), (LAYERS, 4)):  # a layer's last three results; what enters a region is there as long as it runs
+    # a layer's last three results; what enters a region is there as long as it runs
+    for again, transient in (((), 3), (LAYERS, 4)):
         assignment = replace(data_parallel(graph, I, recomputed=again), offloaded=LAYERS)
         found = predict_peak(graph, MESH, assignment)
         assert dict(found.phases)["0F0"] == found.stored_bytes + transient * PART
@@ -104,7 +112,9 @@ def test_the_optimizer_counts():
     assert master.stored_bytes - plain.stored_bytes == 3 * NUM_LAYERS * WEIGHT
 
 
-@pytest.mark.parametrize(("name", "mesh", "schedule"), [("mlp", *KINDS[0]), ("gpt2", *KINDS[1]), ("llama", *KINDS[5]), ("gpt2", *KINDS[6])])
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule"), [("mlp", *KINDS[0]), ("gpt2", *KINDS[1]), ("llama", *KINDS[5]), ("gpt2", *KINDS[6])]
+)
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_stages_replayed_take_what_they_take_when_run(name: str, mesh: str, schedule: str, device_type: str):
     plan = staged_plan(sample_of(name), mesh, schedule)
@@ -121,7 +131,9 @@ def test_a_prediction_is_what_ranks_measure(ranks4: Ranks, name: str, kind: str)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "mesh", "schedule"), [("mlp", MESHES[0], "zero-bubble"), ("gpt2", MESHES[1], "interleaved")])
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule"), [("mlp", MESHES[0], "zero-bubble"), ("gpt2", MESHES[1], "interleaved")]
+)
 def test_ranks_of_a_pipeline_take_what_is_predicted(ranks4: Ranks, name: str, mesh: str, schedule: str):
     rows = measure_stages(ranks4, name, sample_of(name), mesh, schedule)
     assert [row.rank for row in rows] == [0, 1]

@@ -26,7 +26,9 @@ ONE = Mesh((1,), ("dp",))
 
 
 class Block(nn.Module):
-    """kind "dense"; "loss": adds a mean over the batch to the loss; "weight": adds a term of its weight; "scaled": by a shared constant."""
+    """kind "dense"; "loss": adds a mean over the batch to the loss; "weight": adds a term of its weight; "scaled": by a
+    shared constant.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -67,12 +69,16 @@ def random_kinds(rng: random.Random) -> list[str]:
 def cut_by_sweep(graph: Graph, num_microbatches: int) -> tuple[Model, Cut]:
     model = model_of(graph, fold(graph))
     pipeline = ((min(2, len(model.starts)), ONE),)
-    found = sweep(model, pipeline, CPU, training=Training(), limit_bytes=float("inf"), num_microbatches=(num_microbatches,))
+    found = sweep(
+        model, pipeline, CPU, training=Training(), limit_bytes=float("inf"), num_microbatches=(num_microbatches,)
+    )
     return model, cut_as(model, found[0])
 
 
 def check(graph: Graph, num_microbatches: int) -> None:
-    """Every op and value of the microbatch has its part of the plan; the copies that are run again are those of the whole batch."""
+    """Every op and value of the microbatch has its part of the plan; the copies that are run again are those of the
+    whole batch.
+    """
     model, cut = cut_by_sweep(graph, num_microbatches)
     assignment, micro = cut.by_hand, cut.graph
     assert assignment.strategies.keys() == {op.name for op in micro.ops}
@@ -94,8 +100,20 @@ def test_blocks_of_any_kinds_in_any_order(seed: int) -> None:
 @pytest.mark.parametrize("dense", [[0], [0, 2, 4, 6], [4, 5, 6, 7, 8]])
 def test_dense_blocks_among_blocks_of_experts(dense: list[int]) -> None:
     """As in DeepSeek-V3: a KeyError once some copies of the blocks with experts were dropped."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 9, "vocab_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 9,
+        "vocab_size": 32,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, mlp_only_layers=dense, use_cache=False))
     tokens = torch.zeros(4, 8, dtype=torch.long)
     check(trace(skeleton(model), (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}), 2)

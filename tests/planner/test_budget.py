@@ -78,7 +78,9 @@ def test_after_the_deadline_lighter_plans_by_hand_are_tried(graph: Callable[...,
         asked.append(max(plan.memory_bytes))
         return tuple(round(1.1 * limit) if size > 0.97 * asked[0] else size for size in plan.memory_bytes)
 
-    plan = choose_plan(whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=0.0), predict=first_is_too_large)
+    plan = choose_plan(
+        whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=0.0), predict=first_is_too_large
+    )
     assert len(asked) > 1 and max(plan.peak_bytes) <= 0.97 * asked[0] and "ended by its time limit" in plan.found_by
 
 
@@ -87,7 +89,9 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
     whole, mesh, cluster = graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("h100")
 
     def planned(limit: float):
-        return choose_plan(whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=20.0), predict=rank_peaks)
+        return choose_plan(
+            whole, mesh, cluster, PlanRequest(memory_limit_bytes=limit, time_limit_s=20.0), predict=rank_peaks
+        )
 
     with pytest.raises(InfeasibleError, match="microbatches") as refused:
         planned(2**28)
@@ -99,12 +103,17 @@ def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Gr
     request = PlanRequest(time_limit_s=10.0)
     whole, start = graph("gpt2", layers=4), time.perf_counter()
     plan = choose_plan(whole, parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
-    assert sum(plan.timings.values()) == pytest.approx(time.perf_counter() - start, rel=0.02) and plan.timings["rest"] >= 0.0
+    assert (
+        sum(plan.timings.values()) == pytest.approx(time.perf_counter() - start, rel=0.02)
+        and plan.timings["rest"] >= 0.0
+    )
     assert plan.lower_bound_s > 0 and plan.gap < 0.9
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
 
 
-def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch):
+def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(
+    graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch
+):
     """GPT-2's first and last stage share the embedding: searched on one, it may be stored otherwise than by hand."""
     solver = sys.modules["autopar.planner.pipeline.search_stages"].Solver
     solve, solved = solver._solve, []
@@ -117,7 +126,13 @@ def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(graph: Ca
 
     monkeypatch.setattr(solver, "_solve", solve_and_end)
     asked = {"num_microbatches": 4, "schedule": "interleaved"}
-    plan = choose_plan(graph("gpt2", layers=4), parse_devices("pp=2,dp=2"), load_cluster("v100"), PlanRequest(**asked), predict=rank_peaks)
+    plan = choose_plan(
+        graph("gpt2", layers=4),
+        parse_devices("pp=2,dp=2"),
+        load_cluster("v100"),
+        PlanRequest(**asked),
+        predict=rank_peaks,
+    )
     assert len(solved) >= 2 and max(plan.peak_bytes) <= plan.memory_limit_bytes
 
 
@@ -144,7 +159,9 @@ print("planned", plan.found_by, max(plan.memory_bytes) <= plan.memory_limit_byte
 
 @pytest.mark.parametrize(("mesh", "when"), [("2x4", "search ("), ("pp=2,dp=4", "search ("), ("8", "stages by hand")])
 def test_one_ctrl_c_ends_all_of_planning_with_a_plan(mesh: str, when: str):
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, mesh, str(4 * 2**30)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, mesh, str(4 * 2**30)], stdout=subprocess.PIPE, text=True
+    ) as process:
         while when not in next(process.stdout):
             pass
         start = time.monotonic()

@@ -1,4 +1,6 @@
-"""Plans whose predicted peak is not what the search estimated: by hand on made-up plans, and through the planner with made-up peaks."""
+"""Plans whose predicted peak is not what the search estimated: by hand on made-up plans, and through the planner with
+made-up peaks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +61,9 @@ def test_only_ranks_above_the_limit_lower_it():
 def test_the_next_best_is_taken_where_the_best_does_not_fit():
     heavy, light = Made((1000,)), Made((800,))
     peaks = {1000: (1100,), 800: (900,)}
-    found = best_fitting([Candidate(one, lambda _: None) for one in (light, heavy)], LIMIT, lambda plan: peaks[plan.memory_bytes[0]])
+    found = best_fitting(
+        [Candidate(one, lambda _: None) for one in (light, heavy)], LIMIT, lambda plan: peaks[plan.memory_bytes[0]]
+    )
     assert found.memory_bytes == light.memory_bytes
     again = Made((900,))  # faster than the light one, and fits
     candidates = [Candidate(light, lambda _: None), Candidate(heavy, lambda _: again)]
@@ -68,7 +72,9 @@ def test_the_next_best_is_taken_where_the_best_does_not_fit():
 
 
 def test_what_no_lower_limit_makes_fit_is_refused():
-    with pytest.raises(InfeasibleError, match=r"in 1000 bytes .* would have 2500 bytes .* in use at one time; 500 bytes are the least"):
+    with pytest.raises(
+        InfeasibleError, match=r"in 1000 bytes .* would have 2500 bytes .* in use at one time; 500 bytes are the least"
+    ):
         fitting(make, LIMIT, missed_by(2.5))
     with pytest.raises(InfeasibleError, match=r"^500 bytes are the least"):
         fitting(make, 400.0, missed_by(1.0))
@@ -89,10 +95,14 @@ def test_what_is_estimated_far_below_the_limit_may_be_above_it():
 @pytest.mark.parametrize(("name", "mesh"), [("vgg13", "dp=2,tp=2"), ("gpt2", "pp=2,dp=2")])
 def test_the_planner_keeps_to_the_peak(name: str, mesh: str):
     graph, mesh = traced(name), parse_mesh(mesh)
-    limit = 0.8 * max(choose_plan(graph, mesh, CPU, PlanRequest(memory_limit_bytes=float("inf"), time_limit_s=2.0)).memory_bytes)
+    limit = 0.8 * max(
+        choose_plan(graph, mesh, CPU, PlanRequest(memory_limit_bytes=float("inf"), time_limit_s=2.0)).memory_bytes
+    )
 
     def planned(factor: float):
-        return choose_plan(graph, mesh, CPU, PlanRequest(memory_limit_bytes=limit, time_limit_s=2.0), predict=missed_by(factor))
+        return choose_plan(
+            graph, mesh, CPU, PlanRequest(memory_limit_bytes=limit, time_limit_s=2.0), predict=missed_by(factor)
+        )
 
     believed, above = planned(1.0), planned(1.15)
     assert max(believed.peak_bytes) <= limit and max(above.peak_bytes) <= limit

@@ -1,4 +1,6 @@
-"""Searching one copy of a repeat instead of all loses nothing: the same problem without folding has the same optimum."""
+"""Searching one copy of a repeat instead of all loses nothing: the same problem without
+folding has the same optimum.
+"""
 
 import functools
 import math
@@ -30,13 +32,24 @@ def _tokens(**sizes) -> dict:
 def _gpt2(layers: int):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False)), _tokens()
+    return (
+        GPT2LMHeadModel(
+            GPT2Config(n_layer=layers, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False)
+        ),
+        _tokens(),
+    )
 
 
 def _llama(layers: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+    }
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes)), _tokens()
 
 

@@ -26,13 +26,19 @@ WORDS = 1024  # few, so that the layers decide
 
 def vgg13_graph(num_images: int) -> Graph:
     with torch.device("meta"):
-        model, images, labels = Classifier(vgg13()), torch.zeros(num_images, 3, 224, 224), torch.zeros(num_images, dtype=torch.long)
+        model, images, labels = (
+            Classifier(vgg13()),
+            torch.zeros(num_images, 3, 224, 224),
+            torch.zeros(num_images, dtype=torch.long),
+        )
     return trace(skeleton(model), (images, labels), {})
 
 
 @functools.cache
 def llama(*, hidden: int = HIDDEN, batch: int = BATCH, sequence: int = SEQUENCE) -> Graph:
-    """By default two wide layers and so many tokens that splitting them pays between nodes, and splitting parameters inside."""
+    """By default two wide layers and so many tokens that splitting them pays between nodes, and splitting parameters
+    inside.
+    """
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=hidden,
@@ -57,7 +63,9 @@ def ops_of(plan: Plan, part: str) -> list[str]:
 
 
 def layouts(plan: Plan) -> dict[str, str]:
-    return {item.fqn: format_layout(plan.assignment.layouts[item.value.name]) for item in plan.graph.of_kind("parameter")}
+    return {
+        item.fqn: format_layout(plan.assignment.layouts[item.value.name]) for item in plan.graph.of_kind("parameter")
+    }
 
 
 @pytest.mark.parametrize("num_devices", [8, 16])
@@ -71,13 +79,19 @@ def test_vgg_is_data_parallel_in_its_stem_and_tensor_parallel_in_its_wide_layers
     assert len(wide) == 3 and all(axis_signatures(plan, op).inputs[1].is_split for op in wide[:2])
     weights = {item.value.name: item.value for item in plan.graph.of_kind("parameter")}
     reduced = [p for p in plan.costs.collectives if p.where in weights and p.collective.phase == "backward"]
-    assert max(p.collective.num_bytes for p in reduced) < min(weights[name].num_bytes for name in wide_weights(plan)) / 2
+    assert (
+        max(p.collective.num_bytes for p in reduced) < min(weights[name].num_bytes for name in wide_weights(plan)) / 2
+    )
     assert all(layouts(plan)[fqn].startswith("S") for fqn in ("network.26.weight", "network.29.weight"))
     assert plan.costs.step_s < 0.9 * min(cost.step_s for cost in plan.hand.values())
 
 
 def wide_weights(plan: Plan) -> list[str]:
-    return [item.value.name for item in plan.graph.of_kind("parameter") if item.fqn in ("network.26.weight", "network.29.weight")]
+    return [
+        item.value.name
+        for item in plan.graph.of_kind("parameter")
+        if item.fqn in ("network.26.weight", "network.29.weight")
+    ]
 
 
 def two_levels(inner_bytes_per_s: float, outer_bytes_per_s: float) -> Cluster:
@@ -100,7 +114,9 @@ def megatron_s(plan: Plan) -> float:
 
 
 def test_fast_links_get_column_and_row_pairs_in_every_layer():
-    """Shoeybi et al., "Megatron-LM", arXiv:1909.08053: two sums each way a layer, here scattered and gathered (arXiv:2205.05198)."""
+    """Shoeybi et al., "Megatron-LM", arXiv:1909.08053: two sums each way a layer, here scattered and gathered
+    (arXiv:2205.05198).
+    """
     plan = make_plan(llama(), Mesh((2, 4), ("dp", "tp")), two_levels(600e9, 100e9))
     placed = layouts(plan)
     for layer in range(LAYERS):
@@ -110,9 +126,14 @@ def test_fast_links_get_column_and_row_pairs_in_every_layer():
         # gathering what it reads costs as much as scattering what it makes
         assert placed[f"model.layers.{layer}.self_attn.o_proj.weight"].endswith(("S(0)", "S(1)"))
     for op in ops_of(plan, "scaled_dot_product_attention"):
-        assert axis_signatures(plan, op, 0).outputs == (S(0),) and axis_signatures(plan, op, 1).outputs == (S(1),)  # batch; heads
+        # batch; heads
+        assert axis_signatures(plan, op, 0).outputs == (S(0),) and axis_signatures(plan, op, 1).outputs == (S(1),)
     activation_bytes = BATCH // 2 * SEQUENCE * HIDDEN * 2
-    assert num_sums(plan, "tp", "forward", activation_bytes) == num_sums(plan, "tp", "backward", activation_bytes) == 2 * LAYERS
+    assert (
+        num_sums(plan, "tp", "forward", activation_bytes)
+        == num_sums(plan, "tp", "backward", activation_bytes)
+        == 2 * LAYERS
+    )
     assert plan.costs.step_s < 0.9 * min(plan.hand[name].step_s for name in ("ddp", "zero3"))
     assert plan.costs.step_s <= megatron_s(plan) * (1 + 1e-9)
 
@@ -120,7 +141,9 @@ def test_fast_links_get_column_and_row_pairs_in_every_layer():
 def test_slow_links_get_data_parallelism():
     """With long enough sequences and narrow layers, activations outweigh parameters."""
     with torch.device("meta"):
-        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))))
+        model = nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)))
+        )
         x = torch.zeros(64, 1024, 512)
     plan = make_plan(trace(skeleton(model), (x,), {}), Mesh((2, 4), ("dp", "tp")), two_levels(1e9, 1e9))
     for op in ops_of(plan, "linear"):

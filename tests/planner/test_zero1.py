@@ -1,5 +1,6 @@
-"""An optimizer state in parts beside whole parameters (ZeRO-1) has no layout of its own here: a parameter stored in parts and gathered
-once a step stands for it. What that costs more, and where it is not offered, by formulas of its own."""
+"""An optimizer state in parts beside whole parameters (ZeRO-1) has no layout of its own here: a parameter stored in
+parts and gathered once a step stands for it. What that costs more, and where it is not offered, by formulas of its
+own."""
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ RANKS = Mesh((4,), ("dp",))
 def by_hand(graph: Graph, kind: str, num_microbatches: int) -> Costs:
     folded = fold(graph)
     assignment = hand_plan(parse_hand_plan(kind, RANKS), graph, folded, annotate(graph, RANKS, folded), RANKS)
-    return evaluate(graph, assignment, RANKS, PRESETS["free-links"], training=Training(num_microbatches=num_microbatches))
+    return evaluate(
+        graph, assignment, RANKS, PRESETS["free-links"], training=Training(num_microbatches=num_microbatches)
+    )
 
 
 def weight_bytes(graph: Graph) -> int:
@@ -32,7 +35,9 @@ def weight_bytes(graph: Graph) -> int:
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_it_moves_what_zero1_moves(name, num_microbatches):
-    """Each gradient reduce-scattered and each parameter all-gathered once a step, tied ones too: what one all-reduce moves."""
+    """Each gradient reduce-scattered and each parameter all-gathered once a step, tied ones too: what one all-reduce
+    moves.
+    """
     graph = traced(name)
     once: dict[str, int] = {}
     num_once = 0
@@ -49,7 +54,9 @@ def test_it_moves_what_zero1_moves(name, num_microbatches):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_it_holds_one_more_part_of_the_parameters_than_zero1(name):
-    """ZeRO-1 keeps parameters and gradients whole, and the parts are views of them: here the stored part lies beside the gathered whole."""
+    """ZeRO-1 keeps parameters and gradients whole, and the parts are views of them: here the stored part lies beside
+    the gathered whole.
+    """
     graph = traced(name)
     size, num = weight_bytes(graph), RANKS.num_devices
     state = 8 * sum(item.value.num_bytes // item.value.dtype.itemsize for item in graph.of_kind("parameter"))

@@ -33,12 +33,32 @@ from tests.planner.cases import CPU, MESH, by_hand, hand_made, traced
 from tests.runtime.any_plan import Example, differences
 
 EVIL = "harm()"  # what text from a file must never come to: a call of this builtin
-CODE = (
-    [EVIL, f"b,) = self.axes; {EVIL} #", f"x\n    {EVIL}\n    #", f"'); {EVIL}; ('", f"{{{EVIL}}}", f"b;{EVIL}", f"b) ;{EVIL} #"]
-    + ["__import__('os').system('true')"]
-)
+CODE = [
+    EVIL,
+    f"b,) = self.axes; {EVIL} #",
+    f"x\n    {EVIL}\n    #",
+    f"'); {EVIL}; ('",
+    f"{{{EVIL}}}",
+    f"b;{EVIL}",
+    f"b) ;{EVIL} #",
+] + ["__import__('os').system('true')"]
 TEXTS = (
-    ["", " ", "\x00", "\x1b[2J\x07", "\n", "\ud800", "\u202e", "é", "class", "S(0)", "S(9)B", "BB", "B*P", "S(99999999999999999999)"]
+    [
+        "",
+        " ",
+        "\x00",
+        "\x1b[2J\x07",
+        "\n",
+        "\ud800",
+        "\u202e",
+        "é",
+        "class",
+        "S(0)",
+        "S(9)B",
+        "BB",
+        "B*P",
+        "S(99999999999999999999)",
+    ]
     + ["a" * 5000, "../x", "/dev/null", "B -> B", "S(0) B* -> S(0) [role]", "-> P", "pp", "dp", "self", "1f1b"]
     + ["zero-bubble", "adam", "h100"]
 )
@@ -83,7 +103,12 @@ def cases() -> tuple[Case, ...]:
     graph = trace(skeleton(Tied().double()), (tokens,), {})
     options = {"cluster": "cpu", "args": (tokens,), "time_limit_s": 0.0}
     found = [autopar.plan(Tied().double(), "dp=2,tp=2", **options)]
-    for schedule, mesh in (("1f1b", "pp=2,dp=2"), ("zero-bubble", "pp=2,a=2,b=1"), ("interleaved", "pp=2,dp=2"), (None, "dp=2,tp=2")):
+    for schedule, mesh in (
+        ("1f1b", "pp=2,dp=2"),
+        ("zero-bubble", "pp=2,a=2,b=1"),
+        ("interleaved", "pp=2,dp=2"),
+        (None, "dp=2,tp=2"),
+    ):
         found.append(autopar.plan(Tied().double(), mesh, num_microbatches=4, schedule=schedule, **options))
     texts = [Case(plan.dumps(), graph, parse_mesh(str(plan.mesh))) for plan in found]
     return (*texts, *(Case(plan.dumps(), traced("mlp"), MESH) for plan in (hand_made("mlp"), _with_all_choices())))
@@ -111,8 +136,17 @@ def places(item: Any) -> Iterator[tuple[Any, Any]]:
 
 def any_value(draw: Random, like: Any) -> Any:
     if isinstance(like, str) and draw.random() < 0.5:
-        return draw.choice([like + draw.choice(TEXTS), like[: len(like) // 2], like.replace("B", "S(0)"), like.replace("S(0)", "S(1)"),
-                            like.replace("P", "B"), like.replace("B", "B*", 1), like * 2])  # fmt: skip
+        return draw.choice(
+            [
+                like + draw.choice(TEXTS),
+                like[: len(like) // 2],
+                like.replace("B", "S(0)"),
+                like.replace("S(0)", "S(1)"),
+                like.replace("P", "B"),
+                like.replace("B", "B*", 1),
+                like * 2,
+            ]
+        )
     if isinstance(like, int | float) and not isinstance(like, bool) and draw.random() < 0.4:
         return draw.choice([like + 1, like - 1, like * 2, -like, str(like), float(like), like * 10**6])
     if draw.random() < 0.05:
@@ -134,7 +168,11 @@ def change_value(draw: Random, content: Any) -> None:
 
 def change_head(draw: Random, content: Any) -> None:
     """As `change_value`, but not one of the many strategies and layouts."""
-    few = {key: value for key, value in content.items() if key not in ("strategies", "layouts", "kept", "outputs", "stages")}
+    few = {
+        key: value
+        for key, value in content.items()
+        if key not in ("strategies", "layouts", "kept", "outputs", "stages")
+    }
     where, key = draw.choice(list(places(few)))
     (content if where is few else where)[key] = any_value(draw, where[key])
 
@@ -160,7 +198,9 @@ def add(draw: Random, content: Any) -> None:
 def swap(draw: Random, content: Any) -> None:
     """Two fields, often of one object."""
     one, key = draw.choice(list(places(content)))
-    other, place = draw.choice([(one, other) for other, _ in _items(one)] if draw.random() < 0.7 else list(places(content)))
+    other, place = draw.choice(
+        [(one, other) for other, _ in _items(one)] if draw.random() < 0.7 else list(places(content))
+    )
     one[key], other[place] = other[place], one[key]
 
 
@@ -205,14 +245,27 @@ def change_regions(draw: Random, content: Any) -> None:
     names = list(part["strategies"])
     first = draw.randrange(len(names))
     region = names[first : first + draw.randrange(1, 5)]
-    part[draw.choice(["recomputed", "offloaded"])] = draw.choice([[region], [region, names[first + 4 :]], [list(reversed(region))]])
+    part[draw.choice(["recomputed", "offloaded"])] = draw.choice(
+        [[region], [region, names[first + 4 :]], [list(reversed(region))]]
+    )
     part[draw.choice(["regathered", "state_on_host"])] = draw.sample(list(part["layouts"]), 2)
 
 
 STRUCTURAL: tuple[Callable[[Random, Any], None], ...] = (
-    change_value, change_head, change_head, remove, rename, add, swap, take_from_another, change_layout, change_layout, change_regions,
-    name_with_code, name_with_code,
-)  # fmt: skip
+    change_value,
+    change_head,
+    change_head,
+    remove,
+    rename,
+    add,
+    swap,
+    take_from_another,
+    change_layout,
+    change_layout,
+    change_regions,
+    name_with_code,
+    name_with_code,
+)
 
 
 def mutated(draw: Random, case: Case) -> str | bytes:
@@ -241,13 +294,17 @@ def _other_bytes(draw: Random, text: str) -> bytes:
     for _ in range(draw.choice((1, 1, 4))):
         at, end = sorted(draw.choices(range(len(found) + 1), k=2))
         end = min(end, at + draw.choice((1, 10, 1000)))
-        piece = draw.choice([b"", b"\xff", b"\x00", b"9" * 5000, b"[" * 20_000, bytes([draw.randrange(256)]), bytes(found[at:end]) * 2])
+        piece = draw.choice(
+            [b"", b"\xff", b"\x00", b"9" * 5000, b"[" * 20_000, bytes([draw.randrange(256)]), bytes(found[at:end]) * 2]
+        )
         found[at:end] = piece
     return bytes(found)
 
 
 class Watch:
-    """While it is entered: whether text was run that should not be, a file was opened for writing, or a process started."""
+    """While it is entered: whether text was run that should not be, a file was opened for writing, or a process
+    started.
+    """
 
     def __init__(self) -> None:
         self.is_on, self.seen = False, []
@@ -264,12 +321,16 @@ class Watch:
         if not self.is_on:
             return
         is_written = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
-        if is_written or event.startswith(("os.system", "subprocess.", "socket.connect", "os.remove", "os.rename", "os.exec", "shutil.")):
+        if is_written or event.startswith(
+            ("os.system", "subprocess.", "socket.connect", "os.remove", "os.rename", "os.exec", "shutil.")
+        ):
             self.seen.append(f"{event} {args[:2]}")
 
 
 def read(text: str | bytes, case: Case, mesh: Mesh | Devices) -> Plan | StagedPlan | None:
-    """The plan; None if it is refused as plans are. A file that is no text is refused by `serialise.read` in the same way."""
+    """The plan; None if it is refused as plans are. A file that is no text is refused by `serialise.read` in the same
+    way.
+    """
     try:
         return staged_plan.loads(text if isinstance(text, str) else text.decode(), case.graph, mesh)
     except UnicodeDecodeError:
@@ -290,7 +351,9 @@ def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
     json.dumps(plan_json(plan), allow_nan=False)
     plan_trace(plan)
     for stage in plan.stages if isinstance(plan, StagedPlan) else (plan,):
-        assert stage.costs == evaluate(stage.graph, stage.assignment, stage.mesh, stage.cluster, training=stage.training)
+        assert stage.costs == evaluate(
+            stage.graph, stage.assignment, stage.mesh, stage.cluster, training=stage.training
+        )
         own = stage.costs.memory_bytes  # the transient is less what is not there with it
         assert all(math.isfinite(x) and (x >= 0 or kind == "transient") for kind, x in own.items())
         assert math.isfinite(stage.step_s) and stage.step_s >= 0 and stage.costs.total_memory_bytes >= 0
@@ -300,15 +363,23 @@ def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
         compile_source(source, namespace())
     if is_run:
         assert all(peak > 0 for peak in rank_peaks(plan))
-        _compare_with_one_device(plan.stages if isinstance(plan, StagedPlan) else (plan,), is_split=isinstance(plan, StagedPlan))
+        _compare_with_one_device(
+            plan.stages if isinstance(plan, StagedPlan) else (plan,), is_split=isinstance(plan, StagedPlan)
+        )
 
 
 def _compare_with_one_device(plans: Sequence[Plan], *, is_split: bool) -> None:
-    """Each program computes on its ranks, which are threads, what its graph computes on one device, and issues what is priced."""
+    """Each program computes on its ranks, which are threads, what its graph computes on one device, and issues what is
+    priced.
+    """
     torch.manual_seed(0)
     for plan in plans:
         values = {item.value.name: _content(item.value) for item in plan.graph.inputs}
-        cotangents = {i: torch.randn(value.shape, dtype=value.dtype) for i, value in enumerate(plan.graph.outputs) if value.needs_grad}
+        cotangents = {
+            i: torch.randn(value.shape, dtype=value.dtype)
+            for i, value in enumerate(plan.graph.outputs)
+            if value.needs_grad
+        }
         named = replace(plan.graph, inputs=tuple(replace(item, fqn=item.value.name) for item in plan.graph.inputs))
         example = Example(named, values, cotangents, plan.mesh, plan.assignment, is_split)
         numbers, collectives = differences(example)
@@ -316,4 +387,8 @@ def _compare_with_one_device(plans: Sequence[Plan], *, is_split: bool) -> None:
 
 
 def _content(value: Value) -> torch.Tensor:
-    return torch.randn(value.shape, dtype=value.dtype) if value.dtype.is_floating_point else torch.randint(0, 16, value.shape)
+    return (
+        torch.randn(value.shape, dtype=value.dtype)
+        if value.dtype.is_floating_point
+        else torch.randint(0, 16, value.shape)
+    )

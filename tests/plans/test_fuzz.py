@@ -26,7 +26,9 @@ def fuzz(seed: int, num_mutations: int, share_run: float) -> Counter[str]:
                     check(plan, case, is_run=is_run)
         except BaseException as error:
             shown = text if len(text) < 20_000 else text[:2000]
-            raise AssertionError(f"seed {seed}, mutation {number} on {mesh}: {type(error).__name__}: {error}\n{shown!r}") from error
+            raise AssertionError(
+                f"seed {seed}, mutation {number} on {mesh}: {type(error).__name__}: {error}\n{shown!r}"
+            ) from error
         assert not WATCH.seen, f"seed {seed}, mutation {number}: {WATCH.seen}"
         outcomes["refused" if plan is None else type(plan).__name__] += 1
     return outcomes

@@ -1,4 +1,6 @@
-"""Memory over a step, and what choices that save memory gain and cost, beside figures that are counted or priced in another way."""
+"""Memory over a step, and what choices that save memory gain and cost, beside figures that are counted or priced in
+another way.
+"""
 
 import json
 from dataclasses import replace
@@ -71,19 +73,27 @@ def test_a_step_begins_and_ends_with_nothing_in_flight(plans):
     for rank in range(2):
         first, *_, last = memory_over_time(plans["1f1b"], rank)
         assert first.in_flight == last.in_flight == 0
-        assert first.bytes_by_kind["gradients"] == 0 < last.bytes_by_kind["gradients"] == last.bytes_by_kind["parameters"]
+        assert (
+            first.bytes_by_kind["gradients"] == 0 < last.bytes_by_kind["gradients"] == last.bytes_by_kind["parameters"]
+        )
         assert first.bytes_by_kind["activations"] == last.bytes_by_kind["activations"] == 0
 
 
 def test_counts_are_drawn_in_the_middle_of_each_column():
-    assert format_counts([[(0.0, 0), (2.0, 1), (2.0, 3), (5.0, 12)], [(0.0, 40)]], 8.0, 8) == "rank 0 |00333ccc|\nrank 1 |++++++++|"
+    assert (
+        format_counts([[(0.0, 0), (2.0, 1), (2.0, 3), (5.0, 12)], [(0.0, 40)]], 8.0, 8)
+        == "rank 0 |00333ccc|\nrank 1 |++++++++|"
+    )
 
 
 def test_text_json_and_trace_say_the_same(plans):
     plan = plans["1f1b"]
     text, content = format_staged(plan), staged_json(plan)
     assert "most, " in text and "Microbatches in flight over the step:\nrank 0 |" in text
-    worst = [max(sum(moment["bytes"].values()) for moment in row) for row in json.loads(json.dumps(content))["memory_over_time"]]
+    worst = [
+        max(sum(moment["bytes"].values()) for moment in row)
+        for row in json.loads(json.dumps(content))["memory_over_time"]
+    ]
     assert worst == list(plan.memory_bytes)
     counters = [event for event in json.loads(plan_trace(plan))["traceEvents"] if event["ph"] == "C"]
     assert max(sum(event["args"].values()) for event in counters if "rank 1" in event["name"]) == plan.memory_bytes[1]
@@ -115,7 +125,9 @@ def test_recomputed_blocks_save_what_the_plan_without_them_takes_more():
 
 
 def test_the_least_memory_named_is_enough_and_less_is_not():
-    """Where no optimizer state can go to the host: that does not lower the peak of so small a model, which is in the update."""
+    """Where no optimizer state can go to the host: that does not lower the peak of so small a model, which is in the
+    update.
+    """
     asked = {"schedule": "1f1b", "cluster": replace(load_cluster("cpu"), host_bandwidth_bytes_per_s=0.0)}
     with pytest.raises(InfeasibleError) as found:
         planned(memory_limit_bytes=1e4, **asked)

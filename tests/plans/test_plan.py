@@ -103,14 +103,28 @@ def forged(text, without="", **changes):
 
 @pytest.mark.parametrize(
     "key",
-    ["fingerprint", "mesh", "cluster", "training", "lower_bound_s", "hand", "strategies", "layouts", "kept", "outputs", "regathered"],
+    [
+        "fingerprint",
+        "mesh",
+        "cluster",
+        "training",
+        "lower_bound_s",
+        "hand",
+        "strategies",
+        "layouts",
+        "kept",
+        "outputs",
+        "regathered",
+    ],
 )
 def test_a_plan_without_a_key_is_refused(text, key):
     with pytest.raises(PlanError, match=key):
         loads(forged(text, without=key))
 
 
-@pytest.mark.parametrize("change", [{"layouts": {"x": "Q"}}, {"strategies": []}, {"mesh": 3}, {"cluster": {}}, {"hand": {"ddp": 1}}])
+@pytest.mark.parametrize(
+    "change", [{"layouts": {"x": "Q"}}, {"strategies": []}, {"mesh": 3}, {"cluster": {}}, {"hand": {"ddp": 1}}]
+)
 def test_nonsense_is_refused(text, change):
     with pytest.raises(PlanError, match="cannot be read"):
         loads(forged(text, **change))

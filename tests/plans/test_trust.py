@@ -139,7 +139,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "another version's text": ({"autopar": 3}, "autopar: expected text"),
     "microbatches without a schedule": ({"training": TRAINING | {"num_microbatches": 2}}, "no schedule"),
     "gradients that wait for nothing": ({"training": TRAINING | {"num_waiting": 1}}, "no schedule"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -194,7 +194,9 @@ def test_a_peak_that_a_file_claims_makes_no_plan_fit() -> None:
 
 
 def whose_claims(path: str) -> list[bool]:
-    """On every rank: whether the claims are a file's, of a plan just made, given, read from a file, given after that, and planned then."""
+    """On every rank: whether the claims are a file's, of a plan just made, given, read from a file, given after that,
+    and planned then.
+    """
     mesh = device_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     made = autopar.compile(MLP(), mesh, args=(X,), cluster="free-links")

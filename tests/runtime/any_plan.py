@@ -43,7 +43,9 @@ Found = tuple[Counter[Collective], Tensors]  # of one rank
 
 @dataclass(frozen=True)
 class Example:
-    """A graph with its inputs' contents, the gradients of its outputs by position, and a plan; is_split: the program has two parts."""
+    """A graph with its inputs' contents, the gradients of its outputs by position, and a plan; is_split: the program
+    has two parts.
+    """
 
     graph: Graph
     values: Mapping[str, torch.Tensor]
@@ -99,7 +101,9 @@ def _cotangent(draw: Random, value: Value) -> torch.Tensor:
 def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
     """Anything `annotate` offers; values are kept in any layout there is."""
     candidates = annotate(graph, mesh)
-    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    values = {item.value.name: item.value for item in graph.inputs} | {
+        v.name: v for op in graph.ops for v in op.outputs
+    }
     return Assignment(
         strategies={name: draw.choice(found) for name, found in candidates.strategies.items()},
         layouts={name: draw.choice(found) for name, found in candidates.layouts.items()},
@@ -124,9 +128,14 @@ def _any_layout(draw: Random, value: Value, mesh: Mesh) -> Layout:
 
 
 def differences(example: Example, found: Mapping[Coordinate, Found] | None = None) -> tuple[list[str], list[str]]:
-    """What the plan computes otherwise than one device does, and issues otherwise than priced; `found` on threads unless given."""
+    """What the plan computes otherwise than one device does, and issues otherwise than priced; `found` on threads
+    unless given.
+    """
     found = found or run_on_threads(example)
-    priced = Counter(planned.collective for planned in evaluate(example.graph, example.assignment, example.mesh, _CLUSTER).collectives)
+    priced = Counter(
+        planned.collective
+        for planned in evaluate(example.graph, example.assignment, example.mesh, _CLUSTER).collectives
+    )
     wrong = [
         f"rank {at} issued besides {_text(counted - priced)}, not {_text(priced - counted)}"
         for at, (counted, _) in found.items()
@@ -141,7 +150,9 @@ def _is_as_priced(counted: Counter[Collective], priced: Counter[Collective], *, 
 
 
 def all_gradients_arrive(graph: Graph) -> bool:
-    """Whether every op that could send gradients back gets one; where one does not, its backward is priced but does not happen."""
+    """Whether every op that could send gradients back gets one; where one does not, its backward is priced but does not
+    happen.
+    """
     arrive = {v.name for v in graph.outputs if v.needs_grad}
     for op in reversed(graph.ops):
         if not op.is_no_grad and any(value.needs_grad for value in op.outputs):
@@ -155,7 +166,10 @@ _CLUSTER = load_cluster("free-links")
 
 
 def _text(collectives: Counter[Collective]) -> str:
-    return ", ".join(f"{count} x {c.kind} a{c.axes} {c.num_bytes} B {c.phase}" for c, count in collectives.items()) or "none"
+    return (
+        ", ".join(f"{count} x {c.kind} a{c.axes} {c.num_bytes} B {c.phase}" for c, count in collectives.items())
+        or "none"
+    )
 
 
 def run_on_threads(example: Example) -> dict[Coordinate, Found]:
@@ -240,9 +254,14 @@ class Rank:
 
 
 def run_whole(example: Example, noise: float = 0.0) -> Tensors:
-    """Outputs, gradients of inputs and new buffers on one device; with `noise`, every number is off by about so much."""
+    """Outputs, gradients of inputs and new buffers on one device; with `noise`, every number
+    is off by about so much.
+    """
     graph = example.graph
-    leaves = {item.value.name: example.values[item.value.name].clone().requires_grad_(item.value.needs_grad) for item in graph.inputs}
+    leaves = {
+        item.value.name: example.values[item.value.name].clone().requires_grad_(item.value.needs_grad)
+        for item in graph.inputs
+    }
     env = {name: _disturbed(x, noise) for name, x in leaves.items()}
     for op in graph.ops:
         results = call(op, [env[value.name] for value in op.inputs])
@@ -255,12 +274,22 @@ def _disturbed(x: torch.Tensor, noise: float) -> torch.Tensor:
     return x + noise * torch.randn_like(x) if noise and x.is_floating_point() else x
 
 
-def _results(graph: Graph, leaves: Tensors, outputs: Any, written: Tensors, cotangents: Mapping[int, torch.Tensor]) -> Tensors:
+def _results(
+    graph: Graph, leaves: Tensors, outputs: Any, written: Tensors, cotangents: Mapping[int, torch.Tensor]
+) -> Tensors:
     wanted = {item.value.name: leaves[item.value.name] for item in graph.inputs if item.value.needs_grad}
     starts = [outputs[index] for index in cotangents]
-    found = torch.autograd.grad(starts, list(wanted.values()), list(cotangents.values()), allow_unused=True) if starts and wanted else ()
+    found = (
+        torch.autograd.grad(starts, list(wanted.values()), list(cotangents.values()), allow_unused=True)
+        if starts and wanted
+        else ()
+    )
     gradients = {f"gradient {name}": g for name, g in zip(wanted, found) if g is not None}
-    return {f"output {i}": x.detach() for i, x in enumerate(outputs)} | gradients | {f"buffer {fqn}": x for fqn, x in written.items()}
+    return (
+        {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+        | gradients
+        | {f"buffer {fqn}": x for fqn, x in written.items()}
+    )
 
 
 def layout_of(example: Example, result: str) -> Layout:

@@ -66,11 +66,14 @@ class Builder:
             result = resolve(target)(*_fill(slotted, nodes), **{key: _fill(item, nodes) for key, item in named})
         is_tuple = isinstance(result, (tuple, list))
         tensors = tuple(result) if is_tuple else (result,)
-        is_view_with_grad = is_no_grad and any(x.requires_grad for x in tensors)  # torch says so, but no gradient gets through
+        # torch says so, but no gradient gets through
+        is_view_with_grad = is_no_grad and any(x.requires_grad for x in tensors)
         if is_view_with_grad or any(_is_wild(x) for x in tensors):
             raise Refused(target)
         name = f"op{len(self.ops)}"
-        found = tuple(Node(Value(f"{name}_{i}", tuple(x.shape), x.dtype, x.requires_grad), x) for i, x in enumerate(tensors))
+        found = tuple(
+            Node(Value(f"{name}_{i}", tuple(x.shape), x.dtype, x.requires_grad), x) for i, x in enumerate(tensors)
+        )
         inputs, outputs = (tuple(node.value for node in side) for side in (nodes, found))
         self.ops.append(Op(name, target, slotted, named, inputs, outputs, is_no_grad, "", "", is_tuple))
         self.nodes.extend(found)
@@ -128,7 +131,17 @@ class Builder:
         outputs += [item.value for item in self.inputs if self.chance(0.05)]
         constants = {item.value.name: self.values[item.value.name] for item in self.inputs if item.kind == "constant"}
         arguments = tuple(item.value.name for item in self.inputs if item.kind == "argument")
-        return Graph(tuple(self.inputs), tuple(self.ops), tuple(outputs), tuple(self.mutations), (), constants, arguments, None, None)
+        return Graph(
+            tuple(self.inputs),
+            tuple(self.ops),
+            tuple(outputs),
+            tuple(self.mutations),
+            (),
+            constants,
+            arguments,
+            None,
+            None,
+        )
 
 
 def _fill(tree: Any, nodes: Sequence[Node]) -> Any:

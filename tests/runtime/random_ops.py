@@ -1,4 +1,6 @@
-"""How to draw a call of each family of rules; targets beyond the families' core come from the samples of the rule tests."""
+"""How to draw a call of each family of rules; targets beyond the families' core come from the samples of the rule
+tests.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +14,8 @@ from tests.runtime.random_graphs import Builder, Node
 from tests.sbp.samples import calls
 
 UNREPEATABLE = ("rand", "empty", "bernoulli")  # numbers of no meaning, or drawn
-ONLY_SHAPES = ("type_as.", "to.other", "expand_as.", "view_as.")  # an argument lends its type or shape; never in a traced graph
+# an argument lends its type or shape; never in a traced graph
+ONLY_SHAPES = ("type_as.", "to.other", "expand_as.", "view_as.")
 
 EQUATIONS = "bhqd,bhkd->bhqk bqd,bkd->bqk qd,dk->qk bqk,kd->bqd bhq,bhk,bhd->qkd q,k->qk bqd->bd bqd->dqb qq->q"
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div binary_cross_entropy_with_logits"
@@ -28,13 +31,28 @@ def product(b: Builder) -> None:
         case 3:
             b.call("matmul.default", b.tensor(*batch, m, k), b.tensor(*batch[b.draw.randint(0, len(batch)) :], k, n))
         case 4:
-            b.call("matmul.default", *b.draw.choice([(b.tensor(k), b.tensor(*batch, k, n)), (b.tensor(*batch, m, k), b.tensor(k))]))
+            b.call(
+                "matmul.default",
+                *b.draw.choice([(b.tensor(k), b.tensor(*batch, k, n)), (b.tensor(*batch, m, k), b.tensor(k))]),
+            )
         case 5:
             added = b.tensor(*b.draw.choice([(n,), (m, 1), (m, n), (1, n)]))
-            b.call("addmm.default", added, b.tensor(m, k), b.tensor(k, n), beta=b.draw.choice([1, 0.5]), alpha=b.draw.choice([1, -2]))
+            b.call(
+                "addmm.default",
+                added,
+                b.tensor(m, k),
+                b.tensor(k, n),
+                beta=b.draw.choice([1, 0.5]),
+                alpha=b.draw.choice([1, -2]),
+            )
         case 6:
             h = b.size()
-            b.call("baddbmm.default", b.tensor(*b.draw.choice([(h, m, n), (n,), (h, 1, n)])), b.tensor(h, m, k), b.tensor(h, k, n))
+            b.call(
+                "baddbmm.default",
+                b.tensor(*b.draw.choice([(h, m, n), (n,), (h, 1, n)])),
+                b.tensor(h, m, k),
+                b.tensor(h, k, n),
+            )
         case 7:
             b.call("bmm.default", b.tensor(4, m, k), b.tensor(4, k, n))
         case 8:
@@ -62,7 +80,12 @@ def _grouped(b: Builder, k: int, n: int) -> None:
 
     rows, experts = b.draw.choice([4, 8, 6]), b.draw.choice([2, 4, 8, 3])
     ends = sorted(b.draw.choices(range(rows + 1), k=experts - 1)) + [rows]
-    b.call("transformers.grouped_mm_fallback.default", b.tensor(rows, k), b.tensor(experts, k, n), b.input(torch.tensor(ends), "argument"))
+    b.call(
+        "transformers.grouped_mm_fallback.default",
+        b.tensor(rows, k),
+        b.tensor(experts, k, n),
+        b.input(torch.tensor(ends), "argument"),
+    )
 
 
 def _vectors(b: Builder, k: int, m: int) -> None:
@@ -89,10 +112,28 @@ def conv(b: Builder) -> None:
         target = {1: "conv_transpose1d.default", 2: "conv_transpose2d.input"}[rank]
         b.call(target, x, b.tensor(c, o // groups, *kernel), b.optional(o), stride, (0,) * rank, (0,) * rank, groups)
     elif rank < 3 and b.chance(0.25):
-        b.call(f"conv{rank}d.padding", x, b.tensor(o, c // groups, *kernel), b.optional(o), (1,) * rank, "same", (1,) * rank, groups)
+        b.call(
+            f"conv{rank}d.padding",
+            x,
+            b.tensor(o, c // groups, *kernel),
+            b.optional(o),
+            (1,) * rank,
+            "same",
+            (1,) * rank,
+            groups,
+        )
     else:
         padding = (b.draw.choice([0, 1]),) * rank
-        b.call(f"conv{rank}d.default", x, b.tensor(o, c // groups, *kernel), b.optional(o), stride, padding, (1,) * rank, groups)
+        b.call(
+            f"conv{rank}d.default",
+            x,
+            b.tensor(o, c // groups, *kernel),
+            b.optional(o),
+            stride,
+            padding,
+            (1,) * rank,
+            groups,
+        )
 
 
 def pool(b: Builder) -> None:
@@ -105,7 +146,10 @@ def pool(b: Builder) -> None:
         (f"adaptive_avg_pool{rank}d.default", x, (b.draw.choice([1, 2]),) * rank),
     ]
     if not flags[rank]:
-        options += [(f"adaptive_max_pool{rank}d.default", x, window), (f"max_pool{rank}d_with_indices.default", x, window)]
+        options += [
+            (f"adaptive_max_pool{rank}d.default", x, window),
+            (f"max_pool{rank}d_with_indices.default", x, window),
+        ]
         options += [(f"upsample_nearest{rank}d.vec", x, None, [2.0] * rank)]
         options += [(f"upsample_{'linear1d' if rank == 1 else 'bilinear2d'}.vec", x, None, False, [2.0] * rank)]
     if rank == 2:
@@ -126,7 +170,8 @@ def norm(b: Builder) -> None:
         case 3:
             groups = b.draw.choice([1, 2, 4])
             c = groups * b.draw.choice([1, 2])
-            both = (b.tensor(c), b.tensor(c)) if b.chance(0.7) else (None, None)  # torch fails on the gradient of a bias alone
+            # torch fails on the gradient of a bias alone
+            both = (b.tensor(c), b.tensor(c)) if b.chance(0.7) else (None, None)
             b.call("group_norm.default", b.tensor(b.draw.choice([2, 4, 3]), c, 3), groups, *both, 1e-2)
         case 4:
             x = b.tensor(b.draw.choice([2, 4]), c := b.draw.choice([2, 3, 4]), 4)
@@ -163,15 +208,27 @@ def softmax(b: Builder) -> None:
 
 
 def attention(b: Builder) -> None:
-    n, heads, length, keys, width = b.draw.choice([1, 2, 4]), b.draw.choice([2, 4, 8]), b.size(), b.size(), b.draw.choice([2, 4, 3])
+    n, heads, length, keys, width = (
+        b.draw.choice([1, 2, 4]),
+        b.draw.choice([2, 4, 8]),
+        b.size(),
+        b.size(),
+        b.draw.choice([2, 4, 3]),
+    )
     lead, options = ((n, heads) if b.chance(0.85) else (heads,)), {}
     key_lead = lead
     if len(lead) == 2 and b.chance(0.3):
         key_lead, options = (n, b.draw.choice([1, heads // 2])), {"enable_gqa": True}
     mask, is_causal = None, b.chance(0.4)
     if not is_causal and b.chance(0.5):
-        mask = b.tensor(*b.draw.choice([(length, keys), (*lead, length, keys), (length, 1), (*[1] * len(lead), 1, keys)]))
-    qkv = b.tensor(*lead, length, width), b.tensor(*key_lead, keys, width), b.tensor(*key_lead, keys, b.draw.choice([width, 2]))
+        mask = b.tensor(
+            *b.draw.choice([(length, keys), (*lead, length, keys), (length, 1), (*[1] * len(lead), 1, keys)])
+        )
+    qkv = (
+        b.tensor(*lead, length, width),
+        b.tensor(*key_lead, keys, width),
+        b.tensor(*key_lead, keys, b.draw.choice([width, 2])),
+    )
     b.call("scaled_dot_product_attention.default", *qkv, mask, 0.0, is_causal, **options)
 
 
@@ -191,7 +248,11 @@ def loss(b: Builder) -> None:
     x = b.some(1)
     name = b.draw.choice(LOSSES.split())
     has_hard_target = name in ("soft_margin_loss", "binary_cross_entropy_with_logits")
-    y = b.input(torch.rand(x.value.shape, dtype=torch.float64), "argument") if has_hard_target else b.tensor(*x.value.shape)
+    y = (
+        b.input(torch.rand(x.value.shape, dtype=torch.float64), "argument")
+        if has_hard_target
+        else b.tensor(*x.value.shape)
+    )
     args = (b.constant(*x.value.shape), b.constant(x.value.shape[-1])) if "binary" in name else ()
     b.call(f"{name}.default", x, y, *args, reduction)
 
@@ -203,18 +264,24 @@ def _classes(b: Builder, reduction: int) -> None:
     ids.view(-1)[b.draw.randrange(ids.numel())] = -100
     weight = b.input(torch.rand(count, dtype=torch.float64) + 0.5, "frozen") if b.chance(0.3) else None
     if b.chance(0.7):
-        target = b.input(ids, "argument") if b.chance(0.85) else b.call("softmax.int", b.tensor(tokens, count, *more), 1)
+        target = (
+            b.input(ids, "argument") if b.chance(0.85) else b.call("softmax.int", b.tensor(tokens, count, *more), 1)
+        )
         b.call("cross_entropy_loss.default", logits, target, weight, reduction, -100, b.draw.choice([0.0, 0.0, 0.1]))
     else:
         b.call("nll_loss_nd.default", b.call("log_softmax.int", logits, 1), b.input(ids, "argument"), weight, reduction)
 
 
 def random(b: Builder) -> None:
-    b.call(b.draw.choice(["dropout.default", "feature_dropout.default", "alpha_dropout.default"]), b.some(2), 0.5, False)
+    b.call(
+        b.draw.choice(["dropout.default", "feature_dropout.default", "alpha_dropout.default"]), b.some(2), 0.5, False
+    )
 
 
 def recurrent(b: Builder) -> None:
-    name, layer = b.draw.choice([("lstm", torch.nn.LSTM), ("gru", torch.nn.GRU), ("rnn_tanh", torch.nn.RNN), ("rnn_relu", torch.nn.RNN)])
+    name, layer = b.draw.choice(
+        [("lstm", torch.nn.LSTM), ("gru", torch.nn.GRU), ("rnn_tanh", torch.nn.RNN), ("rnn_relu", torch.nn.RNN)]
+    )
     batch, is_first = b.draw.choice([2, 4, 3]), b.chance()
     params = tuple(b.input(p.detach(), "parameter") for p in layer(3, 4, dtype=torch.float64).parameters())
     states = tuple(b.tensor(1, batch, 4) for _ in range(2 if name == "lstm" else 1))
@@ -241,7 +308,11 @@ def view(b: Builder) -> None:
             b.outputs("split.Tensor", x, b.draw.randint(1, shape[dim]), dim)
         case 5:
             other = b.tensor(*shape[:dim], b.size(), *shape[dim + 1 :])
-            b.call("cat.default", tuple(b.draw.sample([x, x, other], b.draw.randint(2, 3))), dim - len(shape) if b.chance() else dim)
+            b.call(
+                "cat.default",
+                tuple(b.draw.sample([x, x, other], b.draw.randint(2, 3))),
+                dim - len(shape) if b.chance() else dim,
+            )
         case 6:
             edges = tuple(b.draw.choice([0, 0, 1, 2]) for _ in range(2 * b.draw.randint(1, len(shape))))
             b.call("pad.default", x, edges, "constant", b.draw.choice([0.0, 0.0, 1.0]))
@@ -267,7 +338,17 @@ def reduce(b: Builder) -> None:
         return
     x = b.some(1)
     dims = tuple(b.draw.sample(range(len(x.value.shape)), b.draw.randint(1, len(x.value.shape))))
-    name = b.draw.choice(["sum.dim_IntList", "mean.dim", "amax.default", "cumsum.default", "sum.default", "mean.default", "var.correction"])
+    name = b.draw.choice(
+        [
+            "sum.dim_IntList",
+            "mean.dim",
+            "amax.default",
+            "cumsum.default",
+            "sum.default",
+            "mean.default",
+            "var.correction",
+        ]
+    )
     if name == "cumsum.default":
         b.call(name, x, dims[0])
     elif name == "var.correction":
@@ -289,7 +370,14 @@ def pointwise(b: Builder) -> None:
     else:
         shape = x.value.shape[b.draw.randint(0, len(x.value.shape)) :]
         other = b.tensor(*(n if b.chance(0.8) else 1 for n in shape))
-        b.call(name, *((b.mask(*x.value.shape), x, other) if name == "where.self" else b.draw.choice([(x, other), (other, x), (x, x)])))
+        b.call(
+            name,
+            *(
+                (b.mask(*x.value.shape), x, other)
+                if name == "where.self"
+                else b.draw.choice([(x, other), (other, x), (x, x)])
+            ),
+        )
 
 
 def _sampled(*families: str) -> Callable[[Builder], None]:
@@ -299,7 +387,9 @@ def _sampled(*families: str) -> Callable[[Builder], None]:
         targets = [t for name in families for t in _targets(name)]
         target = b.draw.choice(targets)
         args, kwargs = b.draw.choice(_samples()[target])
-        b.outputs(target.removeprefix("aten."), *_entered(b, args), **{key: _entered(b, item) for key, item in kwargs.items()})
+        b.outputs(
+            target.removeprefix("aten."), *_entered(b, args), **{key: _entered(b, item) for key, item in kwargs.items()}
+        )
 
     return recipe
 
@@ -311,12 +401,20 @@ def _entered(b: Builder, item: Any) -> Any:
 
 
 def _node(b: Builder, sample: torch.Tensor) -> Node:
-    equal = [node for node in b.nodes if node.value.shape == tuple(sample.shape) and node.tensor.dtype == sample.dtype == torch.float64]
+    equal = [
+        node
+        for node in b.nodes
+        if node.value.shape == tuple(sample.shape) and node.tensor.dtype == sample.dtype == torch.float64
+    ]
     if sample.requires_grad and equal and b.chance(0.7):
         node = b.draw.choice(equal)
         is_positive = float(sample.detach().min()) > 0.0 and float(sample.detach().max()) < 1.0
         return b.call("sigmoid.default", node) if is_positive else node
-    kinds = ("parameter", "parameter", "leaf", "frozen", "argument") if sample.requires_grad else ("argument", "buffer", "constant")
+    kinds = (
+        ("parameter", "parameter", "leaf", "frozen", "argument")
+        if sample.requires_grad
+        else ("argument", "buffer", "constant")
+    )
     return b.input(sample, b.draw.choice(kinds))
 
 
@@ -330,12 +428,29 @@ def _samples() -> Mapping[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
 @cache
 def _targets(family: str) -> tuple[str, ...]:
     found = getattr(rules, family).RULES
-    return tuple(target for target in found if target in _samples() and not any(part in target for part in UNREPEATABLE + ONLY_SHAPES))
+    return tuple(
+        target
+        for target in found
+        if target in _samples() and not any(part in target for part in UNREPEATABLE + ONLY_SHAPES)
+    )
 
 
 FAMILIES: Mapping[str, Callable[[Builder], None]] = {
-    "attention": attention, "cast": _sampled("cast"), "conv": conv, "create": _sampled("create"), "embedding": embedding,
-    "index": _sampled("index"), "loss": loss, "norm": norm, "pointwise": pointwise, "pool": pool, "matmul": product,
-    "random": random, "recurrent": recurrent, "reduce": reduce, "softmax": softmax, "view": view,
-}  # fmt: skip
+    "attention": attention,
+    "cast": _sampled("cast"),
+    "conv": conv,
+    "create": _sampled("create"),
+    "embedding": embedding,
+    "index": _sampled("index"),
+    "loss": loss,
+    "norm": norm,
+    "pointwise": pointwise,
+    "pool": pool,
+    "matmul": product,
+    "random": random,
+    "recurrent": recurrent,
+    "reduce": reduce,
+    "softmax": softmax,
+    "view": view,
+}
 WEIGHTS = {"matmul": 3, "view": 3, "pointwise": 3, "norm": 2, "loss": 2, "reduce": 2}

@@ -81,11 +81,15 @@ def step(loaded: Loaded, case: Case, count: int) -> float:
 
 
 def accumulate(name: str, plans: Mapping[str, Plan], count: int) -> list[dict[str, Any]]:
-    """Under each plan, which is for one of `count` microbatches: how far loss and gradients are from one device's, and what was issued."""
+    """Under each plan, which is for one of `count` microbatches: how far loss and gradients are from one device's, and
+    what was issued.
+    """
     truth = logits_case(name)
     loss = truth.loss(truth.model(*truth.args, **truth.kwargs))
     loss.backward()
-    expected = {"loss": loss.detach()} | {key: p.grad for key, p in truth.model.named_parameters() if p.grad is not None}
+    expected = {"loss": loss.detach()} | {
+        key: p.grad for key, p in truth.model.named_parameters() if p.grad is not None
+    }
     return [{"kind": kind} | _accumulate(name, plan, count, expected) for kind, plan in plans.items()]
 
 
@@ -94,7 +98,9 @@ def _accumulate(name: str, plan: Plan, count: int, expected: Mapping[str, torch.
     loaded, differences = load_program(plan, case.model, mesh, is_split=True), []
     for times in (1, 2):  # gradients are added to those that are there
         loss = step(loaded, case, count)
-        found = {"loss": torch.tensor(loss, dtype=torch.float64)} | {key: x / times for key, x in gradients(case.model).items()}
+        found = {"loss": torch.tensor(loss, dtype=torch.float64)} | {
+            key: x / times for key, x in gradients(case.model).items()
+        }
         assert found.keys() == expected.keys()
         differences += [float((found[key] - x).abs().max() / max(x.abs().max(), 1e-6)) for key, x in expected.items()]
     with count_collectives(mesh) as issued:

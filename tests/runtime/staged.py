@@ -55,7 +55,13 @@ def _labels(ids: torch.Tensor) -> torch.Tensor:
 def _gpt2(blocks: int, dropout: float) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout, "bos_token_id": None, "eos_token_id": None}
+    drops = {
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": blocks, "n_head": HEADS}
     model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False))
     model.loss_type = "ForCausalLM"
@@ -66,9 +72,16 @@ def _llama(blocks: int, dropout: float) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2, max_position_embeddings=LENGTH, attention_dropout=dropout, use_cache=False,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=blocks,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        max_position_embeddings=LENGTH,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -76,9 +89,17 @@ def _t5(blocks: int, dropout: float) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH, num_heads=HEADS, num_layers=blocks, use_cache=False,
-        dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        d_model=WIDTH,
+        d_kv=WIDTH // HEADS,
+        d_ff=2 * WIDTH,
+        num_heads=HEADS,
+        num_layers=blocks,
+        use_cache=False,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return T5ForConditionalGeneration(config)
 
 
@@ -86,15 +107,22 @@ def _vit(blocks: int, dropout: float) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=blocks, num_attention_heads=HEADS, intermediate_size=2 * WIDTH, image_size=8, patch_size=4,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=CLASSES,
-    )  # fmt: skip
+        hidden_size=WIDTH,
+        num_hidden_layers=blocks,
+        num_attention_heads=HEADS,
+        intermediate_size=2 * WIDTH,
+        image_size=8,
+        patch_size=4,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=CLASSES,
+    )
     return ViTForImageClassification(config)
 
 
 class Odd(nn.Module):
-    """What the others have not: a frozen start, a parameter nobody reads, buffers, a constant with an entry for each sample, and what
-    passes all blocks by."""
+    """What the others have not: a frozen start, a parameter nobody reads, buffers, a constant with an entry for each
+    sample, and what passes all blocks by."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -117,7 +145,9 @@ def _odd(blocks: int, batch: int) -> Sample:
     model, labels = Odd(blocks).double(), torch.arange(batch) % CLASSES
     weight = torch.linspace(0.1, 2, CLASSES).double()
     labels[1::3] = IGNORED
-    return Sample(model, (torch.randn(batch, WIDTH).double(), labels), {}, nn.CrossEntropyLoss(weight, ignore_index=IGNORED))
+    return Sample(
+        model, (torch.randn(batch, WIDTH).double(), labels), {}, nn.CrossEntropyLoss(weight, ignore_index=IGNORED)
+    )
 
 
 def _batch_norm(blocks: int, batch: int) -> Sample:
@@ -131,7 +161,9 @@ WHOLE = {"odd": _odd, "batch norm": _batch_norm}
 MODELS = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "vit": _vit}
 
 
-def sample(name: str, *, blocks: int = 4, dropout: float = 0.0, batch: int = BATCH, has_loss_fn: bool = False) -> Sample:
+def sample(
+    name: str, *, blocks: int = 4, dropout: float = 0.0, batch: int = BATCH, has_loss_fn: bool = False
+) -> Sample:
     """The model called `name` in float64 with a batch, the same for the same arguments."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -205,10 +237,14 @@ def one_device(case: Sample, steps: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def staged(case: Sample, model: ShardedModule, steps: int) -> dict[str, dict[str, torch.Tensor]]:
     """The same on this rank, of what it holds."""
-    return _trained(case._replace(model=model), lambda: model.train_step(*case.args, **case.kwargs), lambda loss: None, steps)
+    return _trained(
+        case._replace(model=model), lambda: model.train_step(*case.args, **case.kwargs), lambda loss: None, steps
+    )
 
 
-def _trained(case: Sample, forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], None], steps: int) -> dict[str, Any]:
+def _trained(
+    case: Sample, forward: Callable[[], torch.Tensor], backward: Callable[[torch.Tensor], None], steps: int
+) -> dict[str, Any]:
     optimizer, first = torch.optim.AdamW(case.model.parameters(), lr=LEARNING_RATE, eps=EPS), {}
     for _ in range(steps):
         optimizer.zero_grad()
@@ -233,7 +269,9 @@ def issued_of(model: ShardedModule, case: Sample) -> Counter[Collective]:
 
 
 def train_under(jobs: Sequence[tuple[dict[str, Any], StagedPlan]]) -> list[dict[str, Any]]:
-    """Train the model of each (options of `sample`, plan) on every rank: how far from one device, what was held and issued."""
+    """Train the model of each (options of `sample`, plan) on every rank: how far from one device, what was held and
+    issued.
+    """
     truths: dict[str, Any] = {}
     reports = []
     for options, plan in jobs:

@@ -38,7 +38,9 @@ from tests.workers import Ranks
     ],
     ids=str,
 )
-def test_microbatches_add_up_to_the_batch(ranks4: Ranks, name: str, shape: tuple[int, ...], kinds: tuple[str, ...], count: int) -> None:
+def test_microbatches_add_up_to_the_batch(
+    ranks4: Ranks, name: str, shape: tuple[int, ...], kinds: tuple[str, ...], count: int
+) -> None:
     graph = traced(microbatch(logits_case(name), 0, count))
     plans = {kind: plan_called(kind, graph, Mesh(shape, AXES[: len(shape)])) for kind in kinds}
     for reports in ranks4.run(accumulate, name, plans, count):
@@ -85,7 +87,9 @@ MESH = Mesh((2,), ("a",))
 
 
 def test_stages_hand_on_what_later_ones_read() -> None:
-    """Three stages under drawn plans, twice over: values cross as leaves, also through a stage that only hands them on."""
+    """Three stages under drawn plans, twice over: values cross as leaves, also through a stage that only hands them
+    on.
+    """
     case = logits_case("gpt2")
     graph = traced(case)
     tensors = dict(case.model.named_parameters())
@@ -116,7 +120,9 @@ def test_stages_hand_on_what_later_ones_read() -> None:
         torch.testing.assert_close(joined, 2 * tensors[fqn].grad, rtol=1e-9, atol=1e-9)
 
 
-def _stage_rank(stage: StageGraph, assignment: Assignment, axes: tuple[Axis, ...], state: dict[str, torch.Tensor]) -> _Rank:
+def _stage_rank(
+    stage: StageGraph, assignment: Assignment, axes: tuple[Axis, ...], state: dict[str, torch.Tensor]
+) -> _Rank:
     program, names = lower(stage.graph, MESH, assignment, is_split=True), namespace()
     function = compile_source(emit(program), names)
     return _Rank(program, axes, state, run_constants(stage.graph, "cpu"), function, names["gather"])

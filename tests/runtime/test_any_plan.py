@@ -1,4 +1,6 @@
-"""Any valid plan is right, not only a chosen one: drawn graphs under drawn strategies, stored, kept and output layouts."""
+"""Any valid plan is right, not only a chosen one: drawn graphs under drawn strategies, stored, kept and output
+layouts.
+"""
 
 from collections import Counter
 from random import Random, SystemRandom
@@ -16,20 +18,42 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import I, Placement, S
 from autopar.sbp.redistribute import CONVERSIONS
-from tests.runtime.any_plan import MESHES, Example, all_gradients_arrive, differences, draw_example, is_stable, run_on_gloo
+from tests.runtime.any_plan import (
+    MESHES,
+    Example,
+    all_gradients_arrive,
+    differences,
+    draw_example,
+    is_stable,
+    run_on_gloo,
+)
 from tests.runtime.random_graphs import Builder
 from tests.runtime.random_ops import FAMILIES
 from tests.workers import Ranks
 
 NUM_EXAMPLES, NUM_FRESH = 900, 80
-ROLES = {"batch", "channel_groups", "elements", "experts", "mean", "normalized", "queries", "reduced", "rows", "tokens", "vocab"}
+ROLES = {
+    "batch",
+    "channel_groups",
+    "elements",
+    "experts",
+    "mean",
+    "normalized",
+    "queries",
+    "reduced",
+    "rows",
+    "tokens",
+    "vocab",
+}
 
 
 def test_any_plan_computes_what_one_device_does_and_issues_what_is_priced() -> None:
     pytest.importorskip("transformers.integrations.moe")
     seen: Counter[str] = Counter()
 
-    @hypothesis.settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(
+        max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    )
     @hypothesis.given(st.integers(0, 2**32), st.integers(1, 6))
     def check(seed: int, num_calls: int) -> None:
         seen.update(_checked(draw_example(Random(seed), num_calls)))
@@ -71,7 +95,11 @@ def _features(example: Example) -> set[str]:
     """What of the compiler the example needs."""
     signatures = [signature for strategy in example.assignment.strategies.values() for signature in strategy.signatures]
     found = {f"role {signature.role}" for signature in signatures if signature.role}
-    found |= {f"family {family}" for family in FAMILIES if any(op.target in getattr(rules, family).RULES for op in example.graph.ops)}
+    found |= {
+        f"family {family}"
+        for family in FAMILIES
+        if any(op.target in getattr(rules, family).RULES for op in example.graph.ops)
+    }
     found |= {f"mesh {example.mesh.shape}"} | ({"all collectives"} if all_gradients_arrive(example.graph) else set())
     found |= ({"buffers"} if example.graph.mutations else set()) | ({"split"} if example.is_split else set())
     steps = lower(example.graph, example.mesh, example.assignment).steps
@@ -84,7 +112,11 @@ def _features(example: Example) -> set[str]:
 
 def _check_covered(seen: Counter[str]) -> None:
     """The examples must not all be of one kind."""
-    wanted = {f"family {family}" for family in FAMILIES} | {f"role {role}" for role in ROLES} | {f"mesh {shape}" for shape in MESHES}
+    wanted = (
+        {f"family {family}" for family in FAMILIES}
+        | {f"role {role}" for role in ROLES}
+        | {f"mesh {shape}" for shape in MESHES}
+    )
     wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split"}
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
     assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen

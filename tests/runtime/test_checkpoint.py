@@ -1,4 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint, optimizer state included, move between plans, meshes, stages and one device."""
+"""Checkpoints of torch.distributed.checkpoint, optimizer state included, move between plans, meshes, stages and one
+device.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -60,7 +62,9 @@ SAVED = {called: StateDictOptions(), stepped: StateDictOptions(flatten_optimizer
 
 
 def checkpoint_moves(make: Callable[[Any, Any], Run], options: Any, first: Any, second: Any) -> dict[str, float]:
-    """Train a step under one plan, save, load under another and on one device, train on: all must agree with one device."""
+    """Train a step under one plan, save, load under another and on one device, train on: all must agree with one
+    device.
+    """
     truth, run = make(options, None), make(options, first)
     optimizers = [adamw(each.model) for each in (truth, run)]
     for each, optimizer in zip((truth, run), optimizers):
@@ -97,7 +101,10 @@ def _folder() -> str:
 
 
 def _content(model: nn.Module, optimizer: torch.optim.Optimizer, saved: StateDictOptions) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=saved)}
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=saved),
+    }
 
 
 def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, saved: StateDictOptions) -> None:
@@ -120,7 +127,10 @@ def test_to_another_plan_and_mesh_and_to_one_device(ranks4: Ranks, name: str) ->
 
 @pytest.mark.parametrize("is_from_stages", [True, False])
 def test_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: bool) -> None:
-    plans = [plan_of_sample(sample(**GPT2), "pp=2,tp=2", 2, "interleaved"), plan_of_sample(sample(**GPT2), "dp=2,tp=2", 1)]
+    plans = [
+        plan_of_sample(sample(**GPT2), "pp=2,tp=2", 2, "interleaved"),
+        plan_of_sample(sample(**GPT2), "dp=2,tp=2", 1),
+    ]
     assert isinstance(plans[0], StagedPlan) and isinstance(plans[1], Plan)
     for found in ranks4.run(checkpoint_moves, stepped, GPT2, *(plans if is_from_stages else plans[::-1])):
         assert max(found.values()) < 1e-9, found

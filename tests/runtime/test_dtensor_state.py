@@ -97,7 +97,11 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.alive += [weakref.ref(x) for x in tree_leaves(out) if type(x) in (torch.Tensor, nn.Parameter) and x.device.type == "cpu"]
+        self.alive += [
+            weakref.ref(x)
+            for x in tree_leaves(out)
+            if type(x) in (torch.Tensor, nn.Parameter) and x.device.type == "cpu"
+        ]
         self.alive = [ref for ref in self.alive if ref() is not None]
         storages = {storage._cdata: storage.nbytes() for ref in self.alive for storage in [ref().untyped_storage()]}
         self.peak = max(self.peak, sum(storages.values()))
@@ -173,7 +177,9 @@ def meta_of_transformers(name: str) -> float:
     truth.initialize_weights()
     torch.manual_seed(dist.get_rank())
     case = build(name, dtype=torch.float32)
-    model = autopar.compile(model.train(), device_mesh((2, 2), AXES), args=case.args, kwargs=case.kwargs, cluster="free-links")
+    model = autopar.compile(
+        model.train(), device_mesh((2, 2), AXES), args=case.args, kwargs=case.kwargs, cluster="free-links"
+    )
     found = {name: whole(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
     expected = dict((*truth.named_parameters(), *truth.named_buffers()))
     difference = worst(found, expected, 1e-6)[0]
@@ -213,7 +219,8 @@ def lazy() -> None:
     model = autopar.compile(case.model, device_mesh((2, 2), AXES), cluster="free-links")
     parameters = list(model.parameters())
     case = case._replace(model=model)
-    cases, optimizers = (truth, case), (adamw(truth.model), adamw(case.model))  # the second before anything is planned
+    # the second before anything is planned
+    cases, optimizers = (truth, case), (adamw(truth.model), adamw(case.model))
     with pytest.raises(AutoparError, match="call it once"):
         model.state_dict()
     with pytest.raises(AutoparError, match="call it once"):

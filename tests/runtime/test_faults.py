@@ -280,5 +280,7 @@ def test_death_of_a_rank_is_met_soon_by_all_others(tmp_path: Path, when: str) ->
     assert found.keys() == {"0", "1", "3"}, f"only {sorted(found)} met an error"
     for rank, (seconds, kind, text) in found.items():
         assert float(seconds) < SOON_S, f"rank {rank} took {seconds} s"
-        assert kind == PeerFailed.__name__ or (when != "before the call" and kind == "RuntimeError"), f"rank {rank}: {kind}: {text}"
+        assert kind == PeerFailed.__name__ or (when != "before the call" and kind == "RuntimeError"), (
+            f"rank {rank}: {kind}: {text}"
+        )
         assert kind != PeerFailed.__name__ or "its error is the cause" in text

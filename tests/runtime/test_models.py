@@ -1,4 +1,6 @@
-"""Models as people write them, in forms the zoo does not have: each trains a step like one device under the plan that splits most."""
+"""Models as people write them, in forms the zoo does not have: each trains a step like one device under the plan that
+splits most.
+"""
 
 from collections.abc import Callable
 
@@ -41,13 +43,17 @@ def encodes_and_decodes() -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": VOCABULARY, "d_model": HIDDEN, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": HEADS}
-    return _tokens(T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)))
+    return _tokens(
+        T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+    )
 
 
 def mixes_experts() -> Built:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return _tokens(MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, num_local_experts=4)))
+    return _tokens(
+        MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, num_local_experts=4))
+    )
 
 
 class Recurrent(nn.Module):
@@ -75,7 +81,10 @@ def step(model: nn.Module, args: tuple, kwargs: dict) -> dict[str, dict[str, tor
     loss.backward()
     first = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS).step()
-    return {"first": {"loss": loss.detach()} | first, "last": {name: whole(x).detach() for name, x in model.state_dict().items()}}
+    return {
+        "first": {"loss": loss.detach()} | first,
+        "last": {name: whole(x).detach() for name, x in model.state_dict().items()},
+    }
 
 
 def differences(build: Callable[[], Built]) -> tuple[float, int]:

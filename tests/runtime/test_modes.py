@@ -142,7 +142,13 @@ def dtensor_inputs() -> None:
     mesh = device_mesh((2, 2), AXES)
     assert model.input_placements.keys() == {"x"}
     expected = truth(x)
-    choices = [model.input_placements["x"], (Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Replicate())]
+    choices = [
+        model.input_placements["x"],
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Replicate(), Replicate()),
+    ]
     for placements in choices:
         part = distribute_tensor(x, mesh, placements, src_data_rank=None)
         assert _difference(model(part), expected) <= 1e-12, placements
@@ -178,7 +184,9 @@ class Talkative(nn.Module):
         y = self.linear(x) * scale
         if extra is not None:
             y = y + extra["bias"][0]
-        return Answer(y.sum() if mode == "sum" else y.mean(), {"y": y, "mode": mode, "pair": (x, [y * 2]), "none": None})
+        return Answer(
+            y.sum() if mode == "sum" else y.mean(), {"y": y, "mode": mode, "pair": (x, [y * 2]), "none": None}
+        )
 
 
 def structures() -> None:

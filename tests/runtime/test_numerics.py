@@ -1,4 +1,6 @@
-"""The sharded model computes what the model computes: forward, every gradient, and the state after three AdamW steps."""
+"""The sharded model computes what the model computes: forward, every gradient, and the
+state after three AdamW steps.
+"""
 
 import pytest
 
@@ -35,12 +37,16 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
 @pytest.mark.multirank
 @pytest.mark.parametrize(("shape", "other"), [((4,), (2, 2)), ((2, 2), (4,))], ids=str)
 @pytest.mark.parametrize("name", ZOO)
-def test_trains_like_one_device_on_the_other_mesh(ranks4: Ranks, name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_trains_like_one_device_on_the_other_mesh(
+    ranks4: Ranks, name: str, shape: tuple[int, ...], other: tuple[int, ...]
+) -> None:
     _check(ranks4.run(train_under, name, plans_for(name, shape, ON_FOUR[other])), name)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "shape"), [("llama", (4,)), ("llama", (2, 2)), ("gpt2", (2, 2)), ("bert", (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("llama", (4,)), ("llama", (2, 2)), ("gpt2", (2, 2)), ("bert", (2, 2))], ids=str
+)
 def test_trains_like_one_device_split_along_the_sequence(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     kinds = ("megatron:sp", "megatron:sp,zero3") if len(shape) > 1 else ("megatron:sp",)
     _check(ranks4.run(train_under, name, plans_for(name, shape, kinds)), name)

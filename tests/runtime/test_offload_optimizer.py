@@ -94,7 +94,9 @@ def test_the_same_numbers_with_a_bucket_at_a_time(name: str, chosen: tuple[str, 
         assert all(map(torch.equal, expected, train(model, optimizer)))
     fetches = 3 if name == "adagrad" else 2  # others have none yet in the first of the three steps
     assert found.num_bytes == fetches * state_bytes(optimizer, own) > 0
-    assert found.held_bytes() == 0 and found.most_bytes <= state_bytes(optimizer, own) * (2 / 3 if chosen is None else 0.9)
+    assert found.held_bytes() == 0 and found.most_bytes <= state_bytes(optimizer, own) * (
+        2 / 3 if chosen is None else 0.9
+    )
     theirs, mine = (x.state_dict()["state"] for x in (truth, optimizer))
     assert theirs.keys() == mine.keys()
     assert all(_equal(theirs[key][part], mine[key][part]) for key in theirs for part in theirs[key])
@@ -153,7 +155,13 @@ def train_both(name: str, plan: Plan) -> dict[str, Any]:
         trained.append({key: x.full_tensor() for key, x in case.model.state_dict().items()})
     local = sum(y.nbytes for x in case.model.parameters() for y in plain_tensors(x.detach()))
     same = all(torch.equal(trained[0][key], trained[1][key]) for key in trained[0])
-    return {"same": same, "moved": found.num_bytes, "most": found.most_bytes, "left": found.held_bytes(), "local": local}
+    return {
+        "same": same,
+        "moved": found.num_bytes,
+        "most": found.most_bytes,
+        "left": found.held_bytes(),
+        "local": local,
+    }
 
 
 @pytest.mark.multirank

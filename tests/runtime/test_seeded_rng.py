@@ -1,4 +1,6 @@
-"""Dropout on ranks: the right share is dropped, parts are dropped independently, what is whole is dropped alike on every rank."""
+"""Dropout on ranks: the right share is dropped, parts are dropped independently, what is whole is dropped alike on
+every rank.
+"""
 
 import math
 import re
@@ -66,7 +68,9 @@ def with_joined_masks(kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
     h = truth.up(x) * masks[0]
     y = truth.down(h) * masks[1]
     expected = _gradients(truth, (y**2).sum())
-    difference = max(worst(gradients, expected, 1e-6)[0], worst(dict(enumerate(found)), dict(enumerate((h, y))), 1e-6)[0])
+    difference = max(
+        worst(gradients, expected, 1e-6)[0], worst(dict(enumerate(found)), dict(enumerate((h, y))), 1e-6)[0]
+    )
     return {
         "difference": difference,
         "dropped": [float((mask == 0).double().mean()) for mask in masks],
@@ -83,7 +87,9 @@ def _coordinate(x: torch.Tensor) -> tuple[int, ...]:
     """Which part of `x` this rank has: equal on ranks that have the same."""
     if not isinstance(x, DTensor):
         return ()
-    return tuple(index if placement.is_shard() else -1 for index, placement in zip(x.device_mesh.get_coordinate(), x.placements))
+    return tuple(
+        index if placement.is_shard() else -1 for index, placement in zip(x.device_mesh.get_coordinate(), x.placements)
+    )
 
 
 def _near(found: float, expected: float, deviation: float) -> bool:
@@ -103,7 +109,9 @@ def test_dropout_is_that_of_one_device_with_the_joined_masks(ranks4: Ranks, kind
         by_part: dict[Any, Any] = {}
         for report in reports:
             part, mask = report["parts"][index]
-            assert by_part.setdefault(part, mask) == mask, f"ranks that hold the same part {part} dropped different entries"
+            assert by_part.setdefault(part, mask) == mask, (
+                f"ranks that hold the same part {part} dropped different entries"
+            )
         masks = list(by_part.values())
         assert all(a != b for i, a in enumerate(masks) for b in masks[:i]), "two parts dropped the same entries"
 

@@ -1,4 +1,6 @@
-"""Layers that share parameters: one set of them is stored, converted and trained, with the gradients of all uses summed."""
+"""Layers that share parameters: one set of them is stored, converted and trained, with the gradients of all uses
+summed.
+"""
 
 from collections import Counter
 from typing import Any
@@ -11,7 +13,18 @@ from autopar.ir.folding.fold import fold
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.verify.check_placements import check
-from tests.runtime.training import LEAST, device_mesh, issued, plan_called, planned, split_parameters, traced, train, under, worst
+from tests.runtime.training import (
+    LEAST,
+    device_mesh,
+    issued,
+    plan_called,
+    planned,
+    split_parameters,
+    traced,
+    train,
+    under,
+    worst,
+)
 from tests.workers import Ranks
 from tests.zoo import BATCH, HIDDEN, SEQUENCE, VOCABULARY, Case
 
@@ -21,7 +34,11 @@ NUM_USES = 4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(HIDDEN),
+            nn.Linear(HIDDEN, 2 * HIDDEN),
+            nn.Linear(2 * HIDDEN, HIDDEN),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
@@ -32,7 +49,12 @@ class Called(nn.Module):
 
     def __init__(self, num_uses: int) -> None:
         super().__init__()
-        self.first, self.block, self.head, self.num_uses = nn.Linear(HIDDEN, HIDDEN), Block(), nn.Linear(HIDDEN, HIDDEN), num_uses
+        self.first, self.block, self.head, self.num_uses = (
+            nn.Linear(HIDDEN, HIDDEN),
+            Block(),
+            nn.Linear(HIDDEN, HIDDEN),
+            num_uses,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -71,9 +93,16 @@ def _albert(num_uses: int) -> Case:
     from transformers import AlbertConfig, AlbertForMaskedLM
 
     config = AlbertConfig(
-        vocab_size=VOCABULARY, embedding_size=16, hidden_size=HIDDEN, num_hidden_layers=num_uses, num_attention_heads=4,
-        intermediate_size=2 * HIDDEN, max_position_embeddings=SEQUENCE, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        embedding_size=16,
+        hidden_size=HIDDEN,
+        num_hidden_layers=num_uses,
+        num_attention_heads=4,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
     model = AlbertForMaskedLM(config).double().train()
     return Case(model, (), {"input_ids": tokens, "labels": tokens.flip(0)}, lambda output: output.loss)
@@ -87,14 +116,21 @@ def train_shared(name: str, plans: dict[str, Plan]) -> list[dict[str, Any]]:
         mesh = device_mesh(plan.mesh.shape, plan.mesh.axis_names)
         case = under(plan, build(name), mesh)
         found = train(case, 3)
-        report = {"kind": kind, "predicted": Counter(planned(plan)), "issued": issued(case, mesh), "split": split_parameters(plan)}
+        report = {
+            "kind": kind,
+            "predicted": Counter(planned(plan)),
+            "issued": issued(case, mesh),
+            "split": split_parameters(plan),
+        }
         reports.append(report | {when: worst(found[when], truth[when], least) for when, least in LEAST.items()})
         check(case.model._autopar.current().program, mesh)
     return reports
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "shape"), [("called", (2, 2)), ("tied", (4,)), ("tied", (2, 2)), ("albert", (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("called", (2, 2)), ("tied", (4,)), ("tied", (2, 2)), ("albert", (2, 2))], ids=str
+)
 def test_layers_that_share_train_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     graph, mesh = traced(build(name)), Mesh(shape, ("dp", "tp")[: len(shape)])
     plans = {kind: plan_called(kind, graph, mesh) for kind in ("searched", "ddp", "zero3", "megatron", "random:0")}
@@ -109,7 +145,9 @@ def test_layers_that_share_train_like_one_device(ranks4: Ranks, name: str, shape
 @pytest.mark.parametrize("kind", ["ddp", "zero3"])
 @pytest.mark.parametrize("name", ["called", "albert"])
 def test_more_uses_move_no_more_parameters(name: str, kind: str) -> None:
-    """One reduction of the summed gradient and one gather a step, however often the parameters are used; memory for one set."""
+    """One reduction of the summed gradient and one gather a step, however often the parameters are used; memory for one
+    set.
+    """
     found = []
     for num_uses in (3, 6):
         graph = traced(build(name, num_uses))

@@ -1,4 +1,6 @@
-"""Plans that fit only with optimizer state on the host, run: the same numbers to the bit, what is planned moved, the memory predicted."""
+"""Plans that fit only with optimizer state on the host, run: the same numbers to the bit, what is planned moved, the
+memory predicted.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -41,7 +43,12 @@ def plan_on(mesh: str) -> Plan | StagedPlan:
     graph = trace(skeleton(case.model), case.args, case.kwargs)
     cluster = replace(load_cluster("free-links"), host_bandwidth_bytes_per_s=1e12)
     num = 4 if "pp" in mesh else 1
-    return choose_plan(graph, as_mesh(mesh), cluster, PlanRequest(memory_limit_bytes=LIMITS[mesh], num_microbatches=num, time_limit_s=10.0))
+    return choose_plan(
+        graph,
+        as_mesh(mesh),
+        cluster,
+        PlanRequest(memory_limit_bytes=LIMITS[mesh], num_microbatches=num, time_limit_s=10.0),
+    )
 
 
 def own_stages(plan: Plan | StagedPlan, rank: int) -> list[Plan]:
@@ -106,7 +113,11 @@ def most_bytes(plan: Plan | StagedPlan) -> dict[str, int]:
 def on_rank(plan: Plan | StagedPlan) -> dict[str, Any]:
     plain, nothing = trained(plan, lambda *_: None)
     moved, num_bytes = trained(plan, offload_optimizer)
-    return {"same": all(torch.equal(plain[name], moved[name]) for name in plain), "bytes": (nothing, num_bytes), "most": most_bytes(plan)}
+    return {
+        "same": all(torch.equal(plain[name], moved[name]) for name in plain),
+        "bytes": (nothing, num_bytes),
+        "most": most_bytes(plan),
+    }
 
 
 @pytest.mark.multirank
@@ -114,13 +125,18 @@ def on_rank(plan: Plan | StagedPlan) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:the plan counts on")
 def test_a_tight_plan_runs_as_planned(ranks4: Ranks, mesh: str) -> None:
     plan = plan_on(mesh)
-    peaks = predict_peaks(plan) if isinstance(plan, StagedPlan) else (predict_peak(plan.graph, plan.mesh, plan.assignment),)
+    peaks = (
+        predict_peaks(plan) if isinstance(plan, StagedPlan) else (predict_peak(plan.graph, plan.mesh, plan.assignment),)
+    )
     for number, found in enumerate(ranks4.run(on_rank, plan)):
         rank = number * len(peaks) // 4
         stages, peak = own_stages(plan, rank), peaks[rank]
         moved = sum(stage.costs.state_on_host_bytes for stage in stages)
         assert found["same"] and moved > 0
-        assert all(sum(stage.costs.total_memory_bytes for stage in own_stages(plan, r)) <= LIMITS[mesh] for r in range(len(peaks)))
+        assert all(
+            sum(stage.costs.total_memory_bytes for stage in own_stages(plan, r)) <= LIMITS[mesh]
+            for r in range(len(peaks))
+        )
         assert found["bytes"] == (0, (NUM_STEPS - 1) * moved)  # there is none in the first step
         assert max(found["most"].values()) == pytest.approx(peak.total_bytes, rel=TOLERANCE)
         assert found["most"]["update"] == pytest.approx(dict(peak.phases)["update"], rel=TOLERANCE)
@@ -139,7 +155,9 @@ def without_host(plan: Plan | StagedPlan, rank: int) -> int:
 
 
 def reminded(plan: Plan) -> list[Any]:
-    """What is said in three steps without the state on the host, and with; what is moved for names that are given; a second call."""
+    """What is said in three steps without the state on the host, and with; what is moved for names that are given; a
+    second call.
+    """
     found: list[Any] = []
     for prepare in (lambda *_: None, offload_optimizer):
         with warnings.catch_warnings(record=True) as said:

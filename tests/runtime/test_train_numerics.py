@@ -38,8 +38,17 @@ def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) 
         reports = [result[number] for result in results]
         limit = EXACT[case[0] not in ("llama", "t5")]
         for report in reports:
-            assert max(report["first"], report["last"])[0] < limit, (case, report["rank"], report["first"], report["last"])
-            assert report["issued"] == report["planned"], (case, report["issued"] - report["planned"], report["planned"] - report["issued"])
+            assert max(report["first"], report["last"])[0] < limit, (
+                case,
+                report["rank"],
+                report["first"],
+                report["last"],
+            )
+            assert report["issued"] == report["planned"], (
+                case,
+                report["issued"] - report["planned"],
+                report["planned"] - report["issued"],
+            )
             assert report["issued"] and report["local"] < 0.9, "the plan must split tensors"
         everything = set.union(*(report["own"] for report in reports))
         assert everything == {name for name, _ in sample(case[0], blocks=case[1]).model.named_parameters()}, case
@@ -50,33 +59,54 @@ def check(ranks: Ranks, cases: Sequence[Job], *, has_any_layouts: bool = False) 
 @pytest.mark.parametrize(
     ("mesh", "num_microbatches", "schedule"),
     [
-        ("pp=2,dp=2", 4, "1f1b"), ("pp=2,tp=2", 8, "zero-bubble"), ("pp=2,tp=2", 4, "interleaved"), ("pp=2,dp=2", 1, "gpipe"),
+        ("pp=2,dp=2", 4, "1f1b"),
+        ("pp=2,tp=2", 8, "zero-bubble"),
+        ("pp=2,tp=2", 4, "interleaved"),
+        ("pp=2,dp=2", 1, "gpipe"),
         ("pp=2,tp=2", 2, "1f1b"),
     ],
-)  # fmt: skip
+)
 def test_every_schedule(ranks4: Ranks, mesh: str, num_microbatches: int, schedule: str) -> None:
     check(ranks4, [("gpt2", 5, mesh, num_microbatches, schedule)])
 
 
 def test_models(ranks4: Ranks) -> None:
     dp, tp = "pp=2,dp=2", "pp=2,tp=2"
-    check(ranks4, [
-        ("llama", 5, dp, 4, "interleaved"), ("llama", 4, tp, 2, "zero-bubble"), ("t5", 4, dp, 4, "1f1b"), ("t5", 4, tp, 2, "interleaved"),
-        ("vit", 5, dp, 2, "gpipe"), ("vit", 4, tp, 8, "1f1b"),
-    ])  # fmt: skip
+    check(
+        ranks4,
+        [
+            ("llama", 5, dp, 4, "interleaved"),
+            ("llama", 4, tp, 2, "zero-bubble"),
+            ("t5", 4, dp, 4, "1f1b"),
+            ("t5", 4, tp, 2, "interleaved"),
+            ("vit", 5, dp, 2, "gpipe"),
+            ("vit", 4, tp, 8, "1f1b"),
+        ],
+    )
 
 
 def test_a_model_that_is_odd_in_every_way(ranks4: Ranks) -> None:
-    cases = [("pp=2,dp=2", 4, "1f1b"), ("pp=2,tp=2", 2, "interleaved"), ("pp=2,dp=2", 2, "zero-bubble"), ("dp=2,tp=2", 4, None)]
+    cases = [
+        ("pp=2,dp=2", 4, "1f1b"),
+        ("pp=2,tp=2", 2, "interleaved"),
+        ("pp=2,dp=2", 2, "zero-bubble"),
+        ("dp=2,tp=2", 4, None),
+    ]
     check(ranks4, [("odd", 5, *case) for case in cases] + [("batch norm", 6, "pp=2,dp=2", 1, "gpipe")])
 
 
 @pytest.mark.slow
 def test_three_axes(ranks8: Ranks) -> None:
     mesh = "pp=2,dp=2,tp=2"
-    check(ranks8, [
-        ("gpt2", 5, mesh, 4, "zero-bubble"), ("llama", 4, mesh, 2, "1f1b"), ("t5", 4, mesh, 2, "1f1b"), ("vit", 4, mesh, 4, "interleaved")
-    ])  # fmt: skip
+    check(
+        ranks8,
+        [
+            ("gpt2", 5, mesh, 4, "zero-bubble"),
+            ("llama", 4, mesh, 2, "1f1b"),
+            ("t5", 4, mesh, 2, "1f1b"),
+            ("vit", 4, mesh, 4, "interleaved"),
+        ],
+    )
 
 
 def test_microbatches_without_stages(ranks4: Ranks) -> None:
@@ -87,6 +117,11 @@ def test_any_layouts(ranks4: Ranks) -> None:
     dp, tp = "pp=2,dp=2", "pp=2,tp=2"
     check(
         ranks4,
-        [("gpt2", 5, tp, 2, "interleaved"), ("llama", 4, dp, 4, "1f1b"), ("t5", 4, dp, 2, "zero-bubble"), ("vit", 4, tp, 2, "gpipe")],
+        [
+            ("gpt2", 5, tp, 2, "interleaved"),
+            ("llama", 4, dp, 4, "1f1b"),
+            ("t5", 4, dp, 2, "zero-bubble"),
+            ("vit", 4, tp, 2, "gpipe"),
+        ],
         has_any_layouts=True,
     )

@@ -1,4 +1,6 @@
-"""Random numbers in microbatches and stages: other ones for each sample and layer, the same where the whole batch shares them."""
+"""Random numbers in microbatches and stages: other ones for each sample and layer, the same where the whole batch
+shares them.
+"""
 
 import pytest
 import torch
@@ -61,7 +63,6 @@ def two_steps(name: str, plan: StagedPlan) -> list[dict[str, torch.Tensor]]:
         model.train_step(*case.args)
         found.append(gradients(model))
     return found
-
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=2,dp=2", "1f1b"), ("dp=4", None)])

@@ -1,4 +1,6 @@
-"""Blocks that are run again, or whose activations wait on the host, in stages and microbatches: the same numbers to the bit."""
+"""Blocks that are run again, or whose activations wait on the host, in stages and microbatches: the same numbers to the
+bit.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +37,9 @@ def ways(plan: StagedPlan) -> dict[str, StagedPlan]:
 
 
 def one_step(plans: dict[str, StagedPlan]) -> dict[str, Any]:
-    """Loss and this rank's gradients of a step of each, the collectives that another one issues, and the planned ones."""
+    """Loss and this rank's gradients of a step of each, the collectives that another one issues, and the planned
+    ones.
+    """
     found = {}
     for kind, plan in plans.items():
         case = sample(**OPTIONS)
@@ -52,7 +56,9 @@ def gathered_again(plan: StagedPlan) -> StagedPlan:
     """The plan with any layouts, in which all parameters are gathered again in backward that can be."""
     stages = []
     for stage in with_any_layouts(plan, 1).stages:
-        classes = {item.value.name: item.value.name for item in stage.graph.inputs} | {op.name: op.name for op in stage.graph.ops}
+        classes = {item.value.name: item.value.name for item in stage.graph.inputs} | {
+            op.name: op.name for op in stage.graph.ops
+        }
         assignment = replace(stage.assignment, regathered=regatherable(stage.graph, classes))
         stages.append(plan_of(stage.graph, assignment, stage.mesh, stage.cluster, training=stage.training))
         converted = conversions(stage.graph, assignment).values()
@@ -62,7 +68,12 @@ def gathered_again(plan: StagedPlan) -> StagedPlan:
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "is_gathered_again"),
-    [("pp=2,dp=2", "1f1b", False), ("pp=2,tp=2", "zero-bubble", False), ("pp=2,dp=2", "zero-bubble", True), ("dp=2,tp=2", None, True)],
+    [
+        ("pp=2,dp=2", "1f1b", False),
+        ("pp=2,tp=2", "zero-bubble", False),
+        ("pp=2,dp=2", "zero-bubble", True),
+        ("dp=2,tp=2", None, True),
+    ],
     ids=str,
 )
 def test_bitwise_the_same(ranks4: Ranks, mesh: str, schedule: str | None, is_gathered_again: bool) -> None:

@@ -69,7 +69,10 @@ def _refusal(model: nn.Module, case: Sample) -> str:
 @pytest.mark.multirank
 def test_loads_copies_clips_and_refuses(ranks4: Ranks) -> None:
     tied = {"name": "t5"}
-    for options, mesh, num, schedule, limit in ((GPT2, "pp=2,dp=2", 2, "1f1b", 1e-9), (tied, "pp=2,tp=2", 4, "interleaved", 1e-5)):
+    for options, mesh, num, schedule, limit in (
+        (GPT2, "pp=2,dp=2", 2, "1f1b", 1e-9),
+        (tied, "pp=2,tp=2", 4, "interleaved", 1e-5),
+    ):
         plan = plan_of_sample(sample(**options), mesh, num, schedule)
         results = ranks4.run(handled, options, plan)
         for found in results:
@@ -88,7 +91,9 @@ def accumulated(options: dict[str, Any]) -> dict[str, float]:
     found = _next_step(model, truth, case)
     logits = model(case.args[0]).logits
     found["logits"] = worst({"": whole(logits).detach()}, {"": truth.model(case.args[0]).logits.detach()}, 1e-6)[0]
-    found["norm"] = abs(float(nn.utils.clip_grad_norm_(truth.model.parameters(), 0.1)) - float(model.clip_grad_norm_(0.1)))
+    found["norm"] = abs(
+        float(nn.utils.clip_grad_norm_(truth.model.parameters(), 0.1)) - float(model.clip_grad_norm_(0.1))
+    )
     found["clipped"] = _gradient_distance(model, truth.model)
     return found | {f"{key}, 16 samples": x for key, x in _next_step(model, truth, sample(batch=16, **options)).items()}
 
@@ -162,4 +167,6 @@ def test_batch_norm_in_microbatches_is_refused() -> None:
     case = build("resnet")
     with pytest.raises(MicrobatchError, match=r"batch_norm .*stem.1 .*statistics"):
         args = *case.args, torch.zeros(8).long()
-        autopar.plan(case.model, "dp=2", cluster="cpu", args=args, loss_fn=nn.functional.cross_entropy, num_microbatches=2)
+        autopar.plan(
+            case.model, "dp=2", cluster="cpu", args=args, loss_fn=nn.functional.cross_entropy, num_microbatches=2
+        )

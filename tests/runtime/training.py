@@ -31,8 +31,9 @@ from tests.zoo import Case, build
 
 AXES = ("dp", "tp", "ep")
 LEARNING_RATE = 1e-2
-# AdamW divides each gradient by its own size: of one that is zero but for rounding (a key's bias: softmax does not see it) it makes
-# a full update of either sign. This eps lets such updates vanish; tensors are compared relative to at least these sizes.
+# AdamW divides each gradient by its own size: of one that is zero but for rounding (a key's bias: softmax does not see
+# it) it makes a full update of either sign. This eps lets such updates vanish; tensors are compared relative to at
+# least these sizes.
 EPS = 1e-3
 LEAST = {"first": 1e-6, "last": LEARNING_RATE}
 
@@ -46,7 +47,12 @@ def train_under(name: str, plans: Mapping[str, Plan], steps: int = 3) -> list[di
         case = under(plan, build(name), mesh)
         found = train(case, steps)
         reports.append(
-            {"kind": kind, "split": split_parameters(plan), "predicted": Counter(planned(plan)), "issued": issued(case, mesh)}
+            {
+                "kind": kind,
+                "split": split_parameters(plan),
+                "predicted": Counter(planned(plan)),
+                "issued": issued(case, mesh),
+            }
             | {when: worst(found[when], truth[when], least) for when, least in LEAST.items()}
         )
         check(case.model._autopar.current().program, mesh)
@@ -71,7 +77,7 @@ def traced(case: Case) -> Graph:
 
 
 def plan_called(kind: str, graph: Graph, mesh: Mesh) -> Plan:
-    """"searched", "random:SEED" or a hand plan."""
+    """ "searched", "random:SEED" or a hand plan."""
     cluster = load_cluster("free-links")
     if kind == "searched":
         return make_plan(graph, mesh, cluster)
@@ -84,11 +90,15 @@ def plan_called(kind: str, graph: Graph, mesh: Mesh) -> Plan:
     return plan_of(graph, assignment, mesh, cluster)
 
 
-def random_assignment(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random) -> Assignment:
+def random_assignment(
+    graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random
+) -> Assignment:
     """Any valid strategy for every op, any storable layout for every parameter."""
     chosen = {name: draw.choice(strategies) for name, strategies in sorted(candidates.strategies.items())}
     strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
-    arguments = {item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")}
+    arguments = {
+        item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")
+    }
     found = complete(graph, folded, candidates, strategies, arguments, mesh, moved=bytes_moved(mesh))
     stored = {
         item.value.name: draw.choice(candidates.layouts[item.value.name])

@@ -10,7 +10,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup  # the ranks of tests/sbp/simulate.py
+
+# the ranks of tests/sbp/simulate.py
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from autopar.ir.graph import Op
 from autopar.sbp.candidates import signatures_of, strategies_of
@@ -40,10 +42,16 @@ def exercise(target: str, *args: Any, num_ranks: int = 2, **kwargs: Any) -> set[
     return {str(signature) for signature in signatures_of(op)}
 
 
-def exercise_mesh(target: str, *args: Any, roles: tuple[str, str], mesh_shape: tuple[int, ...] = (2, 2), **kwargs: Any) -> int:
+def exercise_mesh(
+    target: str, *args: Any, roles: tuple[str, str], mesh_shape: tuple[int, ...] = (2, 2), **kwargs: Any
+) -> int:
     """Check the strategies of the call whose axes take `roles`; returns how many there are."""
     op, inputs = make_op(target, *args, **kwargs)
-    found = [strategy for strategy in strategies_of(op, mesh_shape) if tuple(_kind(sig) for sig in strategy.signatures) == roles]
+    found = [
+        strategy
+        for strategy in strategies_of(op, mesh_shape)
+        if tuple(_kind(sig) for sig in strategy.signatures) == roles
+    ]
     for strategy in found:
         check(op, strategy, mesh_shape, inputs)
     return len(found)
@@ -56,9 +64,13 @@ def _kind(signature: Signature) -> str:
 
 
 def check(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tensors) -> None:
-    """AssertionError unless the strategy divides evenly, gives the op's numbers and issues on each rank just the collectives declared."""
+    """AssertionError unless the strategy divides evenly, gives the op's numbers and issues on each rank just the
+    collectives declared.
+    """
     with record(mesh_shape) as issued:
-        assert check_strategy(op, strategy, mesh_shape, inputs), f"{op.target}: {strategy} does not divide evenly on {mesh_shape}"
+        assert check_strategy(op, strategy, mesh_shape, inputs), (
+            f"{op.target}: {strategy} does not divide evenly on {mesh_shape}"
+        )
     has_role = any(signature.role for signature in strategy.signatures)
     declared = Counter(LOCAL_OPS[op.target].collectives(op, strategy, mesh_shape) if has_role else ())
     for rank in issued.values():
@@ -76,7 +88,9 @@ def record(mesh_shape: tuple[int, ...]) -> Iterator[dict[int, Counter[Collective
         def call(group: ProcessLocalGroup, *args: Any, **kwargs: Any) -> Any:
             members = [places[rank] for rank in dist.get_process_group_ranks(group)]
             axes = tuple(axis for axis, indices in enumerate(zip(*members)) if len(set(indices)) > 1)
-            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)]
+            tensors = [
+                x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)
+            ]
             size = max(x.numel() * x.element_size() for x in tensors)
             # private: the one way to know that autograd is running this thread's backward
             phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
@@ -85,7 +99,9 @@ def record(mesh_shape: tuple[int, ...]) -> Iterator[dict[int, Counter[Collective
 
         return call
 
-    with mock.patch.multiple(ProcessLocalGroup, **{name: recorder(name, getattr(ProcessLocalGroup, name)) for name in KINDS}):
+    with mock.patch.multiple(
+        ProcessLocalGroup, **{name: recorder(name, getattr(ProcessLocalGroup, name)) for name in KINDS}
+    ):
         yield issued
 
 

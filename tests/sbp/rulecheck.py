@@ -1,4 +1,6 @@
-"""The referee of the rule table: run an op whole, run it on shards as a strategy says, join, compare; values and gradients."""
+"""The referee of the rule table: run an op whole, run it on shards as a strategy says, join, compare; values and
+gradients.
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -52,7 +54,9 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
     ins = [strategy.input_layout(i) for i in range(len(op.inputs))]
     outs = [strategy.output_layout(i) for i in range(len(op.outputs))]
     values = list(zip(op.inputs + op.outputs, ins + outs))
-    if not all(is_even(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(strategy, mesh_shape):
+    if not all(is_even(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(
+        strategy, mesh_shape
+    ):
         return False
     whole_out, whole_grads, grads_out = _run_whole(op, inputs)
     parts = [cut(x.detach(), layout, mesh_shape) for x, layout in zip(inputs, ins)]
@@ -89,7 +93,9 @@ def _cuts_units(strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:
 def _run_whole(op: Op, inputs: Tensors) -> tuple[Tensors, Tensors, Tensors]:
     leaves = [x.detach().clone().requires_grad_(value.needs_grad) for x, value in zip(inputs, op.inputs)]
     result = _call(op, op.args, op.kwargs, leaves, {})
-    grads_out = tuple(torch.randn_like(out) if value.needs_grad else torch.zeros_like(out) for out, value in zip(result, op.outputs))
+    grads_out = tuple(
+        torch.randn_like(out) if value.needs_grad else torch.zeros_like(out) for out, value in zip(result, op.outputs)
+    )
     return tuple(out.detach() for out in result), _gradients(op, leaves, result, grads_out), grads_out
 
 
@@ -119,7 +125,11 @@ def _gradients(op: Op, leaves: list[torch.Tensor], outputs: Tensors, grads_out: 
     """Gradients of all inputs, zeros where none flows."""
     pairs = [(out, grad) for out, grad, value in zip(outputs, grads_out, op.outputs) if value.needs_grad]
     wanted = [x for x in leaves if x.requires_grad]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True) if pairs and wanted else ())
+    found = iter(
+        torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        if pairs and wanted
+        else ()
+    )
     grads = [next(found, None) if x.requires_grad else None for x in leaves]
     return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads))
 
@@ -137,4 +147,6 @@ def check_rule(op: Op, inputs: Tensors, num_ranks: tuple[int, ...] = (2, 3)) -> 
 def offered(target: str, *args: Any, **kwargs: Any) -> set[str]:
     """The signatures of a call as text, without the whole ones."""
     op, _ = make_op(f"aten.{target}", *args, **kwargs)
-    return {str(sig) for sig in signatures_of(op) if any(placement.kind in "SP" for placement in sig.inputs + sig.outputs)}
+    return {
+        str(sig) for sig in signatures_of(op) if any(placement.kind in "SP" for placement in sig.inputs + sig.outputs)
+    }

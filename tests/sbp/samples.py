@@ -1,4 +1,6 @@
-"""Small calls of every op of the rule families pointwise, cast, view, reduce, index and create; sizes divide by 2 or 3."""
+"""Small calls of every op of the rule families pointwise, cast, view, reduce, index and create; sizes divide by 2 or
+3.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +52,9 @@ def _by_schema(target: str) -> Iterator[Call]:
         free, args, kwargs = iter(shapes), [], {}
         for argument in resolve(target)._schema.arguments:
             keeps_default = argument.has_default_value() and "Tensor" not in str(argument.type)
-            value = argument.default_value if keeps_default else _argument(target, str(argument.type), argument.name, free)
+            value = (
+                argument.default_value if keeps_default else _argument(target, str(argument.type), argument.name, free)
+            )
             if argument.kwarg_only:
                 kwargs[argument.name] = value
             else:
@@ -105,7 +109,14 @@ def _cast() -> Iterator[tuple[Any, ...]]:
 
 
 def _view() -> Iterator[tuple[Any, ...]]:
-    sizes = [((4, 6), (24,)), ((24,), (4, 6)), ((2, 6, 4), (12, 1, 2, 2)), ((4, 1, 6), (4, 6)), ((1, 1), ()), ((6, 4), (4, 6))]
+    sizes = [
+        ((4, 6), (24,)),
+        ((24,), (4, 6)),
+        ((2, 6, 4), (12, 1, 2, 2)),
+        ((4, 1, 6), (4, 6)),
+        ((1, 1), ()),
+        ((6, 4), (4, 6)),
+    ]
     sizes += [((4, 6), (-1, 3)), ((2, 2, 6), (2, 2, 3, 2))]
     yield "reshape.default", *(call(f64(*src), dst) for src, dst in sizes)
     yield "view.default", *(call(f64(*src), dst) for src, dst in sizes)
@@ -128,7 +139,13 @@ def _view() -> Iterator[tuple[Any, ...]]:
         yield f"{name}.intlist", call(f64(4, 6, 2), (0, 1), (1, 2))
     yield "swapaxes.default", call(f64(4, 6, 2), 0, 2)
     yield "swapdims.default", call(f64(4, 6, 2), 0, 1)
-    yield "expand.default", call(f64(4, 1, 6), (4, 2, 6)), call(f64(6), (4, -1)), call(f64(), (4,)), call(f64(4, 1), (2, -1, 6))
+    yield (
+        "expand.default",
+        call(f64(4, 1, 6), (4, 2, 6)),
+        call(f64(6), (4, -1)),
+        call(f64(), (4,)),
+        call(f64(4, 1), (2, -1, 6)),
+    )
     yield "broadcast_to.default", call(f64(4, 1), (4, 6))
     yield "expand_as.default", call(f64(4, 1), f64(2, 4, 6))
     yield "repeat.default", call(f64(4, 1, 6), (2, 1, 2, 1)), call(f64(4, 6), (1, 2)), call(f64(6), (4, 1))
@@ -136,7 +153,13 @@ def _view() -> Iterator[tuple[Any, ...]]:
 
 
 def _view_pieces() -> Iterator[tuple[Any, ...]]:
-    yield "slice.Tensor", call(f64(4, 6), 1, 1, 4), call(f64(4, 6), 0, 0, 2**63 - 1), call(f64(4, 6), 0, None, 4), call(f64(4, 6), 1, -2)
+    yield (
+        "slice.Tensor",
+        call(f64(4, 6), 1, 1, 4),
+        call(f64(4, 6), 0, 0, 2**63 - 1),
+        call(f64(4, 6), 0, None, 4),
+        call(f64(4, 6), 1, -2),
+    )
     yield "narrow.default", call(f64(4, 6), 1, 1, 4), call(f64(4, 6), 0, 0, 4)
     yield "split.Tensor", call(f64(4, 6), 2, 1), call(f64(4, 6), 4, -1)
     yield "split.sizes", call(f64(4, 6), (2, 4), 1)
@@ -157,11 +180,20 @@ def _view_pieces() -> Iterator[tuple[Any, ...]]:
     yield "view_as_complex.default", call(f64(4, 6, 2))
     yield "pixel_shuffle.default", call(f64(2, 8, 4, 4), 2)
     yield "pixel_unshuffle.default", call(f64(2, 2, 4, 4), 2)
-    pads = [call(f64(4, 6), (1, 2)), call(f64(4, 6), (0, 0, 1, 0), "constant", 2.0), call(f64(2, 4, 6), (1, 1), "reflect")]
+    pads = [
+        call(f64(4, 6), (1, 2)),
+        call(f64(4, 6), (0, 0, 1, 0), "constant", 2.0),
+        call(f64(2, 4, 6), (1, 1), "reflect"),
+    ]
     yield "pad.default", *pads, call(f64(2, 4, 6), (1, 1), "replicate")
     yield "constant_pad_nd.default", call(f64(4, 6), (1, 2)), call(f64(4, 6), (0, -1), 1.0)
     for name in ("cat", "concat"):
-        yield f"{name}.default", call([f64(4, 6), f64(4, 2)], 1), call([f64(4, 6), f64(2, 6)], -2), call([f64(0), f64(4, 6)], 0)
+        yield (
+            f"{name}.default",
+            call([f64(4, 6), f64(4, 2)], 1),
+            call([f64(4, 6), f64(2, 6)], -2),
+            call([f64(0), f64(4, 6)], 0),
+        )
     yield "stack.default", call([f64(4, 6), f64(4, 6)], 1), call([f64(4), f64(4)])
     yield "slice_scatter.default", call(f64(4, 6), f64(4, 2), 1, 1, 3)
     yield "select_scatter.default", call(f64(4, 6, 2), f64(4, 2), 1, 3)
@@ -205,9 +237,23 @@ def _reduce() -> Iterator[tuple[Any, ...]]:
 
 def _index() -> Iterator[tuple[Any, ...]]:
     yield "index_select.default", call(f64(4, 6), 1, ints(4)), call(f64(4, 6), 0, ints())
-    yield "gather.default", call(f64(4, 6), 1, ints(4, 2)), call(f64(4, 6), 0, ints(2, 6)), call(f64(4, 6), 1, ints(2, 2))
-    yield "take_along_dim.default", call(f64(4, 6), ints(1, 2), 1), call(f64(4, 6), ints(4, 2), 1), call(f64(4, 6), ints(4))
-    yield "scatter.src", call(f64(4, 6), 1, _distinct(4, 2), f64(4, 2)), call(f64(4, 6), 0, _distinct(6, 2).T, f64(2, 6))
+    yield (
+        "gather.default",
+        call(f64(4, 6), 1, ints(4, 2)),
+        call(f64(4, 6), 0, ints(2, 6)),
+        call(f64(4, 6), 1, ints(2, 2)),
+    )
+    yield (
+        "take_along_dim.default",
+        call(f64(4, 6), ints(1, 2), 1),
+        call(f64(4, 6), ints(4, 2), 1),
+        call(f64(4, 6), ints(4)),
+    )
+    yield (
+        "scatter.src",
+        call(f64(4, 6), 1, _distinct(4, 2), f64(4, 2)),
+        call(f64(4, 6), 0, _distinct(6, 2).T, f64(2, 6)),
+    )
     yield "scatter.value", call(f64(4, 6), 1, ints(4, 2), 0), call(f64(4, 6), 1, ints(4, 2), 2.0)
     yield "scatter.reduce", call(f64(4, 6).detach(), 1, ints(4, 2), f64(4, 2).detach(), reduce="add")
     yield "scatter_reduce.two", call(f64(4, 6), 1, ints(4, 2), f64(4, 2), "amax")
@@ -216,7 +262,13 @@ def _index() -> Iterator[tuple[Any, ...]]:
     yield "index_add.default", call(f64(4, 6), 1, ints(2), f64(4, 2)), call(f64(4, 6), 0, ints(6), f64(6, 6), alpha=2)
     yield "index_fill.int_Scalar", call(f64(4, 6), 1, ints(2), 0), call(f64(4, 6), 1, ints(2), 1.5)
     x, i = f64(4, 6, 2, 3), ints(4, 1)
-    places = [[None, i], [i, ints(6)], [None, ints(6, high=2), ints(6, high=2)], [i, None, ints(1, 6, high=2)], [i, None, None, ints(2)]]
+    places = [
+        [None, i],
+        [i, ints(6)],
+        [None, ints(6, high=2), ints(6, high=2)],
+        [i, None, ints(1, 6, high=2)],
+        [i, None, None, ints(2)],
+    ]
     yield "index.Tensor", *(call(x, at) for at in places), call(f64(4, 6), [mask(4)])
     yield (
         "index_put.default",

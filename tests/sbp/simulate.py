@@ -17,7 +17,9 @@ Parts = Mapping[Coordinate, torch.Tensor]
 
 
 def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Coordinate, torch.Tensor]:
-    """Each rank's part of `x`; pending sums are random terms, the same on all ranks of an axis on which `x` is whole."""
+    """Each rank's part of `x`; pending sums are random terms, the same on all ranks of an
+    axis on which `x` is whole.
+    """
     if not layout:
         return {(): x}
     if layout[0].kind in "IR":
@@ -31,7 +33,10 @@ def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Te
     if placement.kind == "S":
         assert x.shape[placement.dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along {placement.dim}"
         return list(x.tensor_split(size, placement.dim))
-    noise = [torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5) for _ in range(size - 1)]
+    noise = [
+        torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5)
+        for _ in range(size - 1)
+    ]
     return [*noise, x - sum(noise)] if noise else [x]
 
 
@@ -51,7 +56,9 @@ def _join_once(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
     if placement.kind == "P":
         return sum(group[1:], group[0])
     for other in group[1:]:
-        torch.testing.assert_close(other, group[0], rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"whole on all ranks: {m}")
+        torch.testing.assert_close(
+            other, group[0], rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"whole on all ranks: {m}"
+        )
     return group[0]
 
 
@@ -61,10 +68,12 @@ def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...])
 
 
 def on_threads(
-    function: Callable[[Coordinate, tuple[Axis, ...]], Any], mesh_shape: tuple[int, ...], joint: Sequence[tuple[int, ...]] = ()
+    function: Callable[[Coordinate, tuple[Axis, ...]], Any],
+    mesh_shape: tuple[int, ...],
+    joint: Sequence[tuple[int, ...]] = (),
 ) -> dict[Coordinate, Any]:
-    """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups; `axes` are those of the
-    mesh, then each of the `joint` sets of several as one."""
+    """`function(coordinate, axes)` for every rank, each on a thread of its own and with working process groups; `axes`
+    are those of the mesh, then each of the `joint` sets of several as one."""
     places = list(itertools.product(*map(range, mesh_shape)))
     store, results, errors = dist.HashStore(), {}, []
 
@@ -100,7 +109,9 @@ def on_threads(
 def _axes(
     places: list[Coordinate], mine: Coordinate, mesh_shape: tuple[int, ...], joint: Sequence[tuple[int, ...]]
 ) -> tuple[Axis, ...]:
-    single = tuple(Axis(f"a{axis}", size, mine[axis], _group(places, mine, (axis,))) for axis, size in enumerate(mesh_shape))
+    single = tuple(
+        Axis(f"a{axis}", size, mine[axis], _group(places, mine, (axis,))) for axis, size in enumerate(mesh_shape)
+    )
     return single + tuple(joint_axis([single[axis] for axis in axes], _group(places, mine, axes)) for axes in joint)
 
 

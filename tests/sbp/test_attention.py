@@ -45,7 +45,9 @@ def test_three_dims_and_a_batch_that_is_broadcast():
 
 def test_causal_queries_know_where_they_begin():
     for num_keys in (4, 6, 8):
-        found = exercise(OP, f64(2, 2, 6, 4), f64(2, 2, num_keys, 4), f64(2, 2, num_keys, 4), None, 0.0, True, num_ranks=2)
+        found = exercise(
+            OP, f64(2, 2, 6, 4), f64(2, 2, num_keys, 4), f64(2, 2, num_keys, 4), None, 0.0, True, num_ranks=2
+        )
         assert "S(2) B* B* -> S(2) [queries]" in found
 
 

@@ -38,10 +38,18 @@ def call(name: str, target: str, inputs: tuple[Value, ...], output: Value) -> Op
 
 def two_layers() -> Graph:
     """x -> linear(w0) -> linear(w1), both weights 6 x 6, and a buffer that nothing reads."""
-    x, weights, mask = value("x", 12, 6, grad=False), [value(f"w{i}", 6, 6) for i in range(2)], value("mask", 5, grad=False)
+    x, weights, mask = (
+        value("x", 12, 6, grad=False),
+        [value(f"w{i}", 6, 6) for i in range(2)],
+        value("mask", 5, grad=False),
+    )
     first, second = value("y0", 12, 6), value("y1", 12, 6)
     inputs = [Input("parameter", w, f"layers.{i}.weight", (f"tied.{i}",)) for i, w in enumerate(weights)]
-    inputs += [Input("buffer", mask, "mask"), Input("argument", x, "x"), Input("constant", value("c", 6, grad=False), "c")]
+    inputs += [
+        Input("buffer", mask, "mask"),
+        Input("argument", x, "x"),
+        Input("constant", value("c", 6, grad=False), "c"),
+    ]
     ops = (
         call("linear_0", "aten.linear.default", (x, weights[0]), first),
         call("linear_1", "aten.linear.default", (first, weights[1]), second),
@@ -51,7 +59,9 @@ def two_layers() -> Graph:
 
 def folded_layers() -> Folded:
     classes = {"w1": "w0", "linear_1": "linear_0"}
-    return Folded({name: classes.get(name, name) for name in ("x", "w0", "w1", "mask", "c", "linear_0", "linear_1")}, ())
+    return Folded(
+        {name: classes.get(name, name) for name in ("x", "w0", "w1", "mask", "c", "linear_0", "linear_1")}, ()
+    )
 
 
 def texts(candidates: Candidates, name: str) -> set[str]:
@@ -62,9 +72,14 @@ def test_whole_signatures_come_first_and_gradients_decide_between_them() -> None
     found = annotate(two_layers(), parse_mesh("2"))
     assert [str(strategy) for strategy in found.strategies["linear_1"][:2]] == ["B B -> B", "B* B* -> B*"]
     assert texts(found, "linear_1") == {
-        *("B B -> B", "B* B* -> B*", "S(0) B* -> S(0)", "B* S(0) -> S(1)", "S(1) S(1) -> P", "P B* -> P", "B* P -> P"),
+        *("B B -> B", "B* B* -> B*", "S(0) B* -> S(0)", "B* S(0) -> S(1)", "S(1) S(1) -> P", "P B* -> P", "B* P -> P")
     }
-    assert {text for text in texts(found, "linear_0") if text.startswith("B")} == {"B B -> B", "B B* -> B*", "B S(0) -> S(1)", "B P -> P"}
+    assert {text for text in texts(found, "linear_0") if text.startswith("B")} == {
+        "B B -> B",
+        "B B* -> B*",
+        "B S(0) -> S(1)",
+        "B P -> P",
+    }
 
 
 def test_nothing_is_pending_or_summed_where_no_gradient_flows() -> None:
@@ -108,7 +123,7 @@ def test_an_op_without_rule_is_whole_and_listed() -> None:
 def test_layouts_of_inputs_and_outputs() -> None:
     found = annotate(two_layers(), MESH)
     assert [format_layout(layout) for layout in found.layouts["w0"]] == [
-        *("BB", "BS(0)", "BS(1)", "S(0)B", "S(0)S(0)", "S(0)S(1)", "S(1)B", "S(1)S(0)", "S(1)S(1)"),
+        *("BB", "BS(0)", "BS(1)", "S(0)B", "S(0)S(0)", "S(0)S(1)", "S(1)B", "S(1)S(0)", "S(1)S(1)")
     ]
     assert found.layouts["c"] == ((I, I),)
     assert found.layouts["mask"] == ((I, I),)  # 5 divides by neither axis

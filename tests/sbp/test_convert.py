@@ -15,13 +15,19 @@ from tests.sbp.simulate import Coordinate, cut, join, on_threads
 
 PLACEMENTS = (S(0), S(1), P, I, R)
 JOINT = [((2, 2), (0, 1)), ((2, 2, 2), (0, 2)), ((2, 3), (0, 1)), ((3, 2), (0, 1)), ((2, 2, 2), (0, 1, 2))]
-PAIRS = [(src, dst) for src, dst in itertools.product(PLACEMENTS, repeat=2) if src == dst or (src.kind, dst.kind) in CONVERSIONS]
+PAIRS = [
+    (src, dst)
+    for src, dst in itertools.product(PLACEMENTS, repeat=2)
+    if src == dst or (src.kind, dst.kind) in CONVERSIONS
+]
 
 
 def converted(
     src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...], x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` and its gradient, fed back, after going through `convert` on `axes` together; on the other axes it is whole."""
+    """`x` and its gradient, fed back, after going through `convert` on `axes` together; on the other axes it is
+    whole.
+    """
     before, after = (tuple(p if axis in axes else I for axis in range(len(mesh_shape))) for p in (src, dst))
     back = tuple(map(dual, before))
     parts, grads = cut(x, before, mesh_shape), cut(x, tuple(map(dual, after)), mesh_shape)
@@ -59,7 +65,9 @@ def test_convert_issues_what_redistribute_says(src: Placement, dst: Placement) -
 
 @pytest.mark.parametrize(("mesh_shape", "axes"), JOINT, ids=str)
 @pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if pair[0] != pair[1]], ids=str)
-def test_several_axes_at_once(src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+def test_several_axes_at_once(
+    src: Placement, dst: Placement, mesh_shape: tuple[int, ...], axes: tuple[int, ...]
+) -> None:
     """Values and gradients lie in mesh order, and each rank issues what `redistribute` says, to the byte."""
     torch.manual_seed(0)
     x = torch.randn(24, 24, dtype=torch.float64)

@@ -16,7 +16,9 @@ from tests.sbp.samples import f64
 MESH = (2, 3)
 
 
-def local(target: str, *args: Any, to: tuple[Placement, ...], src: tuple[Placement, ...], **kwargs: Any) -> tuple[Any, Any]:
+def local(
+    target: str, *args: Any, to: tuple[Placement, ...], src: tuple[Placement, ...], **kwargs: Any
+) -> tuple[Any, Any]:
     op, _ = make_op(f"aten.{target}", *args, **kwargs)
     signatures = [Signature((a,) * len(op.inputs), (b,)) for a, b in zip(src, to)]
     return localize(op, Strategy(tuple(signatures)), MESH)

@@ -81,7 +81,10 @@ def test_nll_loss(reduction, weight):
     assert any(text.startswith("P") and text.endswith("-> P") for text in found)
     assert len(exercise("aten.nll_loss_nd.default", f64(8, 6, 2), IDS[:, None].expand(8, 2), weight, reduction)) == 5
     if reduction == MEAN:
-        assert exercise_mesh("aten.nll_loss_nd.default", f64(8, 6), IDS, weight, reduction, roles=("tokens", "tokens")) == 1
+        assert (
+            exercise_mesh("aten.nll_loss_nd.default", f64(8, 6), IDS, weight, reduction, roles=("tokens", "tokens"))
+            == 1
+        )
 
 
 ELEMENTWISE = {
@@ -92,7 +95,10 @@ ELEMENTWISE = {
     "soft_margin_loss": {},
     "kl_div": {"log_target": True},
     "binary_cross_entropy": {},
-    "binary_cross_entropy_with_logits": {"weight": torch.rand(4, 1, dtype=torch.float64), "pos_weight": f64(6, grad=False)},
+    "binary_cross_entropy_with_logits": {
+        "weight": torch.rand(4, 1, dtype=torch.float64),
+        "pos_weight": f64(6, grad=False),
+    },
 }
 
 
@@ -106,12 +112,16 @@ def test_elementwise_losses(name, reduction):
     assert any("elements" in text for text in found) == (reduction == MEAN)
     if reduction == MEAN:
         roles = ("elements", "elements")
-        assert exercise_mesh(f"aten.{name}.default", x, target, roles=roles, reduction=reduction, **ELEMENTWISE[name]) == 3
+        assert (
+            exercise_mesh(f"aten.{name}.default", x, target, roles=roles, reduction=reduction, **ELEMENTWISE[name]) == 3
+        )
 
 
 def test_weights_are_split_where_they_are_not_broadcast():
     x, target = (torch.rand(4, 6, dtype=torch.float64) for _ in range(2))
-    found = exercise("aten.binary_cross_entropy.default", x.requires_grad_(), target, torch.rand(4, 1, dtype=torch.float64))
+    found = exercise(
+        "aten.binary_cross_entropy.default", x.requires_grad_(), target, torch.rand(4, 1, dtype=torch.float64)
+    )
     assert {"S(0) S(0) S(0) -> P [elements]", "S(1) S(1) B -> P [elements]"} < found
 
 

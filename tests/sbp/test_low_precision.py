@@ -1,4 +1,6 @@
-"""Local implementations in low precision: the op's dtypes, its numbers within rounding, and collectives of float32 sums."""
+"""Local implementations in low precision: the op's dtypes, its numbers within rounding, and collectives of float32
+sums.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,19 @@ CASES = [
     ("aten.rms_norm.default", (draw(4, 8), [8], draw(8))),
     ("aten.rms_norm.default", (draw(4, 8, dtype=torch.float32), [8], draw(8, dtype=torch.float32))),
     (FUNCTIONAL, (draw(4, 6, 2, dtype=torch.float32), ones(6), ones(6), ones(6), ones(6), True, 0.1, 1e-5)),
-    (FUNCTIONAL, (draw(4, 6, 2), ones(6).bfloat16(), ones(6).bfloat16(), ones(6).bfloat16(), ones(6).bfloat16(), True, 0.1, 1e-5)),
+    (
+        FUNCTIONAL,
+        (
+            draw(4, 6, 2),
+            ones(6).bfloat16(),
+            ones(6).bfloat16(),
+            ones(6).bfloat16(),
+            ones(6).bfloat16(),
+            True,
+            0.1,
+            1e-5,
+        ),
+    ),
     (FUNCTIONAL, (draw(4, 6, 2), ones(6), ones(6), ones(6), ones(6), True, 0.1, 1e-5)),
     ("aten.mse_loss.default", (draw(4, 8), draw(4, 8))),
     ("aten.embedding.default", (draw(8, 4), torch.arange(6))),

@@ -49,7 +49,10 @@ def test_normalised_and_batch_dims_on_two_axes(target):
 def test_group_norm(parameters):
     found = exercise("aten.group_norm.default", f64(2, 8, 3, 3), 4, *parameters)
     assert len(found) == 4
-    assert exercise_mesh("aten.group_norm.default", f64(2, 8, 3, 3), 4, *parameters, roles=("channel_groups", "split")) == 1
+    assert (
+        exercise_mesh("aten.group_norm.default", f64(2, 8, 3, 3), 4, *parameters, roles=("channel_groups", "split"))
+        == 1
+    )
 
 
 def test_groups_are_not_cut():

@@ -7,7 +7,11 @@ from tests.sbp.samples import f64, mask
 
 
 def test_broadcast_inputs_stay_whole_with_a_pending_gradient() -> None:
-    assert offered("maximum.default", f64(4, 1, 6), f64(5, 1)) == {"S(0) B* -> S(0)", "B* S(0) -> S(1)", "S(2) B* -> S(2)"}
+    assert offered("maximum.default", f64(4, 1, 6), f64(5, 1)) == {
+        "S(0) B* -> S(0)",
+        "B* S(0) -> S(1)",
+        "S(2) B* -> S(2)",
+    }
 
 
 def test_sums_pass_what_is_linear_and_only_that() -> None:

@@ -48,7 +48,9 @@ def test_linear_with_a_turned_weight_is_split_as_linear():
     found = exercise(TURNED, x, weight, bias)
     turned = exercise("aten.linear.default", x, weight.detach().t().clone().requires_grad_(), bias)
     assert len(found) == len(turned) > 6
-    assert torch.equal(torch.ops.autopar.turned_linear(x, weight, bias), torch.nn.functional.linear(x, weight.t(), bias))
+    assert torch.equal(
+        torch.ops.autopar.turned_linear(x, weight, bias), torch.nn.functional.linear(x, weight.t(), bias)
+    )
 
 
 @pytest.mark.parametrize(("name", "args"), SAMPLES, ids=lambda value: value if isinstance(value, str) else "")
@@ -107,7 +109,9 @@ def test_grouped_product(ends):
 
 
 def test_grouped_product_of_aten_has_the_same_signatures():
-    op, _ = make_op("aten._grouped_mm.default", bf16(8, 16), bf16(4, 16, 8), torch.tensor([2, 2, 5, 8], dtype=torch.int32))
+    op, _ = make_op(
+        "aten._grouped_mm.default", bf16(8, 16), bf16(4, 16, 8), torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+    )
     assert "S(0) B* B -> S(0) [rows]" in set(map(str, signatures_of(op)))
     op, _ = make_op("aten._grouped_mm.default", bf16(4, 8, 16), bf16(4, 16, 8))
     assert len(signatures_of(op)) == 2
@@ -137,5 +141,3 @@ def bf16(*shape):
 
 def test_every_rule_has_a_sample():
     assert {f"aten.{name}.default" for name, _ in SAMPLES} == set(RULES) - GROUPED - {TURNED}
-
-

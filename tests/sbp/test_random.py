@@ -10,7 +10,12 @@ from autopar.sbp.rules.random import RULES
 from tests.sbp.exercise import exercise, f64
 from tests.sbp.rulecheck import make_op
 
-PLAIN = {"dropout.default": (), "alpha_dropout.default": (), "feature_dropout.default": (), "feature_alpha_dropout.default": ()}
+PLAIN = {
+    "dropout.default": (),
+    "alpha_dropout.default": (),
+    "feature_dropout.default": (),
+    "feature_alpha_dropout.default": (),
+}
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -12,7 +12,9 @@ LAYERS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_batch_is_split(name, batch_first):
-    params = [p.detach().requires_grad_() for p in LAYERS[name](3, 4, dtype=torch.float64, bidirectional=True).parameters()]
+    params = [
+        p.detach().requires_grad_() for p in LAYERS[name](3, 4, dtype=torch.float64, bidirectional=True).parameters()
+    ]
     states = [f64(2, 6, 4) for _ in range(2 if name == "lstm" else 1)]
     hx = states if name == "lstm" else states[0]
     x = f64(6, 5, 3) if batch_first else f64(5, 6, 3)

@@ -1,4 +1,6 @@
-"""All pairs of layouts on one to three axes: the steps move the right numbers, forward and backward, in as few bytes as axis by axis."""
+"""All pairs of layouts on one to three axes: the steps move the right numbers, forward and backward, in as few bytes as
+axis by axis.
+"""
 
 import itertools
 import math
@@ -24,8 +26,12 @@ def pairs(num_axes: int) -> Iterator[tuple[Layout, Layout]]:
     return itertools.product(itertools.product(PLACEMENTS, repeat=num_axes), repeat=2)
 
 
-def convert_parts(parts: Parts, axes: tuple[int, ...], src: Placement, dst: Placement, mesh_shape: tuple[int, ...]) -> Parts:
-    """One conversion on some axes, straight from what the placements mean: join the ranks of these axes in mesh order, cut anew."""
+def convert_parts(
+    parts: Parts, axes: tuple[int, ...], src: Placement, dst: Placement, mesh_shape: tuple[int, ...]
+) -> Parts:
+    """One conversion on some axes, straight from what the placements mean: join the ranks of these axes in mesh order,
+    cut anew.
+    """
     places = list(itertools.product(*(range(mesh_shape[axis]) for axis in axes)))  # row-major
     found = {}
     for at in parts:
@@ -44,7 +50,9 @@ def _moved(at: Coordinate, axes: tuple[int, ...], place: Coordinate) -> Coordina
 
 
 def check_numbers(src: Layout, dst: Layout, mesh_shape: tuple[int, ...], x: torch.Tensor) -> None:
-    """The whole tensor is joined from the parts in mesh order after the steps, and its gradient after the dual steps, reversed."""
+    """The whole tensor is joined from the parts in mesh order after the steps, and its gradient after the dual steps,
+    reversed.
+    """
     steps = redistribute(src, dst)
     parts, grads = cut(x, src, mesh_shape), cut(x, tuple(map(dual, dst)), mesh_shape)
     for step in steps:
@@ -80,7 +88,10 @@ def test_steps_are_conversions_and_end_where_they_should(num_axes: int) -> None:
         assert after[-1] == dst
         assert [step.layout for step in steps] == after[:-1]
         assert all((step.src.kind, step.dst.kind) in CONVERSIONS for step in steps)
-        assert all({step.layout[axis] for axis in step.axes} == {step.src} and list(step.axes) == sorted(step.axes) for step in steps)
+        assert all(
+            {step.layout[axis] for axis in step.axes} == {step.src} and list(step.axes) == sorted(step.axes)
+            for step in steps
+        )
         assert len(steps) <= 2 * num_axes, f"{src} -> {dst} takes {len(steps)} steps"
 
 
@@ -101,12 +112,15 @@ def test_the_same_on_all_axes_is_one_step(src: Placement, dst: Placement) -> Non
 @pytest.mark.parametrize(
     ("src", "dst", "expected"),
     [
-        ("PS(1)P", "S(0)S(1)S(0)", [((0, 2), P, S(0))]),  # an axis between them that splits another dim is not in the way
+        # an axis between them that splits another dim is not in the way
+        ("PS(1)P", "S(0)S(1)S(0)", [((0, 2), P, S(0))]),
         ("S(0)S(0)S(0)", "S(0)B*B*", [((1, 2), S(0), R)]),  # nor one outside them that splits the same
         ("S(0)S(0)B", "S(1)S(1)B*", [((0, 1), S(0), S(1)), ((2,), I, R)]),
-        ("PS(0)P", "S(0)S(0)S(0)", [((1,), S(0), I), ((0,), P, S(0)), ((1,), I, S(0)), ((2,), P, S(0))]),  # one between them is
+        # one between them is
+        ("PS(0)P", "S(0)S(0)S(0)", [((1,), S(0), I), ((0,), P, S(0)), ((1,), I, S(0)), ((2,), P, S(0))]),
         ("S(0)BS(0)", "BS(0)B", [((0, 2), S(0), I), ((1,), I, S(0))]),
-        ("S(0)S(1)S(1)", "S(1)S(0)S(0)", [((1, 2), S(1), I), ((0,), S(0), S(1)), ((1, 2), I, S(0))]),  # a detour is one step too
+        # a detour is one step too
+        ("S(0)S(1)S(1)", "S(1)S(0)S(0)", [((1, 2), S(1), I), ((0,), S(0), S(1)), ((1, 2), I, S(0))]),
         ("BPB", "B*BB*", [((1,), P, I), ((0, 2), I, R)]),
         ("S(0)S(1)S(0)", "B*B*B*", [((1,), S(1), R), ((0, 2), S(0), R)]),
     ],
@@ -116,7 +130,9 @@ def test_what_is_done_together(src: str, dst: str, expected: list) -> None:
 
 
 def one_axis_at_a_time(src: Layout, dst: Layout) -> list[Step]:
-    """Steps on one axis each, by the order that people would choose: what shrinks first, what grows last, inner axes first."""
+    """Steps on one axis each, by the order that people would choose: what shrinks first, what grows last, inner axes
+    first.
+    """
     steps, layout = [], src
     while layout != dst:
         pending = [axis for axis in range(len(dst)) if layout[axis] != dst[axis]]
@@ -148,7 +164,9 @@ def _growth(src: Placement, dst: Placement) -> int:
 
 def bytes_moved(steps: Iterable[Step], mesh_shape: tuple[int, ...]) -> int:
     size = math.prod(mesh_shape)
-    return sum(c.num_bytes for step in steps for c in collectives_of(step, (size, size, size), 1, mesh_shape, needs_grad=True))
+    return sum(
+        c.num_bytes for step in steps for c in collectives_of(step, (size, size, size), 1, mesh_shape, needs_grad=True)
+    )
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 8), (8, 2), (2, 2, 2), (2, 8, 2), (8, 2, 2), (2, 2, 8)], ids=str)
@@ -174,8 +192,12 @@ def test_a_split_is_made_inside_out_of_every_inner_split_of_its_dim(mesh_shape: 
             assert not any(p.is_split and p.dim in moved for p in inner), f"{src} -> {dst}: {step}"
 
 
-@pytest.mark.parametrize(("shape", "mesh_shape"), [((4, 2), (2, 2)), ((6, 2), (2, 3)), ((4, 2), (2, 2, 2)), ((2, 2), (2, 2, 2))], ids=str)
-def test_every_intermediate_layout_is_even_where_both_ends_are(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "mesh_shape"), [((4, 2), (2, 2)), ((6, 2), (2, 3)), ((4, 2), (2, 2, 2)), ((2, 2), (2, 2, 2))], ids=str
+)
+def test_every_intermediate_layout_is_even_where_both_ends_are(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> None:
     """A step must not cut a dim into more parts than it divides by."""
     for src, dst in pairs(len(mesh_shape)):
         if is_even(shape, src, mesh_shape) and is_even(shape, dst, mesh_shape):
@@ -201,7 +223,9 @@ def numel(layout: Layout, mesh_shape: tuple[int, ...]) -> int:
     ids=str,
 )
 def test_collectives_and_their_bytes(src: Placement, dst: Placement, forward: Moved, backward: Moved) -> None:
-    """Bytes are those of the larger side on one rank: 24 x 24 float32 on two ranks, once more split by an outer axis of 2."""
+    """Bytes are those of the larger side on one rank: 24 x 24 float32 on two ranks, once more split by an outer axis of
+    2.
+    """
     step = Step((1,), src, dst, (R, src))
     expected = [(*item, phase) for item, phase in ((forward, "forward"), (backward, "backward")) if item]
     found = collectives_of(step, SHAPE, 4, (2, 2), needs_grad=True)

@@ -22,7 +22,9 @@ UNREPEATABLE = ("dropout", "bernoulli", "rand", "empty", "native_batch_norm")
 
 
 def exercise(target: str, call: Call, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """Check all signatures of one call on each number of ranks; how many there are, and how many divided on one of them."""
+    """Check all signatures of one call on each number of ranks; how many there are, and how many divided on one of
+    them.
+    """
     op, inputs = make_op(target, *call[0], **call[1])
     return len(signatures_of(op)), len(check_rule(op, inputs, ranks))
 
@@ -69,7 +71,9 @@ def database_calls(target: str) -> Iterator[Call]:
         dtype = torch.float64 if info.supports_dtype(torch.float64, "cpu") else torch.int64
         if not info.supports_dtype(dtype, "cpu"):
             continue
-        samples = itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=dtype == torch.float64 and info.supports_autograd), 40)
+        samples = itertools.islice(
+            info.sample_inputs("cpu", dtype, requires_grad=dtype == torch.float64 and info.supports_autograd), 40
+        )
         for sample in samples:
             args = (sample.input, *sample.args)
             if _is_small(args) and not sample.kwargs.get("dropout_p") and _accepts(target, args, sample.kwargs):

@@ -15,13 +15,28 @@ from tests.sbp.samples import calls, f64
 
 
 def test_heads_split_as_the_leading_part_of_the_hidden_dim() -> None:
-    assert offered("reshape.default", f64(2, 5, 12), (2, 5, 4, 3)) == {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)", "P -> P"}
-    assert offered("reshape.default", f64(2, 5, 4, 3), (2, 5, -1)) == {"S(0) -> S(0)", "S(1) -> S(1)", "S(2) -> S(2)", "P -> P"}
+    assert offered("reshape.default", f64(2, 5, 12), (2, 5, 4, 3)) == {
+        "S(0) -> S(0)",
+        "S(1) -> S(1)",
+        "S(2) -> S(2)",
+        "P -> P",
+    }
+    assert offered("reshape.default", f64(2, 5, 4, 3), (2, 5, -1)) == {
+        "S(0) -> S(0)",
+        "S(1) -> S(1)",
+        "S(2) -> S(2)",
+        "P -> P",
+    }
     assert offered("reshape.default", f64(2, 5, 12), (10, 12)) == {"S(0) -> S(0)", "S(2) -> S(1)", "P -> P"}
 
 
 def test_expanded_dim_splits_from_a_whole_input() -> None:
-    assert offered("expand.default", f64(4, 1, 6), (4, 3, -1)) == {"S(0) -> S(0)", "B* -> S(1)", "S(2) -> S(2)", "P -> P"}
+    assert offered("expand.default", f64(4, 1, 6), (4, 3, -1)) == {
+        "S(0) -> S(0)",
+        "B* -> S(1)",
+        "S(2) -> S(2)",
+        "P -> P",
+    }
     assert offered("repeat.default", f64(1, 6), (4, 2)) == {"B* -> S(0)", "P -> P"}
 
 

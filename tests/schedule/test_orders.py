@@ -4,12 +4,22 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from autopar.schedule.orders import NAMES, Schedule, actions, can_run, num_in_flight
 
 SHAPES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)]
-KINDS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+KINDS = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 def schedules(name: str) -> list[Schedule]:
@@ -21,7 +31,12 @@ class RecordingStage:
     """Stands in for a PipelineStage: computes and sends nothing, and writes down what it was told to do."""
 
     def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, num_ranks, index % num_ranks
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = (
+            index,
+            num_stages,
+            num_ranks,
+            index % num_ranks,
+        )
         self.submod, self.device = None, "cpu"
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.done: list[str] = []
@@ -39,9 +54,12 @@ class RecordingStage:
 def torch_order(name: str, num_stages: int, num_ranks: int, num_microbatches: int) -> dict[int, list[str]]:
     """What each rank computes under torch's class of the schedule; ValueError where it takes no such schedule."""
     stages: Any = [RecordingStage(index, num_stages, num_ranks) for index in range(num_stages)]
-    if name in ("1f1b", "gpipe"):  # what it runs; what it says, for drawings only, has a wrong microbatch on the last rank
+    # what it runs; what it says, for drawings only, has a wrong microbatch on the last rank
+    if name in ("1f1b", "gpipe"):
         for stage in stages:
-            KINDS[name](stage, num_microbatches, loss_fn=lambda *_: None)._step_microbatches(target_mbs=[None] * num_microbatches)
+            KINDS[name](stage, num_microbatches, loss_fn=lambda *_: None)._step_microbatches(
+                target_mbs=[None] * num_microbatches
+            )
         return {stage.stage_index: stage.done for stage in stages}
     made = KINDS[name](stages[::num_ranks], num_microbatches, loss_fn=lambda *_: None)
     return {rank: [str(a) for a in order if a is not None] for rank, order in made.pipeline_order.items()}
@@ -79,7 +97,9 @@ def test_everything_is_computed_once_and_where_its_stage_is(name):
     for schedule in schedules(name):
         found = Counter()
         for rank, row in enumerate(actions(schedule)):
-            assert all(action.stage in schedule.stages_of(rank) and schedule.rank_of(action.stage) == rank for action in row)
+            assert all(
+                action.stage in schedule.stages_of(rank) and schedule.rank_of(action.stage) == rank for action in row
+            )
             found.update(row)
         kinds = "FIW" if name == "zero-bubble" else "FB"
         assert len(found) == len(kinds) * schedule.num_stages * schedule.num_microbatches
@@ -91,9 +111,14 @@ def test_in_flight_is_what_the_actions_hold(name):
     for schedule in schedules(name):
         for rank, row in enumerate(actions(schedule)):
             for stage in schedule.stages_of(rank):
-                begun = [{a.microbatch for a in row[: i + 1] if a.stage == stage and a.kind == "F"} for i in range(len(row))]
+                begun = [
+                    {a.microbatch for a in row[: i + 1] if a.stage == stage and a.kind == "F"} for i in range(len(row))
+                ]
                 over = [{a.microbatch for a in row[:i] if a.stage == stage and a.kind in "BW"} for i in range(len(row))]
-                assert num_in_flight(schedule, stage) == max(len(x - y) for x, y in zip(begun, over)), (str(schedule), stage)
+                assert num_in_flight(schedule, stage) == max(len(x - y) for x, y in zip(begun, over)), (
+                    str(schedule),
+                    stage,
+                )
 
 
 def test_in_flight_of_the_papers():

@@ -1,4 +1,6 @@
-"""The simulated step against a simulation that only knows what waits for what, and against the formulas of the papers."""
+"""The simulated step against a simulation that only knows what waits for what, and against the formulas of the
+papers.
+"""
 
 import random
 import time
@@ -30,7 +32,9 @@ def played(schedule: Schedule, times: list[StageTimes]) -> dict[tuple, tuple[flo
                 continue
             kind, stage, k = waiting[rank][0]
             own = times[stage]
-            took = {"F": own.forward_s, "B": own.backward_s + own.weight_s, "I": own.backward_s, "W": own.weight_s}[kind]
+            took = {"F": own.forward_s, "B": own.backward_s + own.weight_s, "I": own.backward_s, "W": own.weight_s}[
+                kind
+            ]
             if schedule.name == "zero-bubble" and stage == 0 and kind != "F":
                 took = own.backward_s + own.weight_s if kind == "W" else 0.0
             arrives, travels = 0.0, 0.0
@@ -58,14 +62,19 @@ def played(schedule: Schedule, times: list[StageTimes]) -> dict[tuple, tuple[flo
 def test_unequal_stages_take_what_machines_that_wait_for_one_another_take(name):
     for seed, schedule in enumerate(schedules(name)):
         times = drawn(schedule.num_stages, seed)
-        found = {tuple(span.action): (span.start_s, span.end_s) for row in simulate(schedule, times).rows for span in row}
+        found = {
+            tuple(span.action): (span.start_s, span.end_s) for row in simulate(schedule, times).rows for span in row
+        }
         expected = played(schedule, times)
         assert found.keys() == expected.keys()
-        np.testing.assert_allclose([found[key] for key in expected], list(expected.values()), rtol=1e-12, err_msg=str(schedule))
+        np.testing.assert_allclose(
+            [found[key] for key in expected], list(expected.values()), rtol=1e-12, err_msg=str(schedule)
+        )
 
 
 def test_gpipe_is_two_flow_shops():
-    # n equal jobs through machines in line: the sum of one job's times, and the slowest machine's n - 1 times more (Johnson 1954).
+    # n equal jobs through machines in line: the sum of one job's times, and the slowest machine's n - 1 times more
+    # (Johnson 1954).
     schedule, times = Schedule("gpipe", 5, 5, 9), drawn(5, 1, sends=False)
     forward, backward = [t.forward_s for t in times], [t.backward_s + t.weight_s for t in times]
     expected = sum(forward) + sum(backward) + 8 * (max(forward) + max(backward))

@@ -15,7 +15,7 @@ TEXT = """\
 A step of 9 ms, of which the ranks wait 33.3%:
 rank 0 |0011....aaaa..bbbb|
 rank 1 |..00aaaa11bbbb....|
-(0 to 9 forward of a microbatch (its last digit), a to j its backward, w a backward of weights that was put off, . waiting)
+(0 to 9 forward of a microbatch (its last digit), a to j its backward, w a weight gradient put off, . waiting)
 
 rank    stages    forward    backward    waits    most of it
 ------  --------  ---------  ----------  -------  ------------
@@ -29,7 +29,10 @@ def test_text_shows_who_computes_and_waits_when():
 
 def test_weights_that_were_put_off_are_shown():
     timeline = simulate(Schedule("zero-bubble", 2, 2, 2), [StageTimes(1e-3, 1e-3, 1e-3)] * 2)
-    rows = [line.split("|")[1] for line in format_timeline(timeline, width=int(timeline.step_s * 1e3 + 0.5)).splitlines()[1:3]]
+    rows = [
+        line.split("|")[1]
+        for line in format_timeline(timeline, width=int(timeline.step_s * 1e3 + 0.5)).splitlines()[1:3]
+    ]
     # The first stage has no gradient of inputs to give: all of its backward is that of its weights.
     assert [row.count("w") for row in rows] == [4, 2] and rows[1].count("a") == 1
 

@@ -10,7 +10,9 @@ def unrolled(chains: Chains) -> CostTable:
     for chain in chains.chains:
         start, block, last = len(nodes), len(chain.nodes), chain.count - 1
         copies = [range(start + i * block, start + (i + 1) * block) for i in range(chain.count)]
-        nodes += [Node(f"{node.name}.{i}", node.cost_s, node.memory_bytes) for i in range(chain.count) for node in chain.nodes]
+        nodes += [
+            Node(f"{node.name}.{i}", node.cost_s, node.memory_bytes) for i in range(chain.count) for node in chain.nodes
+        ]
         edges += [_between(e.a, copies[0][e.b], e) for e in chain.enters]
         edges += [_between(copies[last][e.a], e.b, e) for e in chain.leaves]
         for i, copy in enumerate(copies):

@@ -10,7 +10,11 @@ from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
 def brute_force(table: CostTable) -> tuple[float, tuple[int, ...]] | None:
     """Least cost and a choice that has it; None when no choice is within the limit."""
-    found = [(cost_of(table, choice), choice) for choice in every_choice(table) if memory_of(table, choice) <= table.memory_limit_bytes]
+    found = [
+        (cost_of(table, choice), choice)
+        for choice in every_choice(table)
+        if memory_of(table, choice) <= table.memory_limit_bytes
+    ]
     best = min(found, default=(np.inf, ()))
     return best if np.isfinite(best[0]) else None
 
@@ -21,7 +25,13 @@ def every_choice(table: CostTable) -> list[tuple[int, ...]]:
 
 
 def random_table(
-    seed: int, *, num_nodes: int, num_edges: int, sizes: tuple[int, int] = (2, 4), forbidden: float = 0.1, scale_s: float = 1e-3
+    seed: int,
+    *,
+    num_nodes: int,
+    num_edges: int,
+    sizes: tuple[int, int] = (2, 4),
+    forbidden: float = 0.1,
+    scale_s: float = 1e-3,
 ) -> CostTable:
     """Costs with ties and many zeros, whole bytes of memory, some pairs and strategies forbidden; no limit."""
     rng = np.random.default_rng(seed)
@@ -39,7 +49,9 @@ def random_table(
 
 
 def block_table(*, num_nodes: int, num_strategies: int, memory_limit_bytes: float = float("inf")) -> CostTable:
-    """The shape of a transformer block: a chain with residual and fan-out edges, treewidth 2; costs in 1e-5 to 1e-3 s."""
+    """The shape of a transformer block: a chain with residual and fan-out edges, treewidth 2; costs in 1e-5 to 1e-3
+    s.
+    """
     rng = np.random.default_rng(0)
     k = num_strategies
     hops = [(5 * i, 5 * i + 3) for i in range(num_nodes // 5 - 1)] + [(5 * i, 5 * i + 5) for i in range(3)]
@@ -48,17 +60,28 @@ def block_table(*, num_nodes: int, num_strategies: int, memory_limit_bytes: floa
         Node(f"n{v}", rng.gamma(1.0, 1e-4, k) * (rng.random() < 0.4), rng.gamma(1.0, 1e8, k) * (rng.random() < 0.4))
         for v in range(num_nodes)
     )
-    edges = tuple(Edge(a, b, rng.gamma(0.5, 2e-4, (k, k)) * (rng.random((k, k)) < 0.9), rng.gamma(1.0, 1e7, (k, k))) for a, b in pairs)
+    edges = tuple(
+        Edge(a, b, rng.gamma(0.5, 2e-4, (k, k)) * (rng.random((k, k)) < 0.9), rng.gamma(1.0, 1e7, (k, k)))
+        for a, b in pairs
+    )
     return CostTable(nodes, edges, memory_limit_bytes)
 
 
 @st.composite
 def small_tables(draw: st.DrawFn, *, limited: bool) -> CostTable:
-    """3 to 6 nodes of 2 to 4 strategies; `limited`: a memory limit somewhere between the least and the most that any choice takes."""
+    """3 to 6 nodes of 2 to 4 strategies; `limited`: a memory limit somewhere between the least and the most that any
+    choice takes.
+    """
     num_nodes = draw(st.integers(3, 6))
     seed, num_edges = draw(st.integers(0, 10**6)), draw(st.integers(0, 2 * num_nodes))
     scale_s = draw(st.sampled_from([1e-6, 1e-3, 10.0]))
-    table = random_table(seed, num_nodes=num_nodes, num_edges=num_edges, forbidden=draw(st.sampled_from([0.0, 0.1, 0.3])), scale_s=scale_s)
+    table = random_table(
+        seed,
+        num_nodes=num_nodes,
+        num_edges=num_edges,
+        forbidden=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        scale_s=scale_s,
+    )
     if not limited:
         return table
     memory = [memory_of(table, choice) for choice in every_choice(table)]

@@ -47,7 +47,10 @@ def test_descent_never_ends_worse_than_an_allowed_start(table):
 def test_two_neighbours_move_together():
     # Each alone is stuck at (0, 0): only the joint move to (1, 1) helps.
     joint = np.array([[1.0, 9.0], [9.0, 0.5]])
-    table = CostTable((Node("a", np.zeros(2), np.zeros(2)), Node("b", np.zeros(2), np.zeros(2))), (Edge(0, 1, joint, np.zeros((2, 2))),))
+    table = CostTable(
+        (Node("a", np.zeros(2), np.zeros(2)), Node("b", np.zeros(2), np.zeros(2))),
+        (Edge(0, 1, joint, np.zeros((2, 2))),),
+    )
     assert descend(landscape(table), (0, 0)) == (1, 1)
 
 
@@ -57,7 +60,8 @@ def test_a_start_above_the_limit_sheds_memory_first():
 
 
 def test_memory_is_shed_where_a_byte_costs_least():
-    # 10 bytes too many: the first node would save 100 at 1 s, of which 10 count; the second 10 at .2 s; the third 5 at .01 s.
+    # 10 bytes too many: the first node would save 100 at 1 s, of which 10 count; the second 10 at .2 s; the third 5 at
+    # .01 s.
     table = CostTable(
         (
             Node("a", np.array([0.0, 1.0]), np.array([200.0, 100.0])),

@@ -96,7 +96,9 @@ def test_the_same_table_gives_the_same_choice():
 def test_progress_only_ever_improves():
     seen = []
     found = solve(limited_table(), progress=lambda *state: seen.append(state))
-    assert [stage for stage, _, _ in seen] == sorted((stage for stage, _, _ in seen), key=["descent", "bound", "labels", "refine"].index)
+    assert [stage for stage, _, _ in seen] == sorted(
+        (stage for stage, _, _ in seen), key=["descent", "bound", "labels", "refine"].index
+    )
     ranks = [(cost_s, -bound_s) for _, cost_s, bound_s in seen]
     assert ranks == sorted(ranks, reverse=True)
     assert seen[-1] == (seen[-1][0], found.cost_s, found.lower_bound_s)
@@ -122,7 +124,9 @@ def test_a_deadline_that_is_moved_to_now_ends_the_search_with_the_best_known():
 def test_infeasible_says_the_least_that_would_do():
     node = Node("w", np.array([1.0, 2.0]), np.array([4 * 2.0**30, 3 * 2.0**30]))
     table = CostTable((node, node), (), 5 * 2.0**30)
-    with pytest.raises(InfeasibleError, match=r"5368709120 bytes \(5.00 GiB\).*least that would do is 6442450944 bytes \(6.00 GiB\)"):
+    with pytest.raises(
+        InfeasibleError, match=r"5368709120 bytes \(5.00 GiB\).*least that would do is 6442450944 bytes \(6.00 GiB\)"
+    ):
         solve(table)
     assert solve(replace(table, memory_limit_bytes=6 * 2.0**30)).strategies == (1, 1)
 
@@ -155,11 +159,15 @@ def test_a_transformer_block_is_solved_exactly_and_fast():
 
 def test_an_impossible_limit_on_a_large_table_is_refused_with_the_least_that_would_do():
     table = block_table(num_nodes=40, num_strategies=100)
-    assert elimination_order(table, Limits(additions=2e7)) is None, "small enough for elimination: this would test nothing"
+    assert elimination_order(table, Limits(additions=2e7)) is None, (
+        "small enough for elimination: this would test nothing"
+    )
     exact, _ = least_memory(table, elimination_order(table))
     with pytest.raises(InfeasibleError, match=r"the least that would do is (between )?\d+") as refused:
         solve(replace(table, memory_limit_bytes=0.9 * exact), deadline=Deadline.after(60.0))
-    least, *found = (float(number) for number in re.findall(r"(\d+) (?:and|bytes)", str(refused.value).split("would do is")[1]))
+    least, *found = (
+        float(number) for number in re.findall(r"(\d+) (?:and|bytes)", str(refused.value).split("would do is")[1])
+    )
     assert least - 1 <= exact <= (found or [least])[0] + 1
     assert least > 0.99 * exact
     near = solve(replace(table, memory_limit_bytes=1.05 * exact), deadline=Deadline.after(60.0), enough_gap=0.5)

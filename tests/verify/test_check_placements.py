@@ -1,4 +1,6 @@
-"""`spmd_types` accepts generated code (tests/runtime/test_numerics.py checks every module) and rejects it with a conversion left out."""
+"""`spmd_types` accepts generated code (tests/runtime/test_numerics.py checks every module) and rejects it with a
+conversion left out.
+"""
 
 import re
 
@@ -23,7 +25,11 @@ def verdicts(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, str]:
     program = lower(graph, mesh, plan_called(kind, graph, mesh).assignment)
     check(program, torch_mesh)
     source = emit(program, is_typed=True)
-    return {match[0].strip(): verdict(without(source, match), program, torch_mesh) for match in CONVERSION.finditer(source) if tells(match)}
+    return {
+        match[0].strip(): verdict(without(source, match), program, torch_mesh)
+        for match in CONVERSION.finditer(source)
+        if tells(match)
+    }
 
 
 def tells(match: re.Match) -> bool:
@@ -46,7 +52,9 @@ def verdict(source: str, program, mesh) -> str:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "kind"), [("mlp", "megatron"), ("gpt2", "megatron"), ("llama", "searched"), ("resnet", "random:1")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mlp", "megatron"), ("gpt2", "megatron"), ("llama", "searched"), ("resnet", "random:1")]
+)
 def test_rejects_code_without_a_conversion(ranks4: Ranks, name: str, kind: str) -> None:
     found = ranks4.run(verdicts, name, kind, (2, 2))[0]
     assert found, "no conversion to leave out"

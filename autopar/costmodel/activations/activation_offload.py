@@ -1,4 +1,6 @@
-"""What it costs to keep in the host's memory what backward needs: the time that computing does not hide, and what stays on the device."""
+"""What it costs to keep in the host's memory what backward needs: the time that computing does not hide, and what stays
+on the device.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ from autopar.ir.graph import Graph, Op
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Of a byte that an offloaded region keeps: seconds of forward and of backward that wait for it, and how much of it counts as being on
-    the device.
+    """Of a byte that an offloaded region keeps: seconds of forward and of backward that wait for it, and how much of it
+    counts as being on the device.
     """
 
     forward_s: float
@@ -22,17 +24,22 @@ class Moving:
 
 
 def movings(
-    graph: Graph, known: Mapping[str, Footprint], recomputed: Regions, offloaded: Regions, found: Mapping[str, tuple[Saving, ...]],
+    graph: Graph,
+    known: Mapping[str, Footprint],
+    recomputed: Regions,
+    offloaded: Regions,
+    found: Mapping[str, tuple[Saving, ...]],
     cluster: Cluster,
-) -> tuple[Moving, ...]:  # fmt: skip
+) -> tuple[Moving, ...]:
     """For each of the `offloaded` regions, which are in graph order.
 
-    Time: a region's bytes leave while it and what follows compute, until the next region needs the way to the host; they come back while
-    backward computes what lies behind the region, to the end of the next, at whose beginning they are fetched. What the last one keeps is
-    fetched when it is wanted. No second of computing hides two transfers. bytes / bandwidth beyond those seconds is waited for; per byte,
-    this is the same for every layout that splits computing and bytes alike, so it is taken from the whole graph on one device: it is a sum
-    over ops and conversions, which a table can hold.
-    Memory: a region and its neighbour are there at a time. The two largest count, shared like the inside of recomputed regions.
+    Time: a region's bytes leave while it and what follows compute, until the next region needs the way to the host;
+    they come back while backward computes what lies behind the region, to the end of the next, at whose beginning they
+    are fetched. What the last one keeps is fetched when it is wanted. No second of computing hides two transfers. bytes
+    / bandwidth beyond those seconds is waited for; per byte, this is the same for every layout that splits computing
+    and bytes alike, so it is taken from the whole graph on one device: it is a sum over ops and conversions, which a
+    table can hold. Memory: a region and its neighbour are there at a time. The two largest count, shared like the
+    inside of recomputed regions.
     """
     if not offloaded:
         return ()
@@ -49,7 +56,11 @@ def is_moved(op: Op, recomputed: Mapping[str, int], offloaded: Mapping[str, int]
 
 
 def _sizes(
-    graph: Graph, known: Mapping[str, Footprint], recomputed: Regions, offloaded: Regions, found: Mapping[str, tuple[Saving, ...]]
+    graph: Graph,
+    known: Mapping[str, Footprint],
+    recomputed: Regions,
+    offloaded: Regions,
+    found: Mapping[str, tuple[Saving, ...]],
 ) -> list[int]:
     """Bytes that each region moves when nothing is split."""
     places, again = region_of_ops(offloaded), region_of_ops(recomputed)

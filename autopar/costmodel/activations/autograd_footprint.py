@@ -1,4 +1,6 @@
-"""What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the meta device."""
+"""What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the
+meta device.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of the whole op.
-    alias_of: for each output the input whose memory it shares, -1 if it has its own. is_assumed: not asked of the op.
+    """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of
+    the whole op. alias_of: for each output the input whose memory it shares, -1 if it has its own. is_assumed: not
+    asked of the op.
     """
 
     saved_inputs: frozenset[int]
@@ -56,7 +59,8 @@ def footprints(graph: Graph, representative: Mapping[str, str] | None = None) ->
 
 
 def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
-    """Classes of parameters each member of which is read once, by an op that saves it for backward: these may be gathered again there.
+    """Classes of parameters each member of which is read once, by an op that saves it for backward: these may be
+    gathered again there.
 
     What is read several times is kept, as FSDP keeps what its root holds.
     """
@@ -76,7 +80,9 @@ def spec(value: Value) -> Spec:
 
 
 @lru_cache(maxsize=2**16)
-def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
+def _footprint(
+    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool
+) -> Footprint:
     if target.startswith("aten.scaled_dot_product_attention"):
         return _attention(outputs, is_tracked)
     try:
@@ -88,8 +94,8 @@ def _footprint(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], ou
 
 
 def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
-    """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta device the
-    unfused one would run.
+    """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta
+    device the unfused one would run.
     """
     if not is_tracked:
         return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
@@ -113,10 +119,11 @@ def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Foo
 
 
 def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int | None:
-    """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps; `strategy` has a role.
+    """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps;
+    `strategy` has a role.
 
-    None if it looks at values, which on the meta device there are none of. The axes of a role are taken as one: how they lie in the mesh
-    changes no size.
+    None if it looks at values, which on the meta device there are none of. The axes of a role are taken as one: how
+    they lie in the mesh changes no size.
     """
     if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
         return 0
@@ -132,13 +139,21 @@ def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -
 
 @lru_cache(maxsize=2**16)
 def _saved_by_local_op(
-    target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], roles: tuple[tuple[str, int], ...], saved_inputs: frozenset[int]
+    target: str,
+    args: Any,
+    kwargs: Any,
+    inputs: tuple[Spec, ...],
+    roles: tuple[tuple[str, int], ...],
+    saved_inputs: frozenset[int],
 ) -> int | None:
     tensors = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs) for shape, dtype, needs in inputs]
     axes = {role: (Axis(role, size, 0, None),) for role, size in roles}
     kept: dict[int, torch.Tensor] = {}
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t):
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda t: kept.setdefault(id(t.untyped_storage()), t) is None or t, lambda t: t),
+        ):
             LOCAL_OPS[target].run(*fill(args, tensors), **{name: fill(x, tensors) for name, x in kwargs}, **axes)
     except (RuntimeError, NotImplementedError):
         return None

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.torch_compat import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type, pytree
+from autopar.torch_compat import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+    pytree,
+)
 
 
 class Storages:
@@ -81,6 +86,8 @@ class _Counter(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its inner, plain ops come by once more
         out = func(*args, **(kwargs or {}))
-        found = (x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x))
+        found = (
+            x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x)
+        )
         self.storages.hold(found)
         return out

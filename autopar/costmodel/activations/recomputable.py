@@ -8,8 +8,9 @@ from autopar.ir.graph import Graph, Op
 
 
 def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """The names of the ops of each copy of each repeat, in graph order, less those at its end that save nothing, such as the addition to
-    the residual: to run these again would free nothing. Copies that save nothing at all are left out.
+    """The names of the ops of each copy of each repeat, in graph order, less those at its end that save nothing, such
+    as the addition to the residual: to run these again would free nothing. Copies that save nothing at all are left
+    out.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     known = footprints(graph, folded.representative)

@@ -13,11 +13,13 @@ NOWHERE = -1  # number of no region
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What becomes of a value at one of its conversions (`assignment.conversions`), which is made in region number `region`.
+    """What becomes of a value at one of its conversions (`assignment.conversions`), which is made in region number
+    `region`.
 
-    From forward to backward: is_saved: what is made is kept. is_entering: what it is made of is kept, for it is made again in its region.
-    is_held: what it is made of is in memory anyhow. While its region is run again: is_saved_inside, is_held_inside. The same of what waits
-    on the host, for offloaded region `moved_in`, the first to want it: is_moved, is_source_moved, is_source_on_host (or stays, as inputs).
+    From forward to backward: is_saved: what is made is kept. is_entering: what it is made of is kept, for it is made
+    again in its region. is_held: what it is made of is in memory anyhow. While its region is run again:
+    is_saved_inside, is_held_inside. The same of what waits on the host, for offloaded region `moved_in`, the first to
+    want it: is_moved, is_source_moved, is_source_on_host (or stays, as inputs).
     """
 
     region: int
@@ -42,9 +44,9 @@ def savings(
 ) -> dict[str, tuple[Saving, ...]]:
     """For each value that is read a saving for each of its conversions. known: footprint of each op, by name.
 
-    A value is converted where it is first read, a parameter before all regions unless it is regathered. What enters a region is kept
-    as it is outside; its inside is kept only while the region runs again. What ops in `offloaded` regions keep is on the host; what others
-    keep too is there twice.
+    A value is converted where it is first read, a parameter before all regions unless it is regathered. What enters a
+    region is kept as it is outside; its inside is kept only while the region runs again. What ops in `offloaded`
+    regions keep is on the host; what others keep too is there twice.
     """
     moved_in = region_of_ops(offloaded)
     found = _savings(graph, known, regions, frozenset(moved_in))
@@ -66,11 +68,17 @@ def _with_moved(own: Saving, on_host: Saving, place: int) -> Saving:
     if not (on_host.is_saved or on_host.is_entering):
         return own
     return replace(
-        own, moved_in=place, is_moved=on_host.is_saved, is_source_moved=on_host.is_entering, is_source_on_host=on_host.is_held
+        own,
+        moved_in=place,
+        is_moved=on_host.is_saved,
+        is_source_moved=on_host.is_entering,
+        is_source_on_host=on_host.is_held,
     )
 
 
-def _savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions, away: frozenset[str]) -> dict[str, tuple[Saving, ...]]:
+def _savings(
+    graph: Graph, known: Mapping[str, Footprint], regions: Regions, away: frozenset[str]
+) -> dict[str, tuple[Saving, ...]]:
     """As `savings`, but what is kept from forward to backward by the ops `away` does not count."""
     places = region_of_ops(regions)
     made_in = {value.name: places.get(op.name, NOWHERE) for op in graph.ops for value in op.outputs}
@@ -79,24 +87,31 @@ def _savings(graph: Graph, known: Mapping[str, Footprint], regions: Regions, awa
     readings = {
         name: [
             Reading(
-                places.get(use.user, NOWHERE), _is_saved(use, known) or (name in inputs and use in through), use.user not in away
+                places.get(use.user, NOWHERE),
+                _is_saved(use, known) or (name in inputs and use in through),
+                use.user not in away,
             )
             for use in uses
         ]
         for name, uses in uses_of(graph).items()
     }
     elsewhere = {
-        name: [one for one in found if one.place not in (NOWHERE, made_in.get(name, NOWHERE))] for name, found in readings.items()
+        name: [one for one in found if one.place not in (NOWHERE, made_in.get(name, NOWHERE))]
+        for name, found in readings.items()
     }
-    saved = {n for n, found in readings.items() if any(one.is_saved and one.counts and one.place == NOWHERE for one in found)}
+    saved = {
+        n for n, found in readings.items() if any(one.is_saved and one.counts and one.place == NOWHERE for one in found)
+    }
     saved |= {name for name, found in elsewhere.items() if any(one.counts for one in found)}
     wanted = {name for name, found in readings.items() if elsewhere[name] or any(one.is_saved for one in found)}
     outside = _held_values(graph, known, saved, away | places.keys())
     inside = outside | _held_values(graph, known, wanted, frozenset())
     return {
-        name: _of_parameter(found)
-        if name in parameters
-        else _of_value(found, made_in.get(name, NOWHERE), name in outside, name in inside)
+        name: (
+            _of_parameter(found)
+            if name in parameters
+            else _of_value(found, made_in.get(name, NOWHERE), name in outside, name in inside)
+        )
         for name, found in readings.items()
     }
 
@@ -111,9 +126,13 @@ class Reading:
 
 
 def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
-    """Converted before all regions: there it is kept, as what enters. Regathered, it is made in its one reader's region."""
+    """Converted before all regions: there it is kept, as what enters. Regathered, it is made in its one reader's
+    region.
+    """
     each = [
-        Saving(one.place, one.is_saved or one.place != NOWHERE, False, True, one.is_saved and one.place != NOWHERE, True)
+        Saving(
+            one.place, one.is_saved or one.place != NOWHERE, False, True, one.is_saved and one.place != NOWHERE, True
+        )
         for one in readings
     ]
     if len(each) == 1:
@@ -134,7 +153,12 @@ def _of_value(readings: Sequence[Reading], made_in: int, is_held: bool, is_held_
         return (main,)
     return main, *(
         Saving(
-            one.place, one.is_saved and one.counts and one.place == NOWHERE, False, True, one.is_saved and one.place != NOWHERE, True
+            one.place,
+            one.is_saved and one.counts and one.place == NOWHERE,
+            False,
+            True,
+            one.is_saved and one.place != NOWHERE,
+            True,
         )
         for one in readings
     )
@@ -145,8 +169,8 @@ def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:
 
 
 def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Use]:
-    """Readings by ops whose results share the memory of what they read, and are saved by others: so a parameter is kept as it was gathered
-    where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`.
+    """Readings by ops whose results share the memory of what they read, and are saved by others: so a parameter is kept
+    as it was gathered where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`.
     """
     found: set[Use] = set()
     kept = {op.inputs[slot].name for op in graph.ops for slot in known[op.name].saved_inputs}
@@ -159,8 +183,9 @@ def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Us
 
 
 def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:
-    """Values whose memory is there until backward even if none of their readers saves it: inputs, what ops save of their results, views
-    of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep nothing of theirs.
+    """Values whose memory is there until backward even if none of their readers saves it: inputs, what ops save of
+    their results, views of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep
+    nothing of theirs.
     """
     held = {item.value.name for item in graph.inputs}
     for op in graph.ops:
@@ -174,13 +199,19 @@ def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], 
 
 
 def inside_shares(
-    graph: Graph, known: Mapping[str, Footprint], regions: Regions, found: Mapping[str, tuple[Saving, ...]], num_waiting: int = 0
+    graph: Graph,
+    known: Mapping[str, Footprint],
+    regions: Regions,
+    found: Mapping[str, tuple[Saving, ...]],
+    num_waiting: int = 0,
 ) -> list[float]:
-    """How often to count each region's inside: so that the sum is the inside of one, or of all as often as `Training.num_waiting` says.
+    """How often to count each region's inside: so that the sum is the inside of one, or of all as often as
+    `Training.num_waiting` says.
 
-    One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share the count: so it is
-    a sum over ops and conversions, which a table can hold, and exact where the copies are laid out alike. Where the gradients of weights
-    are made later, all that the regions hold once they have run again waits for these (`runtime.saved_tensors.recompute`).
+    One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share
+    the count: so it is a sum over ops and conversions, which a table can hold, and exact where the copies are laid out
+    alike. Where the gradients of weights are made later, all that the regions hold once they have run again waits for
+    these (`runtime.saved_tensors.recompute`).
     """
     if not regions:
         return []

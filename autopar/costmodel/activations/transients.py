@@ -1,8 +1,10 @@
-"""The largest transient of a step: what one op has in memory for a moment, less what is counted but not there at that moment.
+"""The largest transient of a step: what one op has in memory for a moment, less what is counted but not there at that
+moment.
 
-The sum that is searched counts all gradients and all that is saved. While the backward of an op makes its gradients (and of a loss over a
-large vocabulary these are several copies of its float32 logits), the gradients of all parameters that are read up to there are still to
-come, and what later ops saved is gone. It is the op with which the sum is largest, all split alike.
+The sum that is searched counts all gradients and all that is saved. While the backward of an op makes its gradients
+(and of a loss over a large vocabulary these are several copies of its float32 logits), the gradients of all parameters
+that are read up to there are still to come, and what later ops saved is gone. It is the op with which the sum is
+largest, all split alike.
 """
 
 import math
@@ -30,8 +32,8 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class Transient:
-    """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the parameters whose
-    gradients are to come. Both empty if the sum is larger without.
+    """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the
+    parameters whose gradients are to come. Both empty if the sum is larger without.
     """
 
     ops: Mapping[str, float]
@@ -41,11 +43,15 @@ class Transient:
 def largest_transient(
     graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
 ) -> Transient:
-    """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none is to come.
+    """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none
+    is to come.
 
-    A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest in each.
+    A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest
+    in each.
     """
-    if not any(isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs):
+    if not any(
+        isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs
+    ):
         return Transient({}, frozenset())
     saved, last = _saved_behind(graph, known, regions, offloaded), _last_readers(graph) if num_microbatches == 1 else {}
     to_come = list(accumulate(_by_position(graph, last)))
@@ -78,9 +84,11 @@ def _saved_behind(graph: Graph, known: Mapping[str, Footprint], regions: Regions
     """For each op, bytes of their own that later ops save and that are counted."""
     apart = region_of_ops(regions).keys() | region_of_ops(offloaded).keys()
     own = [
-        sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs) + known[op.name].internal_bytes
-        if op.name not in apart
-        else 0
+        (
+            sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs) + known[op.name].internal_bytes
+            if op.name not in apart
+            else 0
+        )
         for op in graph.ops
     ]
     return [sum(own) - through for through in accumulate(own)]
@@ -105,13 +113,18 @@ def _by_position(graph: Graph, last: Mapping[str, int]) -> list[int]:
 def _transient(op: Op, parameters: frozenset[str]) -> int:
     """Bytes of the whole op."""
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
-    inputs = tuple((value.shape, value.dtype, is_tracked and value.needs_grad and value.name not in parameters) for value in op.inputs)
+    inputs = tuple(
+        (value.shape, value.dtype, is_tracked and value.needs_grad and value.name not in parameters)
+        for value in op.inputs
+    )
     return _measured(op.target, op.args, op.kwargs, inputs, tuple(map(spec, op.outputs)))
 
 
 @lru_cache(maxsize=2**16)
 def _measured(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> int:
-    """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes, and all between."""
+    """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes,
+    and all between.
+    """
     if family(target) == "aten.scaled_dot_product_attention":  # fused; on the meta device the unfused one would run
         return sum(_num_bytes(one) for one in (*inputs, *outputs) if one[2])
     try:

@@ -13,10 +13,11 @@ from autopar.errors import MeshError, PlanError
 
 @dataclass(frozen=True, slots=True)
 class LinkLevel:
-    """Joins `size` children (devices, or blocks of the level inside); 0: as many as needed, on the outermost level only.
+    """Joins `size` children (devices, or blocks of the level inside); 0: as many as needed, on the outermost level
+    only.
 
-    `bandwidth_bytes_per_s` is one direction of one device's fair share: a node's only network card of 12.5 GB/s that eight devices share
-    gives each 1.56 GB/s.
+    `bandwidth_bytes_per_s` is one direction of one device's fair share: a node's only network card of 12.5 GB/s that
+    eight devices share gives each 1.56 GB/s.
     """
 
     size: int
@@ -26,10 +27,11 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must have
-    "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its formula, 1 where absent.
-    `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the way to the host's memory; 0: not known, nothing goes.
-    `source` says where the numbers come from. device_type: "cpu", or else a GPU's: by it ops choose kernels, which keep other tensors.
+    """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must
+    have "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its
+    formula, 1 where absent. `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the way to the
+    host's memory; 0: not known, nothing goes. `source` says where the numbers come from. device_type: "cpu", or else a
+    GPU's: by it ops choose kernels, which keep other tensors.
     """
 
     name: str
@@ -59,7 +61,10 @@ class Cluster:
     def host_s_per_byte(self) -> float:
         """Seconds to move a byte to the host's memory or back; PlanError if no way is known."""
         if not self.host_bandwidth_bytes_per_s:
-            raise PlanError(f"cluster {self.name!r}: nothing says how fast the host's memory is reached; give host_bandwidth_bytes_per_s")
+            raise PlanError(
+                f"cluster {self.name!r}: nothing says how fast the host's memory is reached; give"
+                " host_bandwidth_bytes_per_s"
+            )
         return 1 / self.host_bandwidth_bytes_per_s
 
     def to_json(self) -> str:
@@ -73,10 +78,18 @@ _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
 def _check(cluster: Cluster) -> None:
     for field_name in ("name", "source", "device_type"):
         if type(getattr(cluster, field_name)) is not str:
-            raise ValueError(f"cluster: expected text as {field_name}, found {reprlib.repr(getattr(cluster, field_name))}")
+            raise ValueError(
+                f"cluster: expected text as {field_name}, found {reprlib.repr(getattr(cluster, field_name))}"
+            )
     sizes = [level.size for level in cluster.levels]
     is_whole = all(type(size) is int for size in sizes)
-    if not sizes or not is_whole or any(size < 1 for size in sizes[:-1]) or sizes[-1] < 0 or math.prod(sizes) > _MOST_DEVICES:
+    if (
+        not sizes
+        or not is_whole
+        or any(size < 1 for size in sizes[:-1])
+        or sizes[-1] < 0
+        or math.prod(sizes) > _MOST_DEVICES
+    ):
         expected = f"link levels need positive sizes (the outermost may be 0, unbounded), up to {_MOST_DEVICES} devices"
         raise ValueError(f"cluster {cluster.name!r}: {expected}, found {reprlib.repr(sizes)}")
     for place, number, least, most in _numbers(cluster):
@@ -84,7 +97,9 @@ def _check(cluster: Cluster) -> None:
             expected = f"expected a number from {least:g} to {most:g}"
             raise ValueError(f"cluster {cluster.name!r}: {expected} as {place}, found {reprlib.repr(number)}")
     if "float32" not in cluster.flops_per_s:
-        raise ValueError(f"cluster {cluster.name!r}: flops_per_s needs 'float32', found {reprlib.repr(dict(cluster.flops_per_s))}")
+        raise ValueError(
+            f"cluster {cluster.name!r}: flops_per_s needs 'float32', found {reprlib.repr(dict(cluster.flops_per_s))}"
+        )
 
 
 def _numbers(cluster: Cluster) -> Iterator[tuple[str, object, float, float]]:

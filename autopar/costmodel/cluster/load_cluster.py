@@ -9,12 +9,16 @@ __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster"]
 
 
 def load_cluster(spec: Cluster | str | Path) -> Cluster:
-    """A `Cluster` as it is, a preset by name, or a JSON file by path; ValueError lists the presets if it is none of these."""
+    """A `Cluster` as it is, a preset by name, or a JSON file by path; ValueError lists the presets if it is none of
+    these.
+    """
     if isinstance(spec, Cluster):
         return spec
     if str(spec) in PRESETS:
         return PRESETS[str(spec)]
     path = Path(spec)
     if not path.is_file():
-        raise ValueError(f"no cluster {str(spec)!r}: expected the path of a JSON file or one of {', '.join(sorted(PRESETS))}")
+        raise ValueError(
+            f"no cluster {str(spec)!r}: expected the path of a JSON file or one of {', '.join(sorted(PRESETS))}"
+        )
     return cluster_from_json(path.read_text())

@@ -4,40 +4,56 @@ from collections.abc import Mapping
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 
-# Latency of one step of NCCL's ring, protocol Simple, over NVLink and over the network: NCCL, src/graph/tuning.cc, `hwLat`.
+# Latency of one step of NCCL's ring, protocol Simple, over NVLink and over the network: NCCL, src/graph/tuning.cc,
+# `hwLat`.
 NVLINK_LATENCY_S = 3.4e-6
 NETWORK_LATENCY_S = 14.0e-6
 
-# Share of a datasheet's product rate and link rate that training reaches. Fitted, in steps of 0.05 and 0.1, on the six one-node GPT steps
-# that OneFlow's DLPerf measured (report of 2021-05-12: 8 V100-SXM2-16GB, float16, checkpointing); what remains is 8 % (root mean square of
-# the log of measured over predicted). Other devices and the network are given the same shares for want of such measurements.
+# Share of a datasheet's product rate and link rate that training reaches. Fitted, in steps of 0.05 and 0.1, on the six
+# one-node GPT steps that OneFlow's DLPerf measured (report of 2021-05-12: 8 V100-SXM2-16GB, float16, checkpointing);
+# what remains is 8 % (root mean square of the log of measured over predicted). Other devices and the network are given
+# the same shares for want of such measurements.
 PRODUCT_EFFICIENCY = 0.55
 LINK_EFFICIENCY = 0.6
 
 GBIT = 1e9 / 8
 
-# PCI Express with 16 lanes, one direction, as the datasheets of P100 and V100 (gen3, 32 GB/s both ways), A100 (gen4, 64) and H100
-# (gen5, 128) give it. How many GPUs share such a way to a processor: two in DGX-1 (their switch, "PIX" in `nvidia-smi topo -m`; NVIDIA
-# DGX-1 System Architecture, WP-08437-001) and in DGX A100 (four switches, each of two GPUs and two network cards; DGX A100 User Guide,
-# DU-09821-001), one in DGX H100, where each GPU hangs at a ConnectX-7 card of its own, which is the switch (DGX H100 User Guide, table of
-# network modules: CX0 to CX3 of two modules, a GPU each).
+# PCI Express with 16 lanes, one direction, as the datasheets of P100 and V100 (gen3, 32 GB/s both ways), A100 (gen4,
+# 64) and H100 (gen5, 128) give it. How many GPUs share such a way to a processor: two in DGX-1 (their switch, "PIX" in
+# `nvidia-smi topo -m`; NVIDIA DGX-1 System Architecture, WP-08437-001) and in DGX A100 (four switches, each of two GPUs
+# and two network cards; DGX A100 User Guide, DU-09821-001), one in DGX H100, where each GPU hangs at a ConnectX-7 card
+# of its own, which is the switch (DGX H100 User Guide, table of network modules: CX0 to CX3 of two modules, a GPU
+# each).
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 _EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
 
 
 def _gpus(
-    name: str, *, per_node: int, nvlink: float, network: float, host: float, peak: Mapping[str, float], memory_bandwidth: float,
-    memory: int, source: str,
-) -> Cluster:  # fmt: skip
+    name: str,
+    *,
+    per_node: int,
+    nvlink: float,
+    network: float,
+    host: float,
+    peak: Mapping[str, float],
+    memory_bandwidth: float,
+    memory: int,
+    source: str,
+) -> Cluster:
     """`nvlink`, `network` and `host` in bytes/s per device and direction; the rates of `peak` in flop/s."""
     levels = (LinkLevel(0, NETWORK_LATENCY_S, network * LINK_EFFICIENCY),)
     if per_node > 1:
         levels = (LinkLevel(per_node, NVLINK_LATENCY_S, nvlink * LINK_EFFICIENCY),) + levels
     rates = {dtype: rate * PRODUCT_EFFICIENCY for dtype, rate in peak.items()}
     return Cluster(
-        name, levels, rates, memory_bandwidth, memory, f"{source}; {_EFFICIENCY_NOTE}",
+        name,
+        levels,
+        rates,
+        memory_bandwidth,
+        memory,
+        f"{source}; {_EFFICIENCY_NOTE}",
         host_bandwidth_bytes_per_s=host * LINK_EFFICIENCY,
-    )  # fmt: skip
+    )
 
 
 def _v100(name: str, node_gbit: float) -> Cluster:
@@ -50,8 +66,10 @@ def _v100(name: str, node_gbit: float) -> Cluster:
         peak={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
         memory_bandwidth=900e9,
         memory=16 * 2**30,
-        source=f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s, "
-        "pairs of them PCIe 3.0 x16 to the host",
+        source=(
+            f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s, "
+            "pairs of them PCIe 3.0 x16 to the host"
+        ),
     )
 
 
@@ -65,7 +83,10 @@ def _a100(name: str, gpu_gbit: float) -> Cluster:
         peak={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
         memory_bandwidth=2039e9,
         memory=80 * 10**9,
-        source=f"NVIDIA A100 datasheet (SXM4 80 GB, NVLink 3); {gpu_gbit:g} Gbit/s per GPU; PCIe 4.0 x16 to the host for two",
+        source=(
+            f"NVIDIA A100 datasheet (SXM4 80 GB, NVLink 3); {gpu_gbit:g} Gbit/s per GPU; PCIe 4.0 x16 to the host"
+            " for two"
+        ),
     )
 
 
@@ -78,8 +99,10 @@ _P100 = _gpus(
     peak={"float16": 18.7e12, "bfloat16": 9.3e12, "float32": 9.3e12, "float64": 4.7e12},
     memory_bandwidth=732e9,
     memory=16 * 2**30,
-    source="NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper) per node; "
-    "PCIe 3.0 x16 to the host",
+    source=(
+        "NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper)"
+        " per node; PCIe 3.0 x16 to the host"
+    ),
 )
 
 _H100 = _gpus(
@@ -91,7 +114,10 @@ _H100 = _gpus(
     peak={"float16": 989.4e12, "bfloat16": 989.4e12, "float32": 67e12, "float64": 67e12},
     memory_bandwidth=3350e9,
     memory=80 * 10**9,
-    source="NVIDIA H100 datasheet (SXM5 80 GB, NVLink 4); one 400 Gbit/s card per GPU as in DGX H100, PCIe 5.0 x16 to the host",
+    source=(
+        "NVIDIA H100 datasheet (SXM5 80 GB, NVLink 4); one 400 Gbit/s card per GPU as in DGX H100, PCIe 5.0 x16 to the"
+        " host"
+    ),
 )
 
 _CPU = Cluster(
@@ -100,8 +126,8 @@ _CPU = Cluster(
     {"float32": 170e9, "float64": 92e9},
     5.8e9,
     4 * 2**30,
-    "measured on one 2-core Xeon: gloo on the loopback, 2 and 4 processes, 4 KiB and 16 MiB buffers; products of 1024x1024 and a copy of "
-    "128 MiB on one thread; memory: 4 GiB a process, a choice",
+    "measured on one 2-core Xeon: gloo on the loopback, 2 and 4 processes, 4 KiB and 16 MiB buffers; products of"
+    " 1024x1024 and a copy of 128 MiB on one thread; memory: 4 GiB a process, a choice",
     {"all_gather": 1.4, "reduce_scatter": 2.6, "all_to_all": 0.6},
     5.8e9,
     "cpu",
@@ -113,7 +139,8 @@ _FREE_LINKS = Cluster(
     {"float32": 1e9},
     1e9,
     2**50,
-    "made up for tests and demonstrations: communication costs nothing and devices are slow, so that whatever can be split is",
+    "made up for tests and demonstrations: communication costs nothing and devices are slow, so that whatever can be"
+    " split is",
     host_bandwidth_bytes_per_s=1e9,
     device_type="cpu",
 )

@@ -22,8 +22,12 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         strategies={op.name: chosen["op", folded.representative[op.name]] for op in graph.ops},
         layouts={item.value.name: chosen["input", classes[item.value.name]].layout for item in graph.inputs},
         kept={name: chosen["kept", classes[name]] for name, uses in uses_of(graph).items() if len(uses) > 1},
-        outputs={value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)},
-        regathered=frozenset(i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered),
+        outputs={
+            value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)
+        },
+        regathered=frozenset(
+            i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered
+        ),
         recomputed=priced.recomputed,
         offloaded=priced.offloaded,
         state_on_host=priced.state_on_host,
@@ -37,7 +41,10 @@ def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment)
     PlanError if it takes an option that was not a candidate.
     """
     members = _members(graph, folded)
-    found = [_index(entity, assignment, members.get((entity.kind, entity.name), (entity.name,))) for entity in priced.entities]
+    found = [
+        _index(entity, assignment, members.get((entity.kind, entity.name), (entity.name,)))
+        for entity in priced.entities
+    ]
     for node, index in enumerate(found):
         if index is None:
             found[node] = _cheapest(priced.table, node, found)
@@ -57,7 +64,12 @@ def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str
 
 def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> int | None:
     """Number of the option taken; None if the assignment leaves it open."""
-    taken = {"op": assignment.strategies, "input": assignment.layouts, "kept": assignment.kept, "output": assignment.outputs}[entity.kind]
+    taken = {
+        "op": assignment.strategies,
+        "input": assignment.layouts,
+        "kept": assignment.kept,
+        "output": assignment.outputs,
+    }[entity.kind]
     option = next((taken[name] for name in names if name in taken), None)
     if entity.kind == "input":
         option = Stored(option, entity.name in assignment.regathered)
@@ -66,7 +78,10 @@ def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> in
     if entity.kind == "kept":
         return None
     offered = "; ".join(map(str, entity.options[:8])) + ("; ..." if len(entity.options) > 8 else "")
-    raise PlanError(f"{entity.kind} %{entity.name}: expected one of its {len(entity.options)} candidates ({offered}), found {option}")
+    raise PlanError(
+        f"{entity.kind} %{entity.name}: expected one of its {len(entity.options)} candidates ({offered}), found"
+        f" {option}"
+    )
 
 
 def _cheapest(table: CostTable, node: int, found: list[int | None]) -> int:

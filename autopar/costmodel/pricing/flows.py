@@ -1,4 +1,6 @@
-"""What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is read."""
+"""What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is
+read.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -6,7 +8,14 @@ from dataclasses import dataclass, replace
 
 from autopar.costmodel.activations.activation_offload import Moving, movings
 from autopar.costmodel.activations.autograd_footprint import footprints, regatherable
-from autopar.costmodel.activations.saved_activations import NOWHERE, Regions, Saving, inside_shares, region_of_ops, savings
+from autopar.costmodel.activations.saved_activations import (
+    NOWHERE,
+    Regions,
+    Saving,
+    inside_shares,
+    region_of_ops,
+    savings,
+)
 from autopar.costmodel.activations.transients import Transient, largest_transient
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.pricing.options import Offered, Options, Stored, offered
@@ -21,8 +30,8 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Entity:
-    """One thing to choose for all members of a class. kind "op": options are strategies; "input": what is stored; "kept" and "output":
-    layouts (see `Assignment`). `name` is that of the class: its representative op or value.
+    """One thing to choose for all members of a class. kind "op": options are strategies; "input": what is stored;
+    "kept" and "output": layouts (see `Assignment`). `name` is that of the class: its representative op or value.
     """
 
     kind: str
@@ -32,7 +41,9 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "stored" of an input; "layout" of the others."""
+    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "stored" of an input; "layout" of
+    the others.
+    """
 
     node: int
     port: str = "layout"
@@ -41,8 +52,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its region 0 or NOWHERE.
-    gives_gradient: whether a gradient comes back.
+    """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its
+    region 0 or NOWHERE. gives_gradient: whether a gradient comes back.
     """
 
     value: str
@@ -54,10 +65,11 @@ class Flow:
 
 @dataclass(slots=True)
 class Count:
-    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count there; num_moved
-    times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting for each byte, all told; num_on_host
-    times its optimizer state waits there, with `brought_share` of it to count; `transient_share`: of the transients, what counts;
-    num_pending: gradients that are to come when the largest is there.
+    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count
+    there; num_moved times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting
+    for each byte, all told; num_on_host times its optimizer state waits there, with `brought_share` of it to count;
+    `transient_share`: of the transients, what counts; num_pending: gradients that are to come when the largest is
+    there.
     """
 
     times: int = 0
@@ -78,9 +90,9 @@ class Count:
 
 @dataclass(frozen=True)
 class Flows:
-    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how many ops or inputs are
-    of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of parameters; `values`: the class of a value
-    -> its representative.
+    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how
+    many ops or inputs are of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of
+    parameters; `values`: the class of a value -> its representative.
     """
 
     entities: tuple[Entity, ...]
@@ -100,8 +112,9 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 @dataclass(frozen=True)
 class _Places:
-    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded one its `Moving`;
-    of each parameter whose optimizer state is on the host the share of it that counts; and the largest transient.
+    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded
+    one its `Moving`; of each parameter whose optimizer state is on the host the share of it that counts; and the
+    largest transient.
     """
 
     recomputed: Mapping[str, int]
@@ -123,7 +136,9 @@ class _Places:
         """One occurrence of an op or an input."""
         if name in self.brought or name in self.transient.pending:
             is_away, is_pending = name in self.brought, name in self.transient.pending
-            return Count(1, num_on_host=int(is_away), brought_share=self.brought.get(name, 0.0), num_pending=int(is_pending))
+            return Count(
+                1, num_on_host=int(is_away), brought_share=self.brought.get(name, 0.0), num_pending=int(is_pending)
+            )
         region = self.recomputed.get(name, NOWHERE)
         found = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
         found.transient_share = self.transient.ops.get(name, 0.0)
@@ -131,9 +146,15 @@ class _Places:
 
 
 def find_flows(
-    graph: Graph, folded: Folded, candidates: Candidates, cluster: Cluster, recomputed: Regions = (), offloaded: Regions = (),
-    training: Training = WHOLE_BATCH, state_on_host: Collection[str] = (),
-) -> Flows:  # fmt: skip
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    cluster: Cluster,
+    recomputed: Regions = (),
+    offloaded: Regions = (),
+    training: Training = WHOLE_BATCH,
+    state_on_host: Collection[str] = (),
+) -> Flows:
     """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
@@ -142,10 +163,13 @@ def find_flows(
     known = footprints(graph, folded.representative)
     found = savings(graph, known, recomputed, offloaded)
     places = _Places(
-        region_of_ops(recomputed), region_of_ops(offloaded), inside_shares(graph, known, recomputed, found, training.num_waiting),
-        movings(graph, known, recomputed, offloaded, found, cluster), brought_shares(graph, state_on_host),
+        region_of_ops(recomputed),
+        region_of_ops(offloaded),
+        inside_shares(graph, known, recomputed, found, training.num_waiting),
+        movings(graph, known, recomputed, offloaded, found, cluster),
+        brought_shares(graph, state_on_host),
         largest_transient(graph, known, recomputed, offloaded, training.num_microbatches),
-    )  # fmt: skip
+    )
     counts: defaultdict[Flow, Count] = defaultdict(Count)
     for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():
         kept = End(nodes["kept", name]) if len(read_by) > 1 else None
@@ -161,7 +185,9 @@ def find_flows(
 def _alike(
     graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], places: _Places
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
-    """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there are."""
+    """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there
+    are.
+    """
     alike: dict[tuple, list[Count]] = {}
     for name, uses in uses_of(graph).items():
         read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
@@ -200,14 +226,22 @@ def _values(graph: Graph) -> list[Value]:
 
 def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mapping[str, str]) -> list[Entity]:
     """The entities; the kept ones still without options."""
-    ops = [Entity("op", op.name, candidates.strategies[op.name]) for op in graph.ops if folded.representative[op.name] == op.name]
+    ops = [
+        Entity("op", op.name, candidates.strategies[op.name])
+        for op in graph.ops
+        if folded.representative[op.name] == op.name
+    ]
     names, again = [item.value.name for item in graph.inputs], regatherable(graph, folded.representative)
-    inputs = [Entity("input", n, _stored(candidates.layouts[n], n in again)) for n in names if folded.representative[n] == n]
+    inputs = [
+        Entity("input", n, _stored(candidates.layouts[n], n in again)) for n in names if folded.representative[n] == n
+    ]
     several = {classes[name]: None for name, uses in uses_of(graph).items() if len(uses) > 1}
     outputs: dict[str, Entity] = {}
     for value in graph.outputs:
         if isinstance(value, Value):
-            outputs.setdefault(classes[value.name], Entity("output", classes[value.name], candidates.outputs[value.name]))
+            outputs.setdefault(
+                classes[value.name], Entity("output", classes[value.name], candidates.outputs[value.name])
+            )
     return ops + inputs + [Entity("kept", name, ()) for name in several] + list(outputs.values())
 
 
@@ -223,7 +257,9 @@ def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, En
     sources = {name: End(nodes["input", name], "stored") for name in names}
     for op in graph.ops:
         if ("op", op.name) in nodes:
-            sources.update((value.name, End(nodes["op", op.name], "out", index)) for index, value in enumerate(op.outputs))
+            sources.update(
+                (value.name, End(nodes["op", op.name], "out", index)) for index, value in enumerate(op.outputs)
+            )
     return sources
 
 

@@ -12,7 +12,9 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An option of an input. is_regathered: converted again for the backward of its reader (`Assignment.regathered`)."""
+    """An option of an input. is_regathered: converted again for the backward of its reader
+    (`Assignment.regathered`).
+    """
 
     layout: Layout
     is_regathered: bool = False
@@ -26,9 +28,9 @@ Options = tuple[Strategy, ...] | tuple[Stored, ...] | tuple[Layout, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """layouts: in the order of the first option that gives each. index: i64[options], which of them an option gives. again: for each,
-    whether what gives it is regathered (of `Stored`) or would have it so (of ops: those run without a role); a layout that is given
-    with and without occurs twice.
+    """layouts: in the order of the first option that gives each. index: i64[options], which of them an option gives.
+    again: for each, whether what gives it is regathered (of `Stored`) or would have it so (of ops: those run without a
+    role); a layout that is given with and without occurs twice.
 
     Equal ones are one object, so that what is computed from them is found again by identity.
     """
@@ -61,7 +63,9 @@ def _known(layouts: tuple[Layout, ...], index: bytes, again: tuple[bool, ...]) -
 
 
 def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
-    """i64[strategies, axes] positions in a list of signatures; equal ones that are several objects occur there several times."""
+    """i64[strategies, axes] positions in a list of signatures; equal ones that are several objects occur there several
+    times.
+    """
     found = {id(signature): signature for strategy in strategies for signature in strategy.signatures}
     number = {key: position for position, key in enumerate(found)}
     rows = [[number[id(signature)] for signature in strategy.signatures] for strategy in strategies]
@@ -69,7 +73,9 @@ def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
 
 
 def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Positions of the first of each of equal `keys` (rows, if two-dimensional), and for each key which of these it equals."""
+    """Positions of the first of each of equal `keys` (rows, if two-dimensional), and for each key which of these it
+    equals.
+    """
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)

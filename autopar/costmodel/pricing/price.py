@@ -18,11 +18,11 @@ from autopar.search.table import CostTable
 
 @dataclass(frozen=True)
 class Priced:
-    """`table.nodes[i]` prices the options of `entities[i]` where the regions `recomputed` are run again in backward, and what is kept of
-    those `offloaded`, and the optimizer's state of `state_on_host`, waits on the host.
+    """`table.nodes[i]` prices the options of `entities[i]` where the regions `recomputed` are run again in backward,
+    and what is kept of those `offloaded`, and the optimizer's state of `state_on_host`, waits on the host.
 
-    The table is exact: a choice costs and takes what `evaluate` says of the assignment it stands for. What is equal in it, such as the
-    copies of a block, is one array.
+    The table is exact: a choice costs and takes what `evaluate` says of the assignment it stands for. What is equal in
+    it, such as the copies of a block, is one array.
     """
 
     table: CostTable

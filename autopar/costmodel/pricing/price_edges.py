@@ -16,7 +16,8 @@ from autopar.mesh import Mesh
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
-Prices = tuple[np.ndarray, ...]  # f64 seconds, bytes, bytes while its region runs again, and bytes that a microbatch moves to the host
+# f64 seconds, bytes, bytes while its region runs again, and bytes that a microbatch moves to the host
+Prices = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,22 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's second node to
-    its first if it is turned.
+    """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's
+    second node to its first if it is turned.
     """
 
     meeting: Meeting
-    count: tuple[float, ...]  # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
+    # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
+    count: tuple[float, ...]
     is_turned: bool
 
 
 def price_edges(
     flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
-    """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones share their arrays."""
+    """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones
+    share their arrays.
+    """
     parts = _parts(flows, training.num_microbatches)
     meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
     prices = {meeting: _price(meeting, mesh, cluster, training) for meeting in meetings}
@@ -83,8 +87,9 @@ def _meeting(flow: Flow, flows: Flows) -> Meeting:
 def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
     """f64[src.layouts, dst.layouts]: the conversion, and what backward keeps of it.
 
-    Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or in a region, in
-    backward again; where its part for weights comes later, these run the reading op once more and so gather twice, but in a region.
+    Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or
+    in a region, in backward again; where its part for weights comes later, these run the reading op once more and so
+    gather twice, but in a region.
     """
     pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
     again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
@@ -99,9 +104,15 @@ def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -
         again_s = num_again * conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster)
         cost_s = cost_s + np.where(twice, again_s, 0.0)
     kept = kept_bytes(
-        meeting.value, *pair, mesh.shape, meeting.saving, training,
-        is_parameter=is_parameter, is_stored=meeting.is_stored, again=again,
-    )  # fmt: skip
+        meeting.value,
+        *pair,
+        mesh.shape,
+        meeting.saving,
+        training,
+        is_parameter=is_parameter,
+        is_stored=meeting.is_stored,
+        again=again,
+    )
     return np.where(is_repeated, training.num_microbatches, 1) * cost_s, *kept
 
 
@@ -121,8 +132,12 @@ def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Prices
     return Node(node.name, cost_s, memory)
 
 
-def _spread(parts: Sequence[Part], prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
-    """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing else."""
+def _spread(
+    parts: Sequence[Part], prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]
+) -> Matrices:
+    """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing
+    else.
+    """
     first, *others = [_spread_one(part, prices, zeros) for part in parts]
     for more in others:
         first = first[0] + more[0], first[1] + more[1]

@@ -48,7 +48,14 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
 
 
 def _price_ops(
-    op: Op, count: Count, strategies: Sequence[Strategy], number: int, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training
+    op: Op,
+    count: Count,
+    strategies: Sequence[Strategy],
+    number: int,
+    flows: Flows,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
 ) -> Prices:
     """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
     what others keep may be on the host.
@@ -72,14 +79,21 @@ def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offe
 
 
 def _price_op(
-    op: Op, strategies: Sequence[Strategy], operands: tuple[list[Offered], list[Offered]], mesh: Mesh, cluster: Cluster,
+    op: Op,
+    strategies: Sequence[Strategy],
+    operands: tuple[list[Offered], list[Offered]],
+    mesh: Mesh,
+    cluster: Cluster,
     parameters: frozenset[str] | None,
-) -> np.ndarray:  # fmt: skip
-    """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the gradient that a
-    weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local shapes and roles share a price.
+) -> np.ndarray:
+    """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the
+    gradient that a weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local
+    shapes and roles share a price.
     """
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
-    shapes = [[local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)]
+    shapes = [
+        [local_shape(value.shape, layout, mesh.shape) for layout in found.layouts] for value, found in zip(values, each)
+    ]
     numbers = [np.array([own.index(shape) for shape in own])[found.index] for own, found in zip(shapes, each)]
     first, index = distinct(np.stack([*numbers, _roles(op, strategies)], axis=1))
     prices = []
@@ -118,11 +132,16 @@ def _price_inputs(
 ) -> Prices:
     """The class of an input; the state of some may wait on the host."""
     layouts = [option.layout for option in options]
-    cost_s = [update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts]
+    cost_s = [
+        update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts
+    ]
     kinds = [input_bytes(item, layout, mesh.shape, training) for layout in layouts]
     memory = [count.times * sum(found.values()) - count.num_pending * found.get("gradients", 0) for found in kinds]
     prices = count.times * np.array(cost_s), np.array(memory, dtype=np.float64)
     if not count.num_on_host:
         return prices
     state = np.array([optimizer_bytes(item, layout, mesh.shape, training) for layout in layouts], dtype=np.float64)
-    return prices[0] + count.num_on_host * moving_s(1.0, cluster) * state, prices[1] + (count.brought_share - count.num_on_host) * state
+    return (
+        prices[0] + count.num_on_host * moving_s(1.0, cluster) * state,
+        prices[1] + (count.brought_share - count.num_on_host) * state,
+    )

@@ -1,8 +1,10 @@
-"""The search problem in which no two copies of a block need be alike, read off the prices of a fold with a few of them apart.
+"""The search problem in which no two copies of a block need be alike, read off the prices of a fold with a few of them
+apart.
 
-Of each repeat the first and the last copy are outside; those between are equal and make a chain. Copies 1 and 2 are priced as classes of
-their own: what flows within copy 1 is the inner part of every copy, what flows from copy 1 to copy 2 the crossing part, and where copy 1
-and copy 2 read the same node outside, all copies do. What the last of them hands on is priced by the segment that it ends.
+Of each repeat the first and the last copy are outside; those between are equal and make a chain. Copies 1 and 2 are
+priced as classes of their own: what flows within copy 1 is the inner part of every copy, what flows from copy 1 to copy
+2 the crossing part, and where copy 1 and copy 2 read the same node outside, all copies do. What the last of them hands
+on is priced by the segment that it ends.
 """
 
 from collections import Counter
@@ -39,7 +41,8 @@ def copies_apart(folded: Folded) -> Segments:
 
 
 def unfold(graph: Graph, folded: Folded, priced: Priced) -> Chains:
-    """The problem of all copies, each with choices of its own; `priced` is that of `segmented(folded, graph, copies_apart(folded))`.
+    """The problem of all copies, each with choices of its own; `priced` is that of `segmented(folded, graph,
+    copies_apart(folded))`.
 
     ValueError if the copies between the first and the last are not equal in what reads them.
     """
@@ -48,7 +51,11 @@ def unfold(graph: Graph, folded: Folded, priced: Priced) -> Chains:
     found = _placed(graph, folded, priced, numbers)
     outside = [v for v, place in enumerate(found.places) if place is None]
     of_outside = {v: i for i, v in enumerate(outside)}
-    edges = [replace(e, a=of_outside[e.a], b=of_outside[e.b]) for e in priced.table.edges if e.a in of_outside and e.b in of_outside]
+    edges = [
+        replace(e, a=of_outside[e.a], b=of_outside[e.b])
+        for e in priced.table.edges
+        if e.a in of_outside and e.b in of_outside
+    ]
     chains = tuple(_chain(found, number, folded.repeats[number].count, of_outside) for number in numbers)
     return Chains(CostTable(tuple(priced.table.nodes[v] for v in outside), tuple(edges)), chains)
 
@@ -79,9 +86,13 @@ def _chain(found: _Placed, number: int, count: int, of_outside: Mapping[int, int
     here, there, end = ((number, segment) for segment in (_UNIT, _NEXT, min(_ENDING, count - 2)))
     unit = found.members(here)
     block = {key: j for j, key in enumerate(unit)}
-    of_unit, of_next, of_end = ({v: block.get(key, -1) for key, v in found.members(place).items()} for place in (here, there, end))
+    of_unit, of_next, of_end = (
+        {v: block.get(key, -1) for key, v in found.members(place).items()} for place in (here, there, end)
+    )
     inner, again = (_numbered(found.between(at, at), of, of) for at, of in ((here, of_unit), (there, of_next)))
-    reads, reads_next = (_numbered(found.between(None, at), of_outside, of) for at, of in ((here, of_unit), (there, of_next)))
+    reads, reads_next = (
+        _numbered(found.between(None, at), of_outside, of) for at, of in ((here, of_unit), (there, of_next))
+    )
     ends = _numbered(found.between(end, None), of_end, of_outside)
     shared = {pair: edge for pair, edge in reads_next.items() if pair in reads}
     _check_copies(found, (here, there, end))
@@ -107,7 +118,9 @@ def _check_copies(found: _Placed, places: Sequence[tuple[int, int]]) -> None:
     entities, nodes = found.priced.entities, found.priced.table.nodes
     unit, *others = (found.members(place) for place in places)
     for copy in others:
-        if copy.keys() != unit.keys() or any(entities[unit[key]].options != entities[v].options for key, v in copy.items()):
+        if copy.keys() != unit.keys() or any(
+            entities[unit[key]].options != entities[v].options for key, v in copy.items()
+        ):
             raise ValueError("the copies of a repeat do not choose from the same")
     if not all(_same(nodes[unit[key]], nodes[v]) for key, v in others[0].items()):
         raise ValueError("the second and the third copy of a repeat have different prices")
@@ -115,7 +128,9 @@ def _check_copies(found: _Placed, places: Sequence[tuple[int, int]]) -> None:
 
 def _check_edges(edges: Mapping[Pair, Edge], others: Mapping[Pair, Edge]) -> None:
     if edges.keys() != others.keys() or not all(_same(edge, others[pair]) for pair, edge in edges.items()):
-        raise ValueError("within the second and the third copy of a repeat, or with what all copies read, conversions differ")
+        raise ValueError(
+            "within the second and the third copy of a repeat, or with what all copies read, conversions differ"
+        )
 
 
 def _same(one: Node | Edge, other: Node | Edge) -> bool:
@@ -130,7 +145,9 @@ def _placed(graph: Graph, folded: Folded, priced: Priced, numbers: Sequence[int]
     inside = {name: segments[place] for name, place in copies.items() if segments[place][1] in (_UNIT, _NEXT, _ENDING)}
     last = {number: (number, folded.repeats[number].count - 1) for number in numbers}
     places = tuple(None if copies.get(e.name) in last.values() else inside.get(e.name) for e in priced.entities)
-    keys = tuple((e.kind, folded.representative[e.name] if e.kind == "op" else classes[e.name]) for e in priced.entities)
+    keys = tuple(
+        (e.kind, folded.representative[e.name] if e.kind == "op" else classes[e.name]) for e in priced.entities
+    )
     _check_meetings(priced, places)
     return _Placed(priced, places, keys)
 
@@ -145,7 +162,9 @@ def _check_meetings(priced: Priced, places: Sequence[Place]) -> None:
     for edge in priced.table.edges:
         a, b = places[edge.a], places[edge.b]
         if a is not None and b is not None and (a[0] != b[0] or abs(a[1] - b[1]) > 1):
-            raise ValueError(f"{priced.table.nodes[edge.a].name} and {priced.table.nodes[edge.b].name} meet across copies")
+            raise ValueError(
+                f"{priced.table.nodes[edge.a].name} and {priced.table.nodes[edge.b].name} meet across copies"
+            )
 
 
 def _copies(graph: Graph, folded: Folded, repeats: Mapping[int, Repeat]) -> dict[str, tuple[int, int]]:
@@ -166,12 +185,16 @@ def _copies(graph: Graph, folded: Folded, repeats: Mapping[int, Repeat]) -> dict
 
 
 def _check_alike(graph: Graph, folded: Folded, repeats: Sequence[Repeat]) -> None:
-    """What is made in a copy between the first and the last is read at the same places, counted from that copy, as in any other."""
+    """What is made in a copy between the first and the last is read at the same places, counted from that copy, as in
+    any other.
+    """
     uses, position = uses_of(graph), {op.name: i for i, op in enumerate(graph.ops)}
 
     def read_by(start: int, block: int) -> list[frozenset[tuple]]:
         names = [value.name for op in graph.ops[start : start + block] for value in op.outputs]
-        return [frozenset(_relative(use, position, start, graph, folded) for use in uses.get(name, ())) for name in names]
+        return [
+            frozenset(_relative(use, position, start, graph, folded) for use in uses.get(name, ())) for name in names
+        ]
 
     for repeat in repeats:
         first, block = position[repeat.ops[0]], len(repeat.ops)

@@ -1,7 +1,8 @@
 """Tracing a model on the meta device as if it were on the CPU.
 
-Model code asks tensors for their device: it picks kernels by it, and makes tensors from numbers on it, which on the meta device loses
-the numbers. So that a plan made from a meta model fits the real one, its tensors are replaced while tracing by fakes that say "cpu".
+Model code asks tensors for their device: it picks kernels by it, and makes tensors from numbers on it, which on the
+meta device loses the numbers. So that a plan made from a meta model fits the real one, its tensors are replaced while
+tracing by fakes that say "cpu".
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from autopar.torch_compat import FakeTensorMode
 
 @contextmanager
 def as_if_on_cpu(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Swap every parameter and buffer for a fake and swap them back at the end; yields what makes such a fake of a tensor."""
+    """Swap every parameter and buffer for a fake and swap them back at the end; yields what makes such a fake of a
+    tensor.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def imagine(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +30,9 @@ def as_if_on_cpu(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Te
 
 
 def imagine_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like this one, but on the CPU if it is on the meta device; a fake one if a FakeTensorMode is active."""
+    """An empty tensor like this one, but on the CPU if it is on the meta device; a fake one if a FakeTensorMode is
+    active.
+    """
     device = "cpu" if tensor.is_meta else tensor.device
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -37,7 +42,9 @@ def imagine_like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def imagined(model: nn.Module, imagine: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Put what `imagine` makes of it in the place of every parameter and buffer, and put them back at the end; ties are kept."""
+    """Put what `imagine` makes of it in the place of every parameter and buffer, and put them back at the end; ties are
+    kept.
+    """
     fakes: dict[int, torch.Tensor] = {}
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     originals = [dict(table) for table in tables]

@@ -1,4 +1,6 @@
-"""From the exported fx graph to functional ops: regions inlined, tuples unpacked, in-place writes and views resolved."""
+"""From the exported fx graph to functional ops: regions inlined, tuples unpacked,
+in-place writes and views resolved.
+"""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -23,17 +25,33 @@ from autopar.torch_compat import HigherOrderOperator
 
 # Ops that only check or describe; their results are not used.
 _NOISE = frozenset(
-    ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
-     "aten.sym_constrain_range_for_size.default", "_guards_fn")
-)  # fmt: skip
+    (
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_async.msg",
+        "aten._assert_scalar.default",
+        "aten.sym_constrain_range.default",
+        "aten.sym_constrain_range_for_size.default",
+        "_guards_fn",
+    )
+)
 # Where they return their input itself, they do nothing.
 _IDENTITIES = frozenset(
     f"aten.{name}"
     for name in (
-        "alias.default", "contiguous.default", "dropout.default", "feature_dropout.default", "to.dtype", "to.dtype_layout", "to.device",
-        "to.other", "type_as.default", "detach_.default", "lift_fresh.default", "requires_grad_.default",
+        "alias.default",
+        "contiguous.default",
+        "dropout.default",
+        "feature_dropout.default",
+        "to.dtype",
+        "to.dtype_layout",
+        "to.device",
+        "to.other",
+        "type_as.default",
+        "detach_.default",
+        "lift_fresh.default",
+        "requires_grad_.default",
     )
-)  # fmt: skip
+)
 _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
 _PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
 
@@ -44,10 +62,11 @@ Expand = Callable[[Node, "Region", Emitter], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Region:
-    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode it runs.
+    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode
+    it runs.
 
-    `expand` converts calls of modules that were exported by themselves. In the body of one, `inside` is the FQN of its module and `line`
-    the model's line that called it.
+    `expand` converts calls of modules that were exported by themselves. In the body of one, `inside` is the FQN of its
+    module and `line` the model's line that called it.
     """
 
     module: GraphModule
@@ -78,7 +97,9 @@ def _target_of(node: Node) -> str:
 
 
 def origin_of(node: Node, region: Region) -> Origin:
-    """Its name, module and line; numbers that only tell names of one graph apart are left out, as the emitter has its own."""
+    """Its name, module and line; numbers that only tell names of one graph apart are left out, as the emitter has its
+    own.
+    """
     module = module_of(node.meta.get("nn_module_stack"))
     if region.inside:
         module = region.inside + module.removeprefix(INNER)
@@ -106,8 +127,9 @@ def _check_sizes(node: Node, target: str) -> None:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             raise TraceError(
-                f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan needs fixed shapes: "
-                "keep the computation in tensors, e.g. torch.where with a mask instead of item(), nonzero() or boolean indexing"
+                f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan"
+                " needs fixed shapes: keep the computation in tensors, e.g. torch.where with a mask instead of item(),"
+                " nonzero() or boolean indexing"
             )
 
 
@@ -123,11 +145,16 @@ def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[
     elif target == _AUTOCAST:
         is_no_grad, body, inputs = region.is_no_grad, node.args[4], node.args[5:]
     else:
-        raise TraceError(f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a mesh")
+        raise TraceError(
+            f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a"
+            " mesh"
+        )
     module = region.env[body]
     if target == _AUTOCAST and node.args[2]:
         where = next((_quote(inner) for inner in module.graph.nodes if inner.meta.get("stack_trace")), "the model")
-        raise TraceError(f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead")
+        raise TraceError(
+            f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead"
+        )
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
     return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), emitter)
@@ -143,7 +170,10 @@ def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: O
     if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
         return region.env[node.args[0]]
     bound = map_leaves(tuple(node.args), lambda leaf: _bind(leaf, region.env, emitter, at))
-    named = {name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at)) for name, value in node.kwargs.items()}
+    named = {
+        name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at))
+        for name, value in node.kwargs.items()
+    }
     if written:
         return inplace_ops.convert_write(target, region.env[node.args[0]], bound, named, emitter, at)
     if inplace_ops.updates_statistics(target, bound):
@@ -181,7 +211,9 @@ def _aliased_input(node: Node) -> Node | None:
 
 
 def _shared_storages(node: Node, env: Mapping[Node, Any]) -> list[Storage]:
-    """Of the inputs that outputs of an op on several tensors are views of, as in broadcast_tensors: writes to them are refused."""
+    """Of the inputs that outputs of an op on several tensors are views of, as in broadcast_tensors: writes to them are
+    refused.
+    """
     memory = {value.untyped_storage()._cdata for value in _values_of(node) if isinstance(value, torch.Tensor)}
     inputs = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), torch.Tensor)]
     return [env[item].storage for item in inputs if item.meta["val"].untyped_storage()._cdata in memory]
@@ -193,4 +225,6 @@ def _views(target: str, args: tuple[Any, ...], outputs: tuple[Value, ...], base:
     is_cut = target.startswith(_PARTS)
     steps = part_steps(target, args, outputs) if is_cut else (step_of(target, args, args[0], outputs[0]),)
     version = base.storage.version
-    return tuple(functionalise.View(base.storage, (*base.steps, step), value, version) for step, value in zip(steps, outputs))
+    return tuple(
+        functionalise.View(base.storage, (*base.steps, step), value, version) for step, value in zip(steps, outputs)
+    )

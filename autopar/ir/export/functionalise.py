@@ -10,7 +10,9 @@ from autopar.ir.graph import Value, resolve
 
 @dataclass
 class Storage:
-    """Memory that tensors share. `owner` says whose it is: "" for memory of the call itself, else e.g. "parameter w"."""
+    """Memory that tensors share. `owner` says whose it is: "" for memory of the call itself,
+    else e.g. "parameter w".
+    """
 
     value: Value
     version: int = 0
@@ -43,7 +45,9 @@ def read(view: View, emitter: Emitter, at: Origin) -> Value:
 
 
 def write(view: View, value: Value, emitter: Emitter, at: Origin) -> None:
-    """Make `value` what the view shows, and carry it back to the storage. Raises TraceError where that is not possible."""
+    """Make `value` what the view shows, and carry it back to the storage. Raises TraceError where that is not
+    possible.
+    """
     storage = view.storage
     _check_writable(view, at)
     bases = [storage.value]
@@ -64,7 +68,8 @@ def _check_writable(view: View, at: Origin) -> None:
     is_detached = any(step.target.startswith("aten.detach") for step in view.steps)
     if current.needs_grad and (at.is_no_grad or is_detached):
         raise TraceError(
-            f"{at.line}: a tensor that needs a gradient is changed in place behind autograd's back; use the out-of-place operation here"
+            f"{at.line}: a tensor that needs a gradient is changed in place behind autograd's back; use the"
+            " out-of-place operation here"
         )
     if view.storage.owner and not view.storage.owner.startswith("buffer"):
         raise TraceError(

@@ -39,7 +39,9 @@ class Inference:
         return self.known[key]
 
 
-def _run_on_meta(target: str, args: Any, kwargs: Any, inputs: Sequence[Value], is_no_grad: bool) -> tuple[tuple[Meta, ...], bool]:
+def _run_on_meta(
+    target: str, args: Any, kwargs: Any, inputs: Sequence[Value], is_no_grad: bool
+) -> tuple[tuple[Meta, ...], bool]:
     function = resolve(target)
     tensors = [torch.empty(v.shape, dtype=v.dtype, device="meta", requires_grad=v.needs_grad) for v in inputs]
     named = {name: fill(value, tensors) for name, value in kwargs if name not in PLACEMENT_KWARGS}

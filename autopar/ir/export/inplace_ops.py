@@ -17,7 +17,9 @@ def written_argument(function: Any) -> bool:
     return any(arg.alias_info is not None and arg.alias_info.is_write for arg in function._schema.arguments)
 
 
-def convert_write(target: str, view: View, args: tuple[Any, ...], kwargs: dict[str, Any], emitter: Emitter, at: Origin) -> View:
+def convert_write(
+    target: str, view: View, args: tuple[Any, ...], kwargs: dict[str, Any], emitter: Emitter, at: Origin
+) -> View:
     """Emit the functional form of an in-place op on `view` and write its result; the result is the view itself."""
     current = args[0]
     functional = functional_target(target)
@@ -63,7 +65,9 @@ def updates_statistics(target: str, args: tuple[Any, ...]) -> bool:
 def convert_batch_norm(target: str, operands: list[Any], args: tuple[Any, ...], emitter: Emitter, at: Origin) -> View:
     """Emit the form of batch norm that returns the new running statistics, and write them to their buffers."""
     if target == _INSTANCE_NORM:
-        raise TraceError(f"{at.line}: instance norm that tracks running statistics is not supported; set track_running_stats=False")
+        raise TraceError(
+            f"{at.line}: instance norm that tracks running statistics is not supported; set track_running_stats=False"
+        )
     outputs = emitter.emit("aten._native_batch_norm_legit_functional.default", args[:8], at=at)
     for operand, value in zip(operands[3:5], outputs[3:5]):
         write(operand, value, emitter, at)

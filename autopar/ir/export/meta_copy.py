@@ -7,7 +7,8 @@ from torch import nn
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Deep copy of `model` whose parameters and buffers are plain tensors on the meta device; ties are kept, no data is copied.
+    """Deep copy of `model` whose parameters and buffers are plain tensors on the meta device; ties are kept, no data is
+    copied.
 
     Raises whatever `copy.deepcopy` raises for attributes that cannot be copied.
     """

@@ -69,12 +69,16 @@ class Emitter:
         self.ops.append(Op(name, target, slotted, named, inputs, outputs, at.is_no_grad, at.module, at.line, is_tuple))
         return outputs
 
-    def _infer(self, target: str, args: Any, kwargs: Any, inputs: Any, at: Origin, fallback: Sequence[Meta]) -> tuple[Any, bool]:
+    def _infer(
+        self, target: str, args: Any, kwargs: Any, inputs: Any, at: Origin, fallback: Sequence[Meta]
+    ) -> tuple[Any, bool]:
         try:
             return self.inference.outputs(target, args, kwargs, inputs, at.is_no_grad)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
             if not fallback:
-                raise TraceError(f"{target} at {at.line}: outputs cannot be inferred on the meta device: {error}") from error
+                raise TraceError(
+                    f"{target} at {at.line}: outputs cannot be inferred on the meta device: {error}"
+                ) from error
         needs_grad = not at.is_no_grad and any(value.needs_grad for value in inputs)
         metas = tuple(Meta(m.shape, m.dtype, needs_grad and m.dtype.is_floating_point) for m in fallback)
         return metas, len(fallback) > 1

@@ -18,7 +18,8 @@ from autopar.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Placeholders:
-    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its constant.
+    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its
+    constant.
 
     `state`: FQN of a parameter or buffer, by each of its names -> what stands for it.
     """
@@ -53,13 +54,19 @@ def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[A
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             found.env[node] = found.state[spec.target or ""]
         else:
-            raise TraceError(f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a mesh")
+            raise TraceError(
+                f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a"
+                " mesh"
+            )
     return found
 
 
 def _add_state(found: Placeholders, model: nn.Module, emitter: Emitter) -> None:
-    transient = {f"{path}.{name}".removeprefix(".") for path, module in model.named_modules(remove_duplicate=False)
-                 for name in module._non_persistent_buffers_set}  # fmt: skip
+    transient = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
     for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
         fqns: dict[int, list[str]] = {}
         tensors = {}
@@ -84,7 +91,8 @@ def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: Exp
     name = str(spec.target)
     tensor = program.constants[name]
     value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
-    # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is not.
+    # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is
+    # not.
     owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
     found.constants[value.name] = tensor
     found.env[node] = _add(found, Input("constant", value, name), owner)
@@ -101,10 +109,14 @@ def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) 
 
 
 def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Leaves of a call in the order of `spec`, whatever order its keywords are given in. ValueError if the call has another structure."""
+    """Leaves of a call in the order of `spec`, whatever order its keywords are given in. ValueError if the call has
+    another structure.
+    """
     names = spec.child(1).context if spec.num_children == 2 else []
     ordered = {name: kwargs[name] for name in names if name in kwargs} | kwargs
     leaves, found = pytree.tree_flatten((tuple(args), ordered))
     if found != spec:
-        raise ValueError(f"the call does not have the structure the model was traced with: expected {spec}, found {found}")
+        raise ValueError(
+            f"the call does not have the structure the model was traced with: expected {spec}, found {found}"
+        )
     return leaves

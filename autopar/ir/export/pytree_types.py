@@ -12,7 +12,9 @@ from autopar.torch_compat import pytree
 
 
 def register_types(tree: Any) -> None:
-    """Register every dataclass type inside `tree` (and the caches of transformers, if it is imported) as a pytree node."""
+    """Register every dataclass type inside `tree` (and the caches of transformers, if it is imported) as a pytree
+    node.
+    """
     _register_caches()
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -36,7 +38,10 @@ def _register_caches() -> None:
             lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
             lambda caches, _: EncoderDecoderCache(*caches),
             flatten_with_keys_fn=lambda cache: (
-                [(pytree.GetAttrKey(name), getattr(cache, name)) for name in ("self_attention_cache", "cross_attention_cache")],
+                [
+                    (pytree.GetAttrKey(name), getattr(cache, name))
+                    for name in ("self_attention_cache", "cross_attention_cache")
+                ],
                 None,
             ),
             serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
@@ -45,8 +50,8 @@ def _register_caches() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Cache:
-    """Puts a DynamicCache together again. `unflatten`, transformers' own, joins each tensor to an empty plain one, which a DTensor
-    refuses: it is given stand-ins, and the tensors are put in their places.
+    """Puts a DynamicCache together again. `unflatten`, transformers' own, joins each tensor to an empty plain one,
+    which a DTensor refuses: it is given stand-ins, and the tensors are put in their places.
     """
 
     unflatten: Callable[[Any, Any], Any]

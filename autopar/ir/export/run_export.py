@@ -46,12 +46,16 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TraceError if that is why a call failed. Not asked before: decorators may take more than the signature they show."""
+    """TraceError if that is why a call failed. Not asked before: decorators may take more than the signature they
+    show.
+    """
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TraceError(f"{type(model).__name__} cannot be called so: {error}; its forward takes {signature}") from error
+        raise TraceError(
+            f"{type(model).__name__} cannot be called so: {error}; its forward takes {signature}"
+        ) from error
 
 
 def _separate(leaf: Any) -> Any:
@@ -62,7 +66,10 @@ def _separate(leaf: Any) -> Any:
 def _remedy(error: Exception) -> str:
     if type(error).__name__ != "FakeTensorDeviceMismatchError":
         return ""
-    return "; on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as buffers"
+    return (
+        "; on the meta device, tensor attributes and tensors that the forward makes have no contents: register them as"
+        " buffers"
+    )
 
 
 def _data_dependent(error: Exception) -> str:
@@ -75,8 +82,8 @@ def _data_dependent(error: Exception) -> str:
 
 @contextmanager
 def _without_dump() -> Iterator[None]:
-    """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else is said on stderr
-    is passed on.
+    """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else
+    is said on stderr is passed on.
     """
     said, dump = io.StringIO(), ""
     try:

@@ -16,7 +16,8 @@ _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # tracing, whose fr
 
 @lru_cache(maxsize=4096)
 def line_of_stack(stack_trace: str) -> str:
-    """The innermost line outside torch as "model.py:41", a model file of transformers before its shared helpers; "" if there is none.
+    """The innermost line outside torch as "model.py:41", a model file of transformers before its shared helpers; "" if
+    there is none.
 
     >>> line_of_stack('File "/a/model.py", line 41, in forward')
     'model.py:41'

@@ -1,8 +1,9 @@
 """Which ops and inputs of a graph repeat: layers are found by structure alone, never by their names.
 
-A block of ops repeats when consecutive copies call the same ops on the same shapes (some with numbers of their own, see `_SCALED`), and
-each input of copy k comes from one of: the same place in copy k; the same place in copy k-1 (for copy 0: one value from before the
-region, which stands for it); one value that all copies share; or an input of the graph that each copy has for itself.
+A block of ops repeats when consecutive copies call the same ops on the same shapes (some with numbers of their own, see
+`_SCALED`), and each input of copy k comes from one of: the same place in copy k; the same place in copy k-1 (for copy
+0: one value from before the region, which stands for it); one value that all copies share; or an input of the graph
+that each copy has for itself.
 """
 
 import math
@@ -21,16 +22,26 @@ from autopar.ir.graph import Graph, Op
 _MIN_PRODUCTS = 2
 
 
-# What layers may do with a number of their own (1 / sqrt(layer), a dropout rate) and be planned alike: neither what may be split nor what
-# it costs depends on how large the number is, only on whether it is nought. Each op is run with its own number.
+# What layers may do with a number of their own (1 / sqrt(layer), a dropout rate) and be planned alike: neither what may
+# be split nor what it costs depends on how large the number is, only on whether it is nought. Each op is run with its
+# own number.
 _PRODUCTS = frozenset(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"))
 _SCALED = frozenset(
     f"aten.{name}"
     for name in (
-        "add.Tensor", "sub.Tensor", "dropout.default", "feature_dropout.default", "bernoulli.p", "layer_norm.default", "rms_norm.default",
-        "scaled_dot_product_attention.default", "group_norm.default", "batch_norm.default", "_native_batch_norm_legit_functional.default",
+        "add.Tensor",
+        "sub.Tensor",
+        "dropout.default",
+        "feature_dropout.default",
+        "bernoulli.p",
+        "layer_norm.default",
+        "rms_norm.default",
+        "scaled_dot_product_attention.default",
+        "group_norm.default",
+        "batch_norm.default",
+        "_native_batch_norm_legit_functional.default",
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,9 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Folded:
-    """`representative` maps the name of each op and each input value to the member of its class in the first copy, or to itself."""
+    """`representative` maps the name of each op and each input value to the member of its class in the first copy, or
+    to itself.
+    """
 
     representative: Mapping[str, str]
     repeats: tuple[Repeat, ...]
@@ -103,10 +116,20 @@ def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
 
 
 def _signature(op: Op, labels: Mapping[str, str]) -> Any:
-    values = tuple((value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs))
+    values = tuple(
+        (value.shape, value.dtype, value.needs_grad, labels.get(value.name)) for value in (*op.inputs, *op.outputs)
+    )
     # repr tells 1, 1.0 and True apart, which hashing does not.
     arguments = map_leaves((op.args, tuple(value for _, value in op.kwargs)), lambda leaf: _kind_of(op.target, leaf))
-    return op.target, repr(arguments), tuple(name for name, _ in op.kwargs), op.is_no_grad, op.is_tuple, len(op.inputs), values
+    return (
+        op.target,
+        repr(arguments),
+        tuple(name for name, _ in op.kwargs),
+        op.is_no_grad,
+        op.is_tuple,
+        len(op.inputs),
+        values,
+    )
 
 
 def _kind_of(target: str, leaf: Any) -> Any:
@@ -150,5 +173,7 @@ def _phases(wiring: Wiring, run: Run, block: int) -> Iterator[tuple[int, int]]:
     """(first op, copies) for where a block may begin: most copies first, then fewest values alive from copy to copy."""
     length = run.stop - run.start
     starts = range(run.start, run.start + min(block, length - 2 * block + 1))
-    for first in sorted(starts, key=lambda first: (-((run.stop - first) // block), wiring.num_alive[first + block], first))[:8]:
+    for first in sorted(
+        starts, key=lambda first: (-((run.stop - first) // block), wiring.num_alive[first + block], first)
+    )[:8]:
         yield first, (run.stop - first) // block

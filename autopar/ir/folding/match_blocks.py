@@ -11,7 +11,9 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True)
 class Wiring:
-    """Per op the sources of its inputs, whether it multiplies by a parameter, and the number of values alive just before it."""
+    """Per op the sources of its inputs, whether it multiplies by a parameter, and the number of values alive just
+    before it.
+    """
 
     sources: tuple[tuple[Source, ...], ...]
     is_product: tuple[bool, ...]
@@ -43,8 +45,12 @@ def _num_alive(sources: Sequence[Sequence[Source]]) -> tuple[int, ...]:
     return tuple(alive)
 
 
-def match_blocks(graph: Graph, wiring: Wiring, first: int, block: int, count: int) -> tuple[int, int, dict[str, str]] | None:
-    """(first op, copies, classes) of the longest part of these copies that is wired alike; None if fewer than two are."""
+def match_blocks(
+    graph: Graph, wiring: Wiring, first: int, block: int, count: int
+) -> tuple[int, int, dict[str, str]] | None:
+    """(first op, copies, classes) of the longest part of these copies that is wired alike; None if fewer than two
+    are.
+    """
     places = [_places(wiring, first + k * block, block) for k in range(count)]
     start, stop = _longest_alike(places)
     # The copy before a steady stretch takes part when only what it reads of "the copy before" comes from elsewhere.
@@ -91,7 +97,9 @@ def _inherits(before: list[tuple[str, int, int]], steady: list[tuple[str, int, i
 
 
 def _classes(graph: Graph, wiring: Wiring, first: int, block: int, count: int) -> dict[str, str] | None:
-    """Class of every op of the copies and of the inputs that each copy has for itself; None if they contradict each other."""
+    """Class of every op of the copies and of the inputs that each copy has for itself; None if they contradict each
+    other.
+    """
     classes: dict[str, str] = {}
     before: dict[tuple[int, int], Source] = {}
     owner: dict[int, tuple[int, int]] = {}
@@ -103,7 +111,12 @@ def _classes(graph: Graph, wiring: Wiring, first: int, block: int, count: int) -
                 return None
     for index, (rep, _) in owner.items():
         a, b = graph.inputs[index], graph.inputs[rep]
-        if (a.kind, a.value.shape, a.value.dtype, a.value.needs_grad) != (b.kind, b.value.shape, b.value.dtype, b.value.needs_grad):
+        if (a.kind, a.value.shape, a.value.dtype, a.value.needs_grad) != (
+            b.kind,
+            b.value.shape,
+            b.value.dtype,
+            b.value.needs_grad,
+        ):
             return None
         classes[a.value.name] = b.value.name
     return classes
@@ -119,7 +132,9 @@ def _match_inputs(
     before: dict[tuple[int, int], Source],
     owner: dict[int, tuple[int, int]],
 ) -> bool:
-    """Check the inputs of op j of copy k. `before`: what stands for an output of copy -1; `owner`: input -> (its class, its copy)."""
+    """Check the inputs of op j of copy k. `before`: what stands for an output of copy -1; `owner`: input -> (its class,
+    its copy).
+    """
     steady, zero, now = (wiring.sources[first + c * block + j] for c in (1, 0, k))
     for later, original, source in zip(steady, zero, now):
         kind, made, index = _place(later, first + block, block)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A period shows as the distance of a number to one of its next occurrences; within a period a number may occur a few times.
+# A period shows as the distance of a number to one of its next occurrences; within a period a number may occur a few
+# times.
 _NUM_NEXT = 4
 
 
@@ -39,4 +40,6 @@ def _candidate_periods(sequence: np.ndarray) -> list[int]:
 def _runs_of(sequence: np.ndarray, period: int) -> list[Run]:
     equal = np.concatenate(([False], sequence[:-period] == sequence[period:], [False]))
     edges = np.flatnonzero(equal[1:] != equal[:-1])
-    return [Run(int(start), int(stop) + period, period) for start, stop in edges.reshape(-1, 2) if stop - start >= period]
+    return [
+        Run(int(start), int(stop) + period, period) for start, stop in edges.reshape(-1, 2) if stop - start >= period
+    ]

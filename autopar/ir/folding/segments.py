@@ -1,4 +1,6 @@
-"""Folds in which the copies of a repeat need not all be planned alike: the first and the last may differ from those between them."""
+"""Folds in which the copies of a repeat need not all be planned alike: the first and the last may differ from those
+between them.
+"""
 
 from collections.abc import Sequence
 
@@ -24,8 +26,9 @@ def ends_apart(folded: Folded) -> Segments:
 def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
     """`folded` with the copies of each repeat split into consecutive segments that are classes of their own.
 
-    `segments`: one tuple of positive sizes per repeat, summing to its count; (count,) leaves a repeat as it is. A class is represented by
-    its member in the first copy of the segment; what all copies share stays one class. ValueError for sizes that do not fit.
+    `segments`: one tuple of positive sizes per repeat, summing to its count; (count,) leaves a repeat as it is. A class
+    is represented by its member in the first copy of the segment; what all copies share stays one class. ValueError for
+    sizes that do not fit.
     """
     _check(folded, segments)
     copies = copies_of(folded, graph)
@@ -36,7 +39,9 @@ def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
         places = frozenset((repeat, _segment(starts[repeat], copy)) for repeat, copy in found)
         classes[name] = folded.representative[name], places
         first.setdefault(classes[name], name)
-    representative = {name: first[classes[name]] if name in classes else same for name, same in folded.representative.items()}
+    representative = {
+        name: first[classes[name]] if name in classes else same for name, same in folded.representative.items()
+    }
     return Folded(representative, _repeats(folded, graph, segments))
 
 
@@ -53,7 +58,8 @@ def _segment(starts: Sequence[int], copy: int) -> int:
 def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     """Name of each op and input that has a class of several members -> the (repeat, copy) pairs it belongs to.
 
-    An input belongs to the copies that read it, also when it is not by that reading that it has its class: that only makes finer classes.
+    An input belongs to the copies that read it, also when it is not by that reading that it has its class: that only
+    makes finer classes.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     inputs = {item.value.name for item in graph.inputs}
@@ -62,7 +68,11 @@ def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     for number, repeat in enumerate(folded.repeats):
         first, block = position[repeat.ops[0]], len(repeat.ops)
         for i, op in enumerate(graph.ops[first : first + block * repeat.count]):
-            own = [value.name for value in op.inputs if value.name in inputs and folded.representative[value.name] in repeated]
+            own = [
+                value.name
+                for value in op.inputs
+                if value.name in inputs and folded.representative[value.name] in repeated
+            ]
             for name in (op.name, *own):
                 copies.setdefault(name, set()).add((number, i // block))
     return copies

@@ -23,8 +23,8 @@ INNER = "block"
 
 @dataclass(frozen=True)
 class Outline:
-    """`program` has an op for each call of a module: `calls` says which module and which of `bodies` that is. What a body's program
-    returns is its flat result; its modules and parameters are those of a module named "block".
+    """`program` has an op for each call of a module: `calls` says which module and which of `bodies` that is. What a
+    body's program returns is its flat result; its modules and parameters are those of a module named "block".
     """
 
     program: ExportedProgram

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# To trace a module by itself costs as much as to trace a dozen of a model's (measured: 85 ms, and 6 ms for each module of a Llama layer).
+# To trace a module by itself costs as much as to trace a dozen of a model's (measured: 85 ms, and 6 ms for each module
+# of a Llama layer).
 _LEAST_SAVED = 48
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -17,8 +18,8 @@ _PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """FQNs of modules that differ in their tensors' contents and in `numbers` only: integer attributes (path of the submodule, name)
-    that are another one in each, as a layer's index is.
+    """FQNs of modules that differ in their tensors' contents and in `numbers` only: integer attributes (path of the
+    submodule, name) that are another one in each, as a layer's index is.
     """
 
     members: tuple[str, ...]
@@ -26,10 +27,11 @@ class Alike:
 
 
 def find_alike(model: nn.Module, least_saved: int = _LEAST_SAVED) -> tuple[Alike, ...]:
-    """The groups of equal modules, the largest modules first found; those that save less than `least_saved` traced modules are left out.
+    """The groups of equal modules, the largest modules first found; those that save less than `least_saved` traced
+    modules are left out.
 
-    Equal are class, training mode, submodules, shapes and kinds of parameters and buffers, and all other attributes: by value if they are
-    plain, by identity if not. Modules with hooks are like no other.
+    Equal are class, training mode, submodules, shapes and kinds of parameters and buffers, and all other attributes: by
+    value if they are plain, by identity if not. Modules with hooks are like no other.
     """
     keys: dict[int, Any] = {}
     _key(model, keys, {})
@@ -37,7 +39,9 @@ def find_alike(model: nn.Module, least_saved: int = _LEAST_SAVED) -> tuple[Alike
     found: dict[Any, list[tuple[str, nn.Module]]] = {}
     _collect(model, "", keys, counts, least_saved, found, set())
     groups = [group for members in found.values() for group in _split(members)]
-    return tuple(group for group in groups if _saved(len(group.members), model.get_submodule(group.members[0])) >= least_saved)
+    return tuple(
+        group for group in groups if _saved(len(group.members), model.get_submodule(group.members[0])) >= least_saved
+    )
 
 
 def _saved(count: int, module: nn.Module) -> int:
@@ -45,7 +49,13 @@ def _saved(count: int, module: nn.Module) -> int:
 
 
 def _collect(
-    module: nn.Module, fqn: str, keys: dict[int, Any], counts: Counter, least_saved: int, found: dict[Any, list], seen: set[int]
+    module: nn.Module,
+    fqn: str,
+    keys: dict[int, Any],
+    counts: Counter,
+    least_saved: int,
+    found: dict[Any, list],
+    seen: set[int],
 ) -> None:
     """Add the outermost modules that are worth it to `found`, by key."""
     for name, child in module.named_children():
@@ -64,7 +74,9 @@ def _key(module: nn.Module, keys: dict[int, Any], known: dict[Any, int]) -> Any:
     """Enter `module` and all inside it into `keys`: equal numbers for equal modules, but for their integers."""
     if id(module) not in keys:
         keys[id(module)] = id(module)  # a module inside itself
-        children = tuple((name, None if child is None else _key(child, keys, known)) for name, child in module._modules.items())
+        children = tuple(
+            (name, None if child is None else _key(child, keys, known)) for name, child in module._modules.items()
+        )
         own = _own(module)
         keys[id(module)] = -1 - len(known) if own is None else known.setdefault((own, children), len(known))
         if own is None:
@@ -80,7 +92,9 @@ def _own(module: nn.Module) -> Any:
     tensors = [*module._parameters.items(), *module._buffers.items()]
     if any(type(x) not in (nn.Parameter, torch.Tensor, type(None)) for _, x in tensors):
         return None
-    plain = tuple((name, _plain(attributes[name])) for name in sorted(attributes) if name not in _TABLES and not _is_hooks(name))
+    plain = tuple(
+        (name, _plain(attributes[name])) for name in sorted(attributes) if name not in _TABLES and not _is_hooks(name)
+    )
     state = tuple((name, _tensor(x), name in module._non_persistent_buffers_set) for name, x in tensors)
     return type(module), len(module._parameters), state, plain
 
@@ -97,7 +111,9 @@ def _tensor(x: torch.Tensor | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Hashable; equal for equal plain values (all integers that are attributes themselves count as equal) and for the same object."""
+    """Hashable; equal for equal plain values (all integers that are attributes themselves count as equal) and for the
+    same object.
+    """
     return "int" if type(value) is int else _exact(value)
 
 
@@ -112,7 +128,9 @@ def _exact(value: Any) -> Any:
 
 
 def _split(members: Sequence[tuple[str, nn.Module]]) -> Iterator[Alike]:
-    """Groups whose members share all integers but those that number them, and how their tensors and submodules are shared inside."""
+    """Groups whose members share all integers but those that number them, and how their tensors and submodules are
+    shared inside.
+    """
     integers = [dict(_integers(module)) for _, module in members]
     numbering = tuple(place for place in integers[0] if len({values[place] for values in integers}) == len(members) > 1)
     groups: dict[Any, list[str]] = {}

@@ -33,8 +33,8 @@ class _Example:
 def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     """Converts the calls of `outline`. `state`: FQN of each parameter and buffer of the model -> what stands for it.
 
-    The body is walked for the first call of a kind, and where memory is shared or written; else the ops of the first call are taken again
-    with other names.
+    The body is walked for the first call of a kind, and where memory is shared or written; else the ops of the first
+    call are taken again with other names.
     """
     examples: dict[Any, _Example | None] = {}
 
@@ -56,7 +56,9 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     return expand
 
 
-def _region(node: Node, outer: Region, fqn: str, body: Body, program: ExportedProgram, state: Mapping[str, View]) -> Region:
+def _region(
+    node: Node, outer: Region, fqn: str, body: Body, program: ExportedProgram, state: Mapping[str, View]
+) -> Region:
     """The body as a region, with what its placeholders stand for in this call."""
     order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
     given = [outer.env[item] for item in node.args[0]]
@@ -85,13 +87,18 @@ def _memory(views: Iterable[View]) -> list[Any]:
 def _likeness(values: Iterable[Value]) -> Any:
     """What the ops that read these may depend on: what the values are, and which of them are the same."""
     first: dict[str, int] = {}
-    return tuple((value.shape, value.dtype, value.needs_grad, first.setdefault(value.name, len(first))) for value in values)
+    return tuple(
+        (value.shape, value.dtype, value.needs_grad, first.setdefault(value.name, len(first))) for value in values
+    )
 
 
 def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequence[View]) -> _Example | None:
     """None if a result is not memory of its own, made by these ops."""
     made = {value.name for op in ops for value in op.outputs}
-    if any(view.steps or view.storage.owner or view.version != view.storage.version or view.value.name not in made for view in results):
+    if any(
+        view.steps or view.storage.owner or view.version != view.storage.version or view.value.name not in made
+        for view in results
+    ):
         return None
     return _Example(fqn, tuple(ops), tuple(view.value for view in outside), tuple(view.value for view in results))
 
@@ -108,7 +115,9 @@ def _repeat(example: _Example, fqn: str, outside: Sequence[Value], emitter: Emit
         now.update((old.name, new) for old, new in zip(op.outputs, outputs))
         module = fqn + op.module.removeprefix(example.fqn)
         inputs = tuple(now[value.name] for value in op.inputs)
-        emitter.ops.append(Op(name, op.target, op.args, op.kwargs, inputs, outputs, op.is_no_grad, module, op.line, op.is_tuple))
+        emitter.ops.append(
+            Op(name, op.target, op.args, op.kwargs, inputs, outputs, op.is_no_grad, module, op.line, op.is_tuple)
+        )
     return tuple(whole(now[value.name]) for value in example.results)
 
 

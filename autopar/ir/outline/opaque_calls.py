@@ -1,7 +1,9 @@
-"""While a model is exported, modules that are alike are stood in for by one opaque op each, and what they are called with is recorded.
+"""While a model is exported, modules that are alike are stood in for by one opaque op each, and what they are called
+with is recorded.
 
-The code around them runs as ever, once for each of them: it may treat the fifth in its own way. What is taken for granted is that a module
-is a function of its arguments, parameters and buffers. Whatever speaks against it raises Unsure: then the model is traced as it is.
+The code around them runs as ever, once for each of them: it may treat the fifth in its own way. What is taken for
+granted is that a module is a function of its arguments, parameters and buffers. Whatever speaks against it raises
+Unsure: then the model is traced as it is.
 """
 
 import ast
@@ -16,20 +18,29 @@ from torch import nn
 
 from autopar.ir.export.fake_device import imagine_like, imagined
 from autopar.ir.outline.identical_modules import Alike
-from autopar.torch_compat import FakeTensor, below_autograd, disable_proxy_modes_tracing, function_modes, pytree, without_function_modes
+from autopar.torch_compat import (
+    FakeTensor,
+    below_autograd,
+    disable_proxy_modes_tracing,
+    function_modes,
+    pytree,
+    without_function_modes,
+)
 
 TARGET = "autopar.block.default"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Unsure(BaseException):
-    """Standing in for a module may not give what the module gives. Not an Exception: a model that catches those must not go on."""
+    """Standing in for a module may not give what the module gives. Not an Exception: a model that catches those must
+    not go on.
+    """
 
 
 @dataclass(frozen=True)
 class Body:
-    """A module called in one way. `outputs`: its flat result, a constant or, of a tensor, ("given", which tensor argument) or ("made",
-    which of the tensors that the op returns); `made` describes these.
+    """A module called in one way. `outputs`: its flat result, a constant or, of a tensor, ("given", which tensor
+    argument) or ("made", which of the tensors that the op returns); `made` describes these.
     """
 
     number: int
@@ -44,7 +55,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Record:
-    """`calls`: for each op its module's FQN and the number of its body. `ambient`: the modes in which the model itself is called."""
+    """`calls`: for each op its module's FQN and the number of its body. `ambient`: the modes in which the model itself
+    is called.
+    """
 
     bodies: dict[Any, Body] = field(default_factory=dict)
     calls: list[tuple[str, int]] = field(default_factory=list)
@@ -57,9 +70,16 @@ class Index:
     def _refuse(self, *args: Any) -> Any:
         raise Unsure("the module's forward depends on a number that is another one in each module of its kind")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = __lshift__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = __index__ = __hash__ = _refuse  # type: ignore
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = (
+        __rfloordiv__
+    ) = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = (
+        __lshift__
+    ) = _refuse
+    # type: ignore
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = __index__ = __hash__ = (
+        _refuse
+    )
     __str__ = __format__ = __round__ = __getattr__ = _refuse  # type: ignore[assignment]
 
 
@@ -79,10 +99,14 @@ class _Opaque(torch.autograd.Function):
     """The op with the outputs that `made` says need gradients; `anchor` is an input that does."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, inputs: list[torch.Tensor], number: int, made: str) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, inputs: list[torch.Tensor], number: int, made: str
+    ) -> tuple[torch.Tensor, ...]:
         with below_autograd():
             outputs = torch.ops.autopar.block(inputs, number, made)
-        ctx.mark_non_differentiable(*(x for x, (*_, needs_grad) in zip(outputs, ast.literal_eval(made)) if not needs_grad))
+        ctx.mark_non_differentiable(
+            *(x for x, (*_, needs_grad) in zip(outputs, ast.literal_eval(made)) if not needs_grad)
+        )
         return tuple(outputs)
 
 
@@ -97,7 +121,9 @@ _LIBRARY.impl("block", _make_with_gradient, "Autograd")
 
 @contextmanager
 def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
-    """Stand in for the members of `groups`. What is inside them is out of sight, and raises Unsure when the model reads it."""
+    """Stand in for the members of `groups`. What is inside them is out of sight, and raises Unsure when the model reads
+    it.
+    """
     record = Record()
     members = {fqn: (model.get_submodule(fqn), alike) for alike in groups for fqn in alike.members}
     insides = _insides(model, [module for module, _ in members.values()])
@@ -175,7 +201,8 @@ class _Watched(dict):
     def _refuse(self, *args: Any) -> Any:
         raise Unsure("the model reads what is inside a module that it also calls")
 
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = items = keys = values = get = pop = update = _refuse  # type: ignore[assignment]
+    # type: ignore[assignment]
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = items = keys = values = get = pop = update = _refuse
 
     def __contains__(self, name: object) -> bool:
         return self._refuse() if super().__contains__(name) else False
@@ -189,7 +216,13 @@ class _WatchedModules(_Watched):
 
 def _ambient() -> Any:
     modes = [type(mode) for mode in function_modes()]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_default_dtype(), modes
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(),
+        torch.get_default_dtype(),
+        modes,
+    )
 
 
 def _call(record: Record, fqn: str, alike: Alike, original: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +274,12 @@ def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], 
     made = [x for x in result if isinstance(x, torch.Tensor) and not any(x is y for y in given)]
     _check_apart([*given, *made])
     outputs = tuple(_place(item, given, made) for item in result)
-    text = repr([(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device), x.requires_grad) for x in made])
+    text = repr(
+        [
+            (tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."), str(x.device), x.requires_grad)
+            for x in made
+        ]
+    )
     return Body(number, fqn, alike, args, kwargs, outputs, text, output_spec)
 
 
@@ -249,9 +287,12 @@ def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], 
 def _unseen(original: Callable[[], Any], alike: Alike) -> Iterator[nn.Module]:
     """The module as it was, but on tensors without contents; what it does is not traced."""
     with (
-        disable_proxy_modes_tracing(), without_function_modes(),
-        original() as module, unnumbered(module, alike), imagined(module, imagine_like),
-    ):  # fmt: skip
+        disable_proxy_modes_tracing(),
+        without_function_modes(),
+        original() as module,
+        unnumbered(module, alike),
+        imagined(module, imagine_like),
+    ):
         yield module
 
 

@@ -1,4 +1,6 @@
-"""`broadcast_tensors`, which losses call, as an `expand` of each tensor: those that have the shape already then drop out."""
+"""`broadcast_tensors`, which losses call, as an `expand` of each tensor: those that have the shape already then drop
+out.
+"""
 
 from dataclasses import replace
 
@@ -9,14 +11,22 @@ _TARGET = "aten.broadcast_tensors.default"
 
 def unfold_broadcasts(graph: Graph) -> Graph:
     """Values keep their names."""
-    return replace(graph, ops=tuple(single for op in graph.ops for single in (_expands(op) if op.target == _TARGET else (op,))))
+    return replace(
+        graph, ops=tuple(single for op in graph.ops for single in (_expands(op) if op.target == _TARGET else (op,)))
+    )
 
 
 def _expands(op: Op) -> tuple[Op, ...]:
     return tuple(
         replace(
-            op, name=output.name, target="aten.expand.default", args=(Slot(0), output.shape), kwargs=(), inputs=(value,), outputs=(output,),
+            op,
+            name=output.name,
+            target="aten.expand.default",
+            args=(Slot(0), output.shape),
+            kwargs=(),
+            inputs=(value,),
+            outputs=(output,),
             is_tuple=False,
         )
         for value, output in zip(op.inputs, op.outputs)
-    )  # fmt: skip
+    )

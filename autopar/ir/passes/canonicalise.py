@@ -1,5 +1,6 @@
-"""One spelling for each thing: all views that regroup dims are `reshape`, all that reorder them `permute`, all casts `to.dtype`,
-all cuts `split_with_sizes`, `slice` or `select`; sizes, dims and bounds are resolved, so that no -1 is left.
+"""One spelling for each thing: all views that regroup dims are `reshape`, all that reorder them `permute`, all casts
+`to.dtype`, all cuts `split_with_sizes`, `slice` or `select`; sizes, dims and bounds are resolved, so that no -1 is
+left.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,7 +85,9 @@ def _fill_new(op: Op) -> Op:
     """`x.new_zeros(...)` depends on nothing of x but its dtype, which is known."""
     value = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1}.get(op.target, arguments_of(op).get("fill_value"))
     output = op.outputs[0]
-    return replace(op, target="aten.full.default", args=(output.shape, value), kwargs=(("dtype", output.dtype),), inputs=())
+    return replace(
+        op, target="aten.full.default", args=(output.shape, value), kwargs=(("dtype", output.dtype),), inputs=()
+    )
 
 
 def _cat(op: Op) -> Op:
@@ -101,7 +104,9 @@ def _resolve_dims(op: Op) -> Op:
     ndim = len(op.inputs[0].shape)
     names = [arg.name for arg in resolve(op.target)._schema.arguments]
     args = tuple(_front(arg, ndim) if name == "dim" else arg for name, arg in zip(names, op.args))
-    return replace(op, args=args, kwargs=tuple((name, _front(arg, ndim) if name == "dim" else arg) for name, arg in op.kwargs))
+    return replace(
+        op, args=args, kwargs=tuple((name, _front(arg, ndim) if name == "dim" else arg) for name, arg in op.kwargs)
+    )
 
 
 def _front(dim: object, ndim: int) -> object:
@@ -118,9 +123,13 @@ _REWRITES: Mapping[str, Callable[[Op], Op]] = {
     **dict.fromkeys(RESHAPES, _reshape),
     **_rows(_expand, "expand.default", "expand_as.default", "broadcast_to.default"),
     **_rows(_cast, "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default"),
-    **_rows(_permute, "permute.default", "transpose.int", "t.default", "numpy_T.default", "mT.default", "swapaxes.default"),
+    **_rows(
+        _permute, "permute.default", "transpose.int", "t.default", "numpy_T.default", "mT.default", "swapaxes.default"
+    ),
     **_rows(_permute, "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "moveaxis.intlist"),
-    **_rows(_split, "chunk.default", "split.Tensor", "split.sizes", "split_with_sizes.default", "tensor_split.sections"),
+    **_rows(
+        _split, "chunk.default", "split.Tensor", "split.sizes", "split_with_sizes.default", "tensor_split.sections"
+    ),
     **_rows(_split, "tensor_split.indices", "unsafe_split.Tensor", "unsafe_chunk.default"),
     **_rows(_slice, "slice.Tensor"),
     **_rows(_slice_scatter, "slice_scatter.default"),

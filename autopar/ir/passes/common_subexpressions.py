@@ -13,8 +13,8 @@ from autopar.ir.passes.rewire import is_random, rewire
 def merge_duplicates(graph: Graph) -> Graph:
     """Merge equal constants and equal deterministic ops.
 
-    A merged op moves up to right after what it reads: left inside the first of several layers that share it, it would make
-    that layer unlike the others.
+    A merged op moves up to right after what it reads: left inside the first of several layers that share it, it would
+    make that layer unlike the others.
     """
     replaced = _equal_constants(graph.of_kind("constant"), graph.constants)
     seen: dict[Any, Op] = {}
@@ -36,7 +36,9 @@ def _equal_constants(inputs: tuple[Input, ...], constants: Mapping[str, torch.Te
     firsts: list[Input] = []
     replaced: dict[str, Value] = {}
     for item in inputs:
-        same = next((first for first in firsts if _is_equal(constants[first.value.name], constants[item.value.name])), None)
+        same = next(
+            (first for first in firsts if _is_equal(constants[first.value.name], constants[item.value.name])), None
+        )
         if same is None:
             firsts.append(item)
         else:

@@ -7,7 +7,9 @@ from autopar.ir.graph import Graph, Op, Value
 
 def drop_dead(graph: Graph) -> Graph:
     """Keep what an output or a mutation needs. Unused parameters, buffers and arguments stay, unused constants go."""
-    wanted = {item.name for item in graph.outputs if isinstance(item, Value)} | {value.name for _, value in graph.mutations}
+    wanted = {item.name for item in graph.outputs if isinstance(item, Value)} | {
+        value.name for _, value in graph.mutations
+    }
     ops = _needed(graph.ops, wanted)
     inputs = tuple(item for item in graph.inputs if item.kind != "constant" or item.value.name in wanted)
     constant_ops = _needed(graph.constant_ops, wanted)

@@ -7,7 +7,9 @@ from autopar.ir.passes.rewire import rewire
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """Use the input wherever an op only copies it: in a graph without in-place ops copies and memory formats mean nothing."""
+    """Use the input wherever an op only copies it: in a graph without in-place ops copies and memory formats mean
+    nothing.
+    """
     replaced: dict[str, Value] = {}
     kept = []
     for op in graph.ops:

@@ -8,11 +8,13 @@ from autopar.torch_compat import pytree
 
 
 def loss_only(graph: Graph) -> Graph:
-    """`graph` with its loss for its only output: the first that is a single number and has a gradient. AutoparError if there is none."""
+    """`graph` with its loss for its only output: the first that is a single number and has a gradient. AutoparError if
+    there is none.
+    """
     losses = [value for value in graph.outputs if isinstance(value, Value) and value.needs_grad and value.shape == ()]
     if not losses:
         raise AutoparError(
-            "the model returns no loss, a single number with a gradient, that train_step could differentiate; give the labels to the model "
-            "if it takes them, or loss_fn= to autopar.compile"
+            "the model returns no loss, a single number with a gradient, that train_step could differentiate; give the"
+            " labels to the model if it takes them, or loss_fn= to autopar.compile"
         )
     return replace(graph, outputs=(losses[0],), output_spec=pytree.tree_flatten(0)[1])

@@ -1,4 +1,6 @@
-"""The passes that make traced graphs small and alike; each takes a valid Graph and returns a valid Graph that computes the same."""
+"""The passes that make traced graphs small and alike; each takes a valid Graph and returns a valid Graph that computes
+the same.
+"""
 
 from collections.abc import Callable
 

@@ -26,9 +26,12 @@ def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Gr
 
 
 def is_random(op: Op) -> bool:
-    """Whether the op draws random numbers with these arguments. Attention is not tagged as such, but drops out if told to."""
+    """Whether the op draws random numbers with these arguments. Attention is not tagged as such, but drops out if told
+    to.
+    """
     arguments = arguments_of(op)
     if op.target == "aten.scaled_dot_product_attention.default":
         return arguments["dropout_p"] > 0
-    drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0  # of dropout and of recurrent layers
+    # of dropout and of recurrent layers
+    drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
     return drops and torch.Tag.nondeterministic_seeded in resolve(op.target).tags

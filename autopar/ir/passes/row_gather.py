@@ -1,8 +1,8 @@
-"""`x[rows, columns]` where `rows` counts the rows of x, 0, 1, 2, ...: as `x[:, columns]` if the columns are the same for all of them, and
-as a `gather` if each row has one of its own.
+"""`x[rows, columns]` where `rows` counts the rows of x, 0, 1, 2, ...: as `x[:, columns]` if the columns are the same
+for all of them, and as a `gather` if each row has one of its own.
 
-So transformers reads a padding mask, and the last token of each sample. Indexed, the rows could not be split: an index counts over the
-whole of them.
+So transformers reads a padding mask, and the last token of each sample. Indexed, the rows could not be split: an index
+counts over the whole of them.
 """
 
 import itertools
@@ -24,7 +24,11 @@ def read_own_rows(graph: Graph) -> Graph:
 
 
 def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...]:
-    if op.target != "aten.index.Tensor" or len(op.inputs) < 3 or op.args[1] != tuple(Slot(i) for i in range(1, len(op.inputs))):
+    if (
+        op.target != "aten.index.Tensor"
+        or len(op.inputs) < 3
+        or op.args[1] != tuple(Slot(i) for i in range(1, len(op.inputs)))
+    ):
         return (op,)
     x, rows, *columns = op.inputs
     ndim = max(len(value.shape) for value in op.inputs[1:])
@@ -55,7 +59,9 @@ def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
 
 
 def _column_each(op: Op, names: set[str]) -> tuple[Op, ...]:
-    """`gather` along dim 1 with the column repeated for every number that the row has there; a column may count from the end."""
+    """`gather` along dim 1 with the column repeated for every number that the row has there; a column may count from
+    the end.
+    """
     (x, _, column), (output,) = op.inputs, op.outputs
     rest = x.shape[2:]
     front = replace(column, name=_unique(f"{column.name}_front", names))
@@ -64,7 +70,14 @@ def _column_each(op: Op, names: set[str]) -> tuple[Op, ...]:
     wide = replace(front, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], 1, *rest))
     steps.append(_call(op, "aten.expand.default", (wide.shape,), steps[-1].outputs, wide))
     found = replace(output, name=_unique(f"{output.name}_kept", names), shape=wide.shape)
-    gathered = replace(op, name=found.name, target="aten.gather.default", args=(Slot(0), 1, Slot(1)), inputs=(x, wide), outputs=(found,))
+    gathered = replace(
+        op,
+        name=found.name,
+        target="aten.gather.default",
+        args=(Slot(0), 1, Slot(1)),
+        inputs=(x, wide),
+        outputs=(found,),
+    )
     return (*steps, gathered, _reshape(op, found, output.shape, output.name))
 
 
@@ -92,10 +105,14 @@ def _reshape(op: Op, value: Value, shape: tuple[int, ...], name: str) -> Op:
 
 
 def _call(op: Op, target: str, args: tuple, inputs: tuple[Value, ...], output: Value) -> Op:
-    return replace(op, name=output.name, target=target, args=(Slot(0), *args), kwargs=(), inputs=inputs, outputs=(output,))
+    return replace(
+        op, name=output.name, target=target, args=(Slot(0), *args), kwargs=(), inputs=inputs, outputs=(output,)
+    )
 
 
 def _unique(wish: str, names: set[str]) -> str:
-    name = next(name for name in itertools.chain((wish,), (f"{wish}_{i}" for i in itertools.count(1))) if name not in names)
+    name = next(
+        name for name in itertools.chain((wish,), (f"{wish}_{i}" for i in itertools.count(1))) if name not in names
+    )
     names.add(name)
     return name

@@ -8,7 +8,9 @@ from autopar.ir.passes.rewire import is_random
 
 
 def split_constants(graph: Graph) -> Graph:
-    """Move the maximal deterministic part that reads only constants to `constant_ops`; what the rest reads of it become inputs."""
+    """Move the maximal deterministic part that reads only constants to `constant_ops`; what the rest reads of it become
+    inputs.
+    """
     known = {item.value.name: item.value for item in graph.of_kind("constant")}
     constant_ops, ops = [], []
     for op in graph.ops:
@@ -35,8 +37,11 @@ def _check_contents(graph: Graph, constant_ops: list[Op], frontier: list[Value])
     for name, tensor in graph.constants.items():
         if not tensor.is_meta or tensor.numel() == 0:
             continue
-        reader = next((op for op in (*constant_ops, *graph.ops) if any(value.name == name for value in op.inputs)), None)
+        reader = next(
+            (op for op in (*constant_ops, *graph.ops) if any(value.name == name for value in op.inputs)), None
+        )
         where = f"{reader.line}: " if reader else ""
         raise TraceError(
-            f"{where}constant {name} was made on the meta device and has no contents; make it on the CPU, or register a buffer"
+            f"{where}constant {name} was made on the meta device and has no contents; make it on the CPU, or register a"
+            " buffer"
         )

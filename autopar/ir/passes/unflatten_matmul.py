@@ -1,8 +1,9 @@
 """Products of flattened tensors as products of the tensors themselves.
 
-`reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. Flattened, the dims in front of K are one,
-which can only be split by the outermost of them. It is one op that reads the weight as it is stored: with the transposed weight as a
-value between, that could be converted on its own, which gains nothing, and no one op would save the parameter (`probe.regatherable`).
+`reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. Flattened, the dims in
+front of K are one, which can only be split by the outermost of them. It is one op that reads the weight as it is
+stored: with the transposed weight as a value between, that could be converted on its own, which gains nothing, and no
+one op would save the parameter (`probe.regatherable`).
 """
 
 from collections.abc import Mapping
@@ -46,8 +47,12 @@ def unflatten_products(graph: Graph) -> Graph:
     for op in graph.ops:
         for value in op.inputs:
             users.setdefault(value.name, []).append(op)
-    external = {item.name for item in graph.outputs if isinstance(item, Value)} | {value.name for _, value in graph.mutations}
-    found = {op.name: flat for op in graph.ops if (flat := _match(op, made, users)) and op.outputs[0].name not in external}
+    external = {item.name for item in graph.outputs if isinstance(item, Value)} | {
+        value.name for _, value in graph.mutations
+    }
+    found = {
+        op.name: flat for op in graph.ops if (flat := _match(op, made, users)) and op.outputs[0].name not in external
+    }
     results = {flat.result.name for flat in found.values()}
     replaced: dict[str, Value] = {}
     ops: list[Op] = []

@@ -43,10 +43,11 @@ def complete(
     regathered: bool = False,
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
-    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as divide.
+    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as
+    divide.
 
-    `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
-    `moved`: `bytes_moved` of the mesh. `counts`: op of a repeat -> how many copies it stands for.
+    `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be
+    (ZeRO-3, not ZeRO-2). `moved`: `bytes_moved` of the mesh. `counts`: op of a repeat -> how many copies it stands for.
     """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
@@ -55,12 +56,16 @@ def complete(
         offered = candidates.layouts[item.value.name]
         if item.kind == "parameter" and sharded_axes:
             offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes, moved)
-        layouts[item.value.name] = min(offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved))
+        layouts[item.value.name] = min(
+            offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved)
+        )
     layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
     outputs = _outputs(graph, candidates, strategies, layouts, moved)
     bare = Assignment(strategies, layouts, {}, outputs)
     kept = _kept(graph, folded, bare, moved, counts)
-    return Assignment(strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset())
+    return Assignment(
+        strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset()
+    )
 
 
 def _regathered(
@@ -69,9 +74,11 @@ def _regathered(
     """The parameters that are stored split where their one reader wants them otherwise."""
     classes = folded.representative
     again = {
-        name for name in regatherable(graph, classes) for want in wanted[name]
+        name
+        for name in regatherable(graph, classes)
+        for want in wanted[name]
         if any(stored.is_split and stored != other for stored, other in zip(layouts[name], want))
-    }  # fmt: skip
+    }
     return frozenset(item.value.name for item in graph.of_kind("parameter") if classes[item.value.name] in again)
 
 
@@ -88,8 +95,8 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
 def _most_parts(
     value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
 ) -> tuple[Layout, ...]:
-    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that moves the fewest
-    bytes, one dim rather than several, the first rather than a later one.
+    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that
+    moves the fewest bytes, one dim rather than several, the first rather than a later one.
     """
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
 
@@ -103,23 +110,36 @@ def _most_parts(
 
 
 def _outputs(
-    graph: Graph, candidates: Candidates, strategies: Mapping[str, Strategy], layouts: Mapping[str, Layout], moved: Moved
+    graph: Graph,
+    candidates: Candidates,
+    strategies: Mapping[str, Strategy],
+    layouts: Mapping[str, Layout],
+    moved: Moved,
 ) -> dict[str, Layout]:
     produced = produced_layouts(graph, Assignment(strategies, layouts, {}, {}))
     values = [value for value in graph.outputs if isinstance(value, Value)]
-    return {v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), moved)) for v in values}
+    return {
+        v.name: min(candidates.outputs[v.name], key=lambda layout: _bytes_to(v, produced[v.name], (layout,), moved))
+        for v in values
+    }
 
 
-def _kept(graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]) -> dict[str, Layout]:
-    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over all
-    uses of all its members.
+def _kept(
+    graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]
+) -> dict[str, Layout]:
+    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over
+    all uses of all its members.
     """
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
-    values = {item.value.name: item.value for item in graph.inputs} | {v.name: v for op in graph.ops for v in op.outputs}
+    values = {item.value.name: item.value for item in graph.inputs} | {
+        v.name: v for op in graph.ops for v in op.outputs
+    }
     several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}
     makers = {value.name: counts[op.name] for op in graph.ops if op.name in counts for value in op.outputs}
     wanted = {
-        name: tuple((wanted_layout(graph, assignment, use), makers.get(name) or counts.get(use.user, 1)) for use in uses)
+        name: tuple(
+            (wanted_layout(graph, assignment, use), makers.get(name) or counts.get(use.user, 1)) for use in uses
+        )
         for name, uses in several.items()
     }
     bases: dict[str, dict[Layout, None]] = {}
@@ -127,12 +147,16 @@ def _kept(graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, co
         bases.setdefault(classes[name], {}).update(dict.fromkeys((produced[name], *(layout for layout, _ in layouts))))
     sums: dict[str, Counter[Layout]] = {name: Counter() for name in bases}
     for name, layouts in wanted.items():
-        sums[classes[name]].update({base: _bytes_via(values[name], produced[name], base, layouts, moved) for base in bases[classes[name]]})
+        sums[classes[name]].update(
+            {base: _bytes_via(values[name], produced[name], base, layouts, moved) for base in bases[classes[name]]}
+        )
     best = {name: min(found, key=found.__getitem__) for name, found in sums.items()}
     return {name: best[classes[name]] for name in wanted}
 
 
-def _bytes_via(value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], moved: Moved) -> int:
+def _bytes_via(
+    value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], moved: Moved
+) -> int:
     """To `base` as often as there are values, from there as often as there are uses."""
     first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), moved)
     return first + sum(count * _bytes_to(value, base, (layout,), moved) for layout, count in wanted)

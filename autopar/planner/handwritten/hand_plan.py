@@ -27,13 +27,14 @@ FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), or, if `is_hf`, as the model's own plan says; all other mesh axes
-    split the batch.
+    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), or, if `is_hf`, as the model's own plan says;
+    all other mesh axes split the batch.
 
-    is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198). flavour: how the
-    data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO, arXiv:1910.02054). "zero2" gathers a
-    parameter once a step, "zero3" for forward and again for backward, which holds it for less long. With one backward a step "zero1" is
-    the same plan as "zero2": they differ in whether gradients are whole between several backwards, which is not counted.
+    is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198).
+    flavour: how the data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO,
+    arXiv:1910.02054). "zero2" gathers a parameter once a step, "zero3" for forward and again for backward, which holds
+    it for less long. With one backward a step "zero1" is the same plan as "zero2": they differ in whether gradients are
+    whole between several backwards, which is not counted.
     """
 
     tensor_axes: tuple[int, ...] = ()
@@ -43,9 +44,9 @@ class HandPlan:
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
-    """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options after a colon:
-    'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its data axes. 'hf' is read like
-    'megatron' and stands for the plan that a transformers model has of its own.
+    """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options
+    after a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of
+    its data axes. 'hf' is read like 'megatron' and stands for the plan that a transformers model has of its own.
 
     PlanError if it is none of these or the degrees are no products of mesh axes.
 
@@ -57,12 +58,19 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
         return HandPlan(flavour=name)
     words = [word.strip() for word in rest.split(",") if word.strip()]
     flavours = [word for word in words if word in FLAVOURS]
-    degrees = {key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")}
-    if name not in ("megatron", "hf") or len(flavours) > 1 or len(words) != len(flavours) + len(degrees) + ("sp" in words):
+    degrees = {
+        key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")
+    }
+    if (
+        name not in ("megatron", "hf")
+        or len(flavours) > 1
+        or len(words) != len(flavours) + len(degrees) + ("sp" in words)
+    ):
         example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
         raise PlanError(
-            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp' (sequence parallel), "
-            f"'{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by +), or hf with the same options"
+            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp'"
+            f" (sequence parallel), '{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by"
+            " +), or hf with the same options"
         )
     return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp", name == "hf")
 
@@ -78,8 +86,8 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int
         if all(str(found[key]) == size for key, size in degrees.items()):
             return tuple(range(num, mesh.ndim))
     raise PlanError(
-        f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes and tp of the "
-        "others, or tp the names of axes joined by +; change one of them"
+        f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes"
+        " and tp of the others, or tp the names of axes joined by +; change one of them"
     )
 
 
@@ -118,9 +126,16 @@ def _useful(mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def hand_plan(
-    plan: HandPlan, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, styles: Mapping[str, str] = NO_STYLES
+    plan: HandPlan,
+    graph: Graph,
+    folded: Folded,
+    candidates: Candidates,
+    mesh: Mesh,
+    styles: Mapping[str, str] = NO_STYLES,
 ) -> Assignment:
-    """The hand plan as an assignment; where an op cannot follow it, the op is whole. `styles`: `hf_styles` of the model, for `is_hf`."""
+    """The hand plan as an assignment; where an op cannot follow it, the op is whole. `styles`: `hf_styles` of the
+    model, for `is_hf`.
+    """
     if plan.is_hf and not styles:
         raise PlanError("hand plan 'hf' is the model's own: it needs the styles that hf_styles(model) finds")
     outline = outlined(graph, folded)
@@ -159,7 +174,9 @@ class Outline:
             signatures = follow_batch(graph, same, options, batch)
         else:
             batch = dict.fromkeys(walk.arguments, I)
-            signatures = follow_tensors(graph, self.structure, same, options, self.sequence if kind == "tensors, sequence" else {})
+            signatures = follow_tensors(
+                graph, self.structure, same, options, self.sequence if kind == "tensors, sequence" else {}
+            )
         return _Walk(
             {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
             {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
@@ -170,14 +187,24 @@ class Outline:
         strategies = {name: Strategy(signatures) for name, signatures in walk.signatures.items()}
         data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
         return complete(
-            self.short.graph, self.short.folded, candidates, strategies, walk.arguments, mesh, moved=moved,
-            sharded_axes=data_axes if plan.flavour != "ddp" else (), regathered=plan.flavour == "zero3", counts=self.short.counts,
-        )  # fmt: skip
+            self.short.graph,
+            self.short.folded,
+            candidates,
+            strategies,
+            walk.arguments,
+            mesh,
+            moved=moved,
+            sharded_axes=data_axes if plan.flavour != "ddp" else (),
+            regathered=plan.flavour == "zero3",
+            counts=self.short.counts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies that begin so."""
+    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies
+    that begin so.
+    """
 
     signatures: Mapping[str, tuple[Signature, ...]]
     arguments: Mapping[str, Layout]
@@ -211,7 +238,9 @@ def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
     return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axes == (axis,))
 
 
-def _place_batch(graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]) -> dict[str, Placement]:
+def _place_batch(
+    graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]
+) -> dict[str, Placement]:
     """S(0) for every argument that has the batch as its first dim, if what `prefixes` leaves of it divides."""
     with_batch = {item.value.name for item in batch_arguments(graph)}
     placed = {}

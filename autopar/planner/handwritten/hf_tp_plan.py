@@ -22,7 +22,8 @@ _KINDS = {
     "embedding_rowwise": "vocabulary",
 }
 _GATHERED = {"colwise_rep", "colwise_gather_output"}
-# What follows by itself: a module that all ranks run alike, the sum of its gradients where they run it on parts, the sum over experts.
+# What follows by itself: a module that all ranks run alike, the sum of its gradients where they run it on parts, the
+# sum over experts.
 _FOLLOWS = {"replicate", "replicated_with_grad_allreduce", "moe_tp_experts"}
 
 
@@ -33,7 +34,10 @@ def hf_styles(model: nn.Module) -> dict[str, str]:
     """
     styles = dict(getattr(model, "_tp_plan", None) or {})
     if not styles:
-        raise PlanError(f"hand plan 'hf': {type(model).__name__} has no tensor-parallel plan (_tp_plan) of its own; take megatron instead")
+        raise PlanError(
+            f"hand plan 'hf': {type(model).__name__} has no tensor-parallel plan (_tp_plan) of its own; take megatron"
+            " instead"
+        )
     unknown = {name: style for name, style in styles.items() if style not in _KINDS and style not in _FOLLOWS}
     if unknown:
         name, style = next(iter(unknown.items()))
@@ -55,7 +59,9 @@ def hf_structure(graph: Graph, structure: Structure, styles: Mapping[str, str]) 
             gathered.update(value.name for value in op.outputs)
     if not lookups and not any(kind != "whole" for kind in kinds.values()):
         named = ", ".join(styles)
-        raise PlanError(f"hand plan 'hf': none of {named} is a module of the traced model; trace the model itself, not a wrapper")
+        raise PlanError(
+            f"hand plan 'hf': none of {named} is a module of the traced model; trace the model itself, not a wrapper"
+        )
     return replace(with_kinds(structure, graph, kinds), vocabulary=frozenset(lookups), gathered=frozenset(gathered))
 
 

@@ -1,4 +1,6 @@
-"""Choose one signature an op on one mesh axis by walking forward: seeds first, then whatever follows without communication."""
+"""Choose one signature an op on one mesh axis by walking forward: seeds first, then whatever follows without
+communication.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +24,13 @@ class Option:
 
 
 Options = Callable[[Op], tuple[Option, ...]]
-Placed = dict[str, Placement]  # value name -> placement it comes into being in; absent: a parameter, or made of parameters, still free
+# value name -> placement it comes into being in; absent: a parameter, or made of parameters, still free
+Placed = dict[str, Placement]
 
 
-def follow_batch(graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed) -> dict[str, Signature]:
+def follow_batch(
+    graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed
+) -> dict[str, Signature]:
     """Data parallelism: `batch` are the placed arguments; parameters are used by split compute."""
     placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
     placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
@@ -39,9 +44,11 @@ def follow_batch(graph: Graph, representative: Mapping[str, str], options: Optio
 def follow_tensors(
     graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options, sequence: Mapping[str, int]
 ) -> dict[str, Signature]:
-    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is whole.
+    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is
+    whole.
 
-    Values in `sequence` are split along that dim wherever an op allows it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    Values in `sequence` are split along that dim wherever an op allows it (Korthikanti et al., arXiv:2205.05198,
+    section 4.2.2).
     """
     placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
     chosen: dict[str, Signature] = {}
@@ -71,7 +78,12 @@ def _take(op: Op, signature: Signature, chosen: dict[str, Signature], placed: Pl
 
 
 def _settle(
-    value: Value, placement: Placement, options: Options, producer: Mapping[str, Op], chosen: dict[str, Signature], placed: Placed
+    value: Value,
+    placement: Placement,
+    options: Options,
+    producer: Mapping[str, Op],
+    chosen: dict[str, Signature],
+    placed: Placed,
 ) -> None:
     """Give the ops that make `value` of parameters alone signatures that yield `placement`, where they have such."""
     op = producer.get(value.name)
@@ -104,17 +116,23 @@ def _seeded(
 
 
 def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
-    """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt out anew."""
+    """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt
+    out anew.
+    """
     pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
     return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
 
 
 def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequence: Mapping[str, int]) -> list[Option]:
-    """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value, whose gradient
-    is scattered again.
+    """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value,
+    whose gradient is scattered again.
     """
-    wanted = {slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence}
-    fits = [option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())]
+    wanted = {
+        slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence
+    }
+    fits = [
+        option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())
+    ]
     fits = [option for option in fits if not option.signature.role]
     if not fits and base_name(op) in VIEWS and any(placed[op.inputs[slot].name] == p for slot, p in wanted.items()):
         return [option for option in options if all(placement == R for placement in option.signature.inputs)]
@@ -137,17 +155,21 @@ def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | N
 
 
 def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: Structure | None = None) -> Signature:
-    """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data parallelism and a
-    tensor-parallel region take the one that splits, what is outside the region the one that does not.
+    """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data
+    parallelism and a tensor-parallel region take the one that splits, what is outside the region the one that does not.
 
-    A pending sum may be viewed, and is finished before anything but a product's own bias is added to it: that is what people write by hand.
+    A pending sum may be viewed, and is finished before anything but a product's own bias is added to it: that is what
+    people write by hand.
     """
 
     def is_textbook(signature: Signature) -> bool:
         if structure is not None and base_name(op) in VIEWS:
             return True
         pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
-        return all(structure is not None and op.name in structure.kinds and v.name in structure.from_parameters for v in pending)
+        return all(
+            structure is not None and op.name in structure.kinds and v.name in structure.from_parameters
+            for v in pending
+        )
 
     prefers_split = structure is None or op.name in structure.region
 
@@ -160,7 +182,9 @@ def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: St
 
 
 def _moved_bytes(op: Op, option: Option, placed: Placed) -> int:
-    moved = sum(_conversion_bytes(v, placed.get(v.name, _free(p)), p) for v, p in zip(op.inputs, option.signature.inputs))
+    moved = sum(
+        _conversion_bytes(v, placed.get(v.name, _free(p)), p) for v, p in zip(op.inputs, option.signature.inputs)
+    )
     return moved + option.inner_bytes
 
 

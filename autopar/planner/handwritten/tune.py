@@ -51,11 +51,11 @@ def tuned(
     kinds: tuple[str, ...] = ("data", "tensor"),
     deadline: Deadline = NEVER,
 ) -> Tuned:
-    """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each factorisation
-    into dp x tp (tp inner).
+    """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each
+    factorisation into dp x tp (tp inner).
 
-    `kinds`: "data" for those that split the batch alone, "tensor" for the others. After `deadline` no other factorisation is tried.
-    MeshError if the devices do not fit the cluster.
+    `kinds`: "data" for those that split the batch alone, "tensor" for the others. After `deadline` no other
+    factorisation is tried. MeshError if the devices do not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
     outline = outlined(graph, folded)
@@ -82,7 +82,11 @@ def _grids(num_devices: int) -> Iterator[Mesh]:
 
 def _plans_by_name(mesh: Mesh) -> Iterator[HandPlan]:
     """Those whose tensor axis is the one called tp."""
-    return (plan for plan in _plans(mesh) if [mesh.axis_names[axis] for axis in plan.tensor_axes] == ["tp"] * mesh.axis_names.count("tp"))
+    return (
+        plan
+        for plan in _plans(mesh)
+        if [mesh.axis_names[axis] for axis in plan.tensor_axes] == ["tp"] * mesh.axis_names.count("tp")
+    )
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:

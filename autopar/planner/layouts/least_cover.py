@@ -8,9 +8,11 @@ _RESOLUTION = 2**20
 
 
 def least_cover(sizes: Sequence[int], need: float) -> tuple[int, ...] | None:
-    """Positions of the sizes with the least sum that is not below `need`, large ones rather than small ones; None if all are too few.
+    """Positions of the sizes with the least sum that is not below `need`, large ones rather than small ones; None if
+    all are too few.
 
-    Exact where the sizes have a common divisor that is not below a millionth of their sum; else each is rounded down to a millionth of it.
+    Exact where the sizes have a common divisor that is not below a millionth of their sum; else each is rounded down to
+    a millionth of it.
 
     >>> least_cover([5, 8, 8, 3], 12)
     (0, 1)

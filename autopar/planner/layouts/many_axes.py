@@ -24,9 +24,16 @@ _MOST_ROUNDS = 6
 
 
 def solve_any_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, *, starts: Iterable[Assignment] = (), budget: Budget
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    request: PlanRequest,
+    *,
+    starts: Iterable[Assignment] = (),
+    budget: Budget,
 ) -> Solved:
-    """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few axes help.
+    """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few
+    axes help.
 
     What is proven there is only that no plan is faster than its share of the work (`floor_s`).
     """

@@ -27,8 +27,9 @@ def as_used(devices: Devices, cluster: Cluster) -> Cluster:
 def factorise(num_devices: int, cluster: Cluster, *, max_axes: int = 3) -> tuple[Mesh, ...]:
     """Meshes of up to `max_axes` axes, fewest axes first; each axis within one link level, inner levels on inner axes.
 
-    An op may use several axes as one (their collectives are joint), so a mesh has all plans of the meshes it refines: the first is the
-    coarsest, one axis a link level. Factors of one level are in descending order: their order makes no difference to the links.
+    An op may use several axes as one (their collectives are joint), so a mesh has all plans of the meshes it refines:
+    the first is the coarsest, one axis a link level. Factors of one level are in descending order: their order makes no
+    difference to the links.
 
     >>> from autopar.costmodel.cluster.presets import PRESETS
     >>> [str(mesh) for mesh in factorise(32, PRESETS["h100"])]

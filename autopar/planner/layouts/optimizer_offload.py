@@ -1,9 +1,11 @@
-"""Optimizer state of some parameters on the host, so that a plan fits: of which, and the plan for which that costs least.
+"""Optimizer state of some parameters on the host, so that a plan fits: of which, and the plan for which that costs
+least.
 
-A byte of state on the host frees a byte of the device and costs p seconds a step, whatever parameter it is of. So a plan of t seconds
-and b bytes, of which s are optimizer state, takes t + p max(0, b - M) seconds within M bytes, if b - s <= M. The best of those with b >= M
-is that of least t + p b under the limit M on b - s, one search of a table; and `least_cover` says whose state goes. (What of the bytes is
-brought back for the update is small and left out of t + p b.)
+A byte of state on the host frees a byte of the device and costs p seconds a step, whatever parameter it is of. So a
+plan of t seconds and b bytes, of which s are optimizer state, takes t + p max(0, b - M) seconds within M bytes, if b -
+s <= M. The best of those with b >= M is that of least t + p b under the limit M on b - s, one search of a table; and
+`least_cover` says whose state goes. (What of the bytes is brought back for the update is small and left out of t + p
+b.)
 """
 
 import math
@@ -27,7 +29,9 @@ from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One of the graphs that share a device's memory: a stage, or all there is. costs: of the assignment, if they are known."""
+    """One of the graphs that share a device's memory: a stage, or all there is. costs: of the assignment, if they are
+    known.
+    """
 
     graph: Graph
     assignment: Assignment
@@ -39,7 +43,9 @@ class Part:
         if self.costs is not None and not self.assignment.state_on_host:
             return self
         assignment = replace(self.assignment, state_on_host=frozenset())
-        return replace(self, assignment=assignment, costs=evaluate(self.graph, assignment, mesh, cluster, training=self.training))
+        return replace(
+            self, assignment=assignment, costs=evaluate(self.graph, assignment, mesh, cluster, training=self.training)
+        )
 
     def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
         """Of a bare one."""
@@ -74,11 +80,16 @@ class _State:
 
 
 def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
-    """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring back for the
-    update; with several parts, state of one or of all.
+    """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring
+    back for the update; with several parts, state of one or of all.
     """
     states = [
-        _State(number, x.value.name, math.prod(x.value.shape), optimizer_bytes(x, layouts[x.value.name], mesh.shape, part.training))
+        _State(
+            number,
+            x.value.name,
+            math.prod(x.value.shape),
+            optimizer_bytes(x, layouts[x.value.name], mesh.shape, part.training),
+        )
         for number, part in enumerate(parts)
         for layouts in [part.assignment.layouts]
         for x in hostable(part.graph)
@@ -112,7 +123,8 @@ def s_per_byte(cluster: Cluster) -> float:
 
 
 def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
-    """Whether memory costs more seconds a byte here, where the search of the table met its limit, than state on the host does.
+    """Whether memory costs more seconds a byte here, where the search of the table met its limit, than state on the
+    host does.
 
     Else the bound that the search has proven at its price of memory holds for plans with state on the host as well.
     """
@@ -123,7 +135,9 @@ def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
 
 
 def with_moves(setting: Setting, problem: Problem) -> Problem:
-    """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave out what can go."""
+    """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave
+    out what can go.
+    """
     trained = frozenset(item.value.name for item in hostable(setting.graph))
     away = replace(setting, request=replace(setting.request, state_on_host=trained)).repriced(problem)
     here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
@@ -142,7 +156,9 @@ def with_moves(setting: Setting, problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class OnHost:
-    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: none of this kind, nor any without, is faster."""
+    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: none of this kind, nor any
+    without, is faster.
+    """
 
     assignment: Assignment
     step_s: float
@@ -165,6 +181,7 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
     part, place = Part(setting.graph, both.decode(choice.strategies), request.training), (setting.mesh, setting.cluster)
     found = fill([part], *place, request.memory_limit_bytes)
-    # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a time.
+    # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a
+    # time.
     (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
     return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))

@@ -11,7 +11,8 @@ from autopar.sbp.signature import Strategy
 
 
 def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
-    """The same plan on `fine`, whose axes factorise those of `coarse` in order: every part does on each factor what it did on the axis.
+    """The same plan on `fine`, whose axes factorise those of `coarse` in order: every part does on each factor what it
+    did on the axis.
 
     MeshError if `fine` is no such mesh.
     """
@@ -20,7 +21,10 @@ def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
     def layouts(found: Mapping[str, Layout]) -> dict[str, Layout]:
         return {name: tuple(layout[axis] for axis in sources) for name, layout in found.items()}
 
-    strategies = {name: Strategy(tuple(found.signatures[axis] for axis in sources)) for name, found in assignment.strategies.items()}
+    strategies = {
+        name: Strategy(tuple(found.signatures[axis] for axis in sources))
+        for name, found in assignment.strategies.items()
+    }
     return replace(
         assignment,
         strategies=strategies,

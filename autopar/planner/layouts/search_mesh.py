@@ -1,4 +1,6 @@
-"""The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers apart."""
+"""The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers
+apart.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +22,11 @@ from autopar.sbp.assignment import Assignment
 from autopar.search.table import Choice, cost_of, memory_of
 
 # The plans that a lower bound is about.
-ANY, ALIKE, GROUPS = "plan", "plan whose inner layers are alike", "plan whose inner layers are alike within each of these groups"
+ANY, ALIKE, GROUPS = (
+    "plan",
+    "plan whose inner layers are alike",
+    "plan whose inner layers are alike within each of these groups",
+)
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,22 @@ class Solved:
 
 
 def solve_mesh(
-    graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest, *, starts: Iterable[Assignment] = (), to_beat_s: float = float("inf"),
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    request: PlanRequest,
+    *,
+    starts: Iterable[Assignment] = (),
+    to_beat_s: float = float("inf"),
     budget: Budget,
 ) -> Solved:
     """The best plan within the budget, never worse than a start or a hand plan that meets the request.
 
     The search ends early when no plan can take less than `to_beat_s`.
 
-    First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups of the inner
-    copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than other ways to save memory.
-    PinError, InfeasibleError or MeshError if what is requested cannot be.
+    First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups
+    of the inner copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than
+    other ways to save memory. PinError, InfeasibleError or MeshError if what is requested cannot be.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
     folded = budget.run("fold", lambda: fold_stored(graph, request))
@@ -66,7 +78,9 @@ def solve_mesh(
             raise
         return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
     found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
-    best = Solved(mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by)
+    best = Solved(
+        mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by
+    )
     if is_worth_moving(table, choice, cluster) and not budget.is_spent:
         best = _or_on_host(setting, problem, starts, best)
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
@@ -80,12 +94,17 @@ def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]
     found = search_on_host(replace(setting, to_beat_s=min(setting.to_beat_s, best.cost_s)), problem, starts)
     if found is None or found.step_s >= best.cost_s:
         return best
-    return replace(best, assignment=found.assignment, cost_s=found.step_s, lower_bound_s=found.lower_bound_s, found_by="search")
+    return replace(
+        best, assignment=found.assignment, cost_s=found.step_s, lower_bound_s=found.lower_bound_s, found_by="search"
+    )
 
 
 def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
     """`best`, or better where the inner copies of a repeat may be of two kinds."""
-    (over_bytes, within_bytes), limit = (memory_of(alike.priced.table, end) for end in choice.around), setting.request.memory_limit_bytes
+    (over_bytes, within_bytes), limit = (
+        (memory_of(alike.priced.table, end) for end in choice.around),
+        setting.request.memory_limit_bytes,
+    )
     segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
     problem = setting.problem(segmented(folded, setting.graph, segments))
     above, within = (alike.decode(end) for end in choice.around)
@@ -95,11 +114,17 @@ def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice,
     if found.cost_s >= best.cost_s:
         return replace(best, lower_bound_s=min(best.lower_bound_s, found.lower_bound_s))
     return replace(
-        best, assignment=problem.decode(found.strategies), cost_s=found.cost_s, lower_bound_s=found.lower_bound_s, bound_of=GROUPS,
+        best,
+        assignment=problem.decode(found.strategies),
+        cost_s=found.cost_s,
+        lower_bound_s=found.lower_bound_s,
+        bound_of=GROUPS,
         found_by="search",
-    )  # fmt: skip
+    )
 
 
 def fold_stored(graph: Graph, request: PlanRequest) -> Folded:
     """The graph folded so that what is stored differently already stays apart."""
-    return fold(graph, {item.value.name: request.stored[item.fqn] for item in graph.inputs if item.fqn in request.stored})
+    return fold(
+        graph, {item.value.name: request.stored[item.fqn] for item in graph.inputs if item.fqn in request.stored}
+    )

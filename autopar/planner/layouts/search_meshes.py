@@ -1,4 +1,6 @@
-"""From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the other."""
+"""From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the
+other.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,8 @@ from autopar.search.deadline import NEVER
 
 # An open mesh is searched on so many meshes at most.
 _MOST_MESHES = 4
-# A mesh whose best hand plan takes so many times as long as the best of all, or as much memory where none fits, is not searched.
+# A mesh whose best hand plan takes so many times as long as the best of all, or as much memory where none fits, is not
+# searched.
 _PROMISING = 1.5
 # What takes so much of the memory limit by hand, the search may make fit.
 _NEARLY = 1.25
@@ -44,11 +47,12 @@ def make_plan(
     to_beat_s: float = math.inf,
     budget: Budget | None = None,
 ) -> Plan:
-    """The best plan within the budget, by default the time limit; never worse than a hand plan that meets the pins and memory limit.
+    """The best plan within the budget, by default the time limit; never worse than a hand plan that meets the pins and
+    memory limit.
 
-    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the best of them.
-    `to_beat_s`: an open mesh is not searched where no hand plan, were there memory for it, takes less.
-    PinError, InfeasibleError or MeshError if what is asked cannot be.
+    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has
+    the best of them. `to_beat_s`: an open mesh is not searched where no hand plan, were there memory for it, takes
+    less. PinError, InfeasibleError or MeshError if what is asked cannot be.
     """
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
@@ -63,33 +67,53 @@ def make_plan(
         if of_all_s < math.inf:
             best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
     return plan_of(
-        graph, best.assignment, best.mesh, cluster,
-        training=request.training, memory_limit_bytes=request.memory_limit_bytes, lower_bound_s=best.lower_bound_s,
-        bound_of=best.bound_of, found_by=best.found_by, hand=best.hand, timings=budget.timings,
+        graph,
+        best.assignment,
+        best.mesh,
+        cluster,
+        training=request.training,
+        memory_limit_bytes=request.memory_limit_bytes,
+        lower_bound_s=best.lower_bound_s,
+        bound_of=best.bound_of,
+        found_by=best.found_by,
+        hand=best.hand,
+        timings=budget.timings,
         meshes={str(mesh): solved.cost_s for mesh, solved in found.items()},
-    )  # fmt: skip
+    )
 
 
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
 ) -> dict[Mesh, Solved]:
-    """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if it is better.
+    """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if
+    it is better.
 
-    A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is known. It starts from
-    the plans of those it refines. Without time the best hand plan is returned as it is. InfeasibleError of the last mesh if there is none.
+    A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is
+    known. It starts from the plans of those it refines. Without time the best hand plan is returned as it is.
+    InfeasibleError of the last mesh if there is none.
     """
     if request.pins:
-        raise PinError(f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or 'dp=8,tp=8'")
+        raise PinError(
+            f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or"
+            " 'dp=8,tp=8'"
+        )
     limit, training = request.memory_limit_bytes, request.training
     has_other = to_beat_s < math.inf  # a plan, which is returned where none is found here
     deadline = budget.deadline if has_other else NEVER
     by_hand = budget.run(
-        "hand plans", lambda: tuned(graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline)
+        "hand plans",
+        lambda: tuned(
+            graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline
+        ),
     )
     if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
-        raise InfeasibleError(f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here")
+        raise InfeasibleError(
+            f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here"
+        )
     if budget.is_spent and by_hand.best is None and has_other:
-        raise InfeasibleError(f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched")
+        raise InfeasibleError(
+            f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched"
+        )
     if budget.is_spent and by_hand.best is not None:
         return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, training)}
     found: dict[Mesh, Solved] = {}
@@ -110,7 +134,8 @@ def _solve_all(
     if expert is not None and expert.costs.step_s < best_s:
         if budget.is_spent:
             return found | {expert.mesh: _as_written(by_hand, graph, cluster, training)}
-        # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something of its mesh
+        # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something
+        # of its mesh
         part = budget.part(1.0, where=f"mesh {expert.mesh}: ")
         found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, request, starts=[by_hand.assignment], budget=part)
     if not found:
@@ -126,7 +151,9 @@ def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Traini
 
 
 def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:
-    """Those on which the best hand plans lie, best first: fastest of what nearly fits, or else the lightest. Equals: coarsest first."""
+    """Those on which the best hand plans lie, best first: fastest of what nearly fits, or else the lightest. Equals:
+    coarsest first.
+    """
     most_bytes = _NEARLY * limit_bytes
     fits = any(one.costs.memory_bytes <= most_bytes for one in tried)
 

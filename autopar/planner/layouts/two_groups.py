@@ -1,7 +1,8 @@
 """Where a memory limit binds: some of the inner copies of a repeat planned cheaply, the others lightly.
 
-At the best price of memory a plan above the limit and one within it cost the same. With as many copies of each as fill the limit, the step
-exceeds what that price proves by the conversions between the two kinds, and by the price of the bytes that whole copies leave unused.
+At the best price of memory a plan above the limit and one within it cost the same. With as many copies of each as fill
+the limit, the step exceeds what that price proves by the conversions between the two kinds, and by the price of the
+bytes that whole copies leave unused.
 """
 
 from collections.abc import Mapping

@@ -39,9 +39,9 @@ def choose_crossing(
 ) -> dict[str, Layout]:
     """Each value that crosses a cut -> its layout there, one for all that are alike by hand.
 
-    From the plan by hand on, one layout is changed on one axis at a time as long as the step becomes shorter: the schedule with the best
-    times of each stage whose ends are laid out so, without a memory limit. Nothing is tried if even the best times with any ends, and the
-    fewest bytes sent, would not make it shorter.
+    From the plan by hand on, one layout is changed on one axis at a time as long as the step becomes shorter: the
+    schedule with the best times of each stage whose ends are laid out so, without a memory limit. Nothing is tried if
+    even the best times with any ends, and the fewest bytes sent, would not make it shorter.
     """
     best = crossing_layouts(cut)
     if not best or budget.is_spent:
@@ -94,7 +94,9 @@ class _Ends:
 class _Pipeline:
     """What a step takes for any choice; each meeting of a kind of stage with layouts at its ends is searched once."""
 
-    def __init__(self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget) -> None:
+    def __init__(
+        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
+    ) -> None:
         self.cut, self.schedule, self.mesh, self.cluster = cut, found.schedule, mesh, cluster
         self.training = replace(request.training, num_microbatches=found.schedule.num_microbatches)
         self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
@@ -114,12 +116,17 @@ class _Pipeline:
         """No choice of what crosses makes a step shorter."""
         parts = self.mesh.num_devices
         times = [self._stage_s(number, None) for number in range(len(self.cut.stages))]
-        return self._simulated(times, [sum(self.values[name].num_bytes / parts for name in stage.sends) for stage in self.cut.stages])
+        return self._simulated(
+            times, [sum(self.values[name].num_bytes / parts for name in stage.sends) for stage in self.cut.stages]
+        )
 
     def _simulated(self, times: list[float], sent: list[float]) -> float:
         """A forward takes a third of a stage's time, and so do the two parts of a backward."""
         sent_s = [self.link[0] + num_bytes / self.link[1] if num_bytes else 0.0 for num_bytes in sent]
-        each = [StageTimes(*[time_s / 3] * 3, ahead_s, back_s) for time_s, ahead_s, back_s in zip(times, sent_s, [0.0, *sent_s])]
+        each = [
+            StageTimes(*[time_s / 3] * 3, ahead_s, back_s)
+            for time_s, ahead_s, back_s in zip(times, sent_s, [0.0, *sent_s])
+        ]
         return float(step_s(self.order, as_array(each)))
 
     def _sent_bytes(self, number: int, crossing: Crossing) -> float:
@@ -153,7 +160,10 @@ class _Pipeline:
 
     def _request(self, number: int) -> PlanRequest:
         fqns = {item.fqn for item in self.cut.stages[number].graph.inputs}
-        asked = {kind: {fqn: at for fqn, at in getattr(self.request, kind).items() if fqn in fqns} for kind in ("pins", "stored")}
+        asked = {
+            kind: {fqn: at for fqn, at in getattr(self.request, kind).items() if fqn in fqns}
+            for kind in ("pins", "stored")
+        }
         return replace(self.request, **asked)
 
     def _priced(self, number: int) -> _Ends:

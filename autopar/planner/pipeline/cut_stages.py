@@ -58,9 +58,19 @@ def crossing_layouts(cut: Cut) -> dict[str, Layout]:
 def restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Layout]) -> Assignment:
     """The part of a whole microbatch's assignment that is about one stage."""
     uses = uses_of(graph)
-    sent = {value.name: crossing[value.name] for value in graph.outputs if isinstance(value, Value) and value.name in crossing}
-    outputs = {v.name: assignment.outputs[v.name] for v in graph.outputs if isinstance(v, Value) and v.name in assignment.outputs}
-    layouts = {item.value.name: crossing.get(item.value.name) or assignment.layouts[item.value.name] for item in graph.inputs}
+    sent = {
+        value.name: crossing[value.name]
+        for value in graph.outputs
+        if isinstance(value, Value) and value.name in crossing
+    }
+    outputs = {
+        v.name: assignment.outputs[v.name]
+        for v in graph.outputs
+        if isinstance(v, Value) and v.name in assignment.outputs
+    }
+    layouts = {
+        item.value.name: crossing.get(item.value.name) or assignment.layouts[item.value.name] for item in graph.inputs
+    }
     return Assignment(
         strategies={op.name: assignment.strategies[op.name] for op in graph.ops},
         layouts=layouts,

@@ -1,4 +1,6 @@
-"""Stages that are alike: the same ops wired alike, asked the same, so that a plan of one is one of the other but for names."""
+"""Stages that are alike: the same ops wired alike, asked the same, so that a plan of one is one of the other but for
+names.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -11,11 +13,19 @@ from autopar.sbp.assignment import Assignment
 
 
 def shape_of(graph: Graph, request: PlanRequest) -> Any:
-    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same request but for names."""
+    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same
+    request but for names.
+    """
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     wired = wire(graph).sources
     requested = [
-        (request.pins.get(x.fqn), request.stored.get(x.fqn), request.crossing.get(x.value.name), x.kind, replace(x.value, name=""))
+        (
+            request.pins.get(x.fqn),
+            request.stored.get(x.fqn),
+            request.crossing.get(x.value.name),
+            x.kind,
+            replace(x.value, name=""),
+        )
         for x in graph.inputs
     ]
     position = {op.name: i for i, op in enumerate(graph.ops)}

@@ -1,4 +1,6 @@
-"""Why no plan in stages fits: the one of those people write that takes least, on which of its ranks it takes most, and of what kind."""
+"""Why no plan in stages fits: the one of those people write that takes least, on which of its ranks it takes most, and
+of what kind.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,33 +31,53 @@ def refusal(
     counts = () if num_microbatches is None else (num_microbatches,)
     schedules = LIGHTEST if schedule is None else (schedule,)
     point = lightest(
-        model, meshes, cluster, training=request.training, num_microbatches=counts, schedules=schedules, deadline=deadline
+        model,
+        meshes,
+        cluster,
+        training=request.training,
+        num_microbatches=counts,
+        schedules=schedules,
+        deadline=deadline,
     )
     if point is None:
-        size, ranks = model.num_samples, " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes}))
+        size, ranks = (
+            model.num_samples,
+            " or ".join(sorted({f"pp={num_ranks} of {mesh} each" for num_ranks, mesh in meshes})),
+        )
         return InfeasibleError(
-            f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on {ranks}, with "
-            f"{num_microbatches or 'any number of'} microbatches of schedule {schedule or 'any'}; each stage "
-            "needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more microbatches"
+            f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on"
+            f" {ranks}, with {num_microbatches or 'any number of'} microbatches of schedule {schedule or 'any'}; each"
+            " stage needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more"
+            " microbatches"
         )
     limit, num_bytes = request.memory_limit_bytes, max(point.rank_bytes)
     rank = point.rank_bytes.index(num_bytes)
     return InfeasibleError(
-        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those people write the one "
-        f"that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB)"
-        f"{_with_state_on_host(model, meshes, cluster, request, counts, deadline)}; {_what_binds(model, point, rank, cluster, request)}"
+        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those"
+        f" people write the one that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
+        f" GiB){_with_state_on_host(model, meshes, cluster, request, counts, deadline)};"
+        f" {_what_binds(model, point, rank, cluster, request)}"
     )
 
 
 def _with_state_on_host(
-    model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, counts: Sequence[int], deadline: Deadline
+    model: Model,
+    meshes: Sequence[tuple[int, Mesh]],
+    cluster: Cluster,
+    request: PlanRequest,
+    counts: Sequence[int],
+    deadline: Deadline,
 ) -> str:
     """What would do if no optimizer state were on the device; nothing where it has to be."""
     if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
     training = replace(request.training, optimizer="none")
-    num_bytes = max(lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline).rank_bytes)
-    return f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
+    num_bytes = max(
+        lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline).rank_bytes
+    )
+    return (
+        f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
+    )
 
 
 def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> str:
@@ -67,7 +89,10 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
     if sum(memory[kind] for kind in _STORED) > request.memory_limit_bytes:
-        remedy = "what is stored alone is more than the limit, whatever the batch: raise the memory limit, or use more devices"
+        remedy = (
+            "what is stored alone is more than the limit, whatever the batch: raise the memory limit, or use more"
+            " devices"
+        )
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"
     stages = " and ".join(map(str, point.schedule.stages_of(rank)))
@@ -77,12 +102,17 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
 def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> Counter[str]:
     """Kind -> bytes on a device of the rank, of the plan as it is written."""
     cut, memory = cut_as(model, point), Counter()
-    crossing, training = crossing_layouts(cut), replace(request.training, num_microbatches=point.schedule.num_microbatches)
+    crossing, training = (
+        crossing_layouts(cut),
+        replace(request.training, num_microbatches=point.schedule.num_microbatches),
+    )
     for number in point.schedule.stages_of(rank):
         graph = cut.stages[number].graph
         own = {op.name for op in graph.ops}
         regions = tuple(region for region in cut.regions if region[0] in own)[: point.partition.num_recomputed[number]]
         counts = {"num_in_flight": in_flight(point.schedule)[number], "num_waiting": waiting(point.schedule)[number]}
         assignment = replace(restricted(cut.by_hand, graph, crossing), recomputed=regions)
-        memory.update(evaluate(graph, assignment, point.mesh, cluster, training=replace(training, **counts)).memory_bytes)
+        memory.update(
+            evaluate(graph, assignment, point.mesh, cluster, training=replace(training, **counts)).memory_bytes
+        )
     return memory

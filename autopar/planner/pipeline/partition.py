@@ -11,8 +11,9 @@ from autopar.costmodel.profile_ops import Profile
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """f64[blocks] each, of one microbatch but for once_s and state_bytes, as in `Profile`. entering_bytes: of what is made before a block
-    and read in it or later; is_recomputable: bool[blocks]. shared: (blocks that read it, bytes, seconds a step) of tied parameters.
+    """f64[blocks] each, of one microbatch but for once_s and state_bytes, as in `Profile`. entering_bytes: of what is
+    made before a block and read in it or later; is_recomputable: bool[blocks]. shared: (blocks that read it, bytes,
+    seconds a step) of tied parameters.
     """
 
     forward_s: np.ndarray
@@ -34,9 +35,9 @@ _SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage s has blocks starts[s] to starts[s + 1]; the first num_recomputed[s] of its blocks that can be are recomputed. times_s: forward
-    and backward of a microbatch on each stage, transfers included; once_s: of the stage that takes longest once a step. memory_bytes: of
-    each stage.
+    """Stage s has blocks starts[s] to starts[s + 1]; the first num_recomputed[s] of its blocks that can be are
+    recomputed. times_s: forward and backward of a microbatch on each stage, transfers included; once_s: of the stage
+    that takes longest once a step. memory_bytes: of each stage.
     """
 
     starts: tuple[int, ...]
@@ -47,9 +48,13 @@ class Partition:
 
 
 def blocks_of(found: Profile, starts: Sequence[int], recomputable: Sequence[int]) -> Blocks:
-    """The figures of blocks that begin at the ops numbered `starts` (the first is 0); `recomputable`: numbers of blocks."""
+    """The figures of blocks that begin at the ops numbered `starts` (the first is 0); `recomputable`: numbers of
+    blocks.
+    """
     sums = {name: np.add.reduceat(getattr(found, name), starts) for name in _SUMMED}
-    numbers = np.searchsorted(starts, [position for one in found.shared for position in one.positions], side="right") - 1
+    numbers = (
+        np.searchsorted(starts, [position for one in found.shared for position in one.positions], side="right") - 1
+    )
     shared, first = [], 0
     for one in found.shared:
         readers = tuple(sorted(set(numbers[first : first + len(one.positions)].tolist())))
@@ -57,16 +62,22 @@ def blocks_of(found: Profile, starts: Sequence[int], recomputable: Sequence[int]
         first += len(one.positions)
     is_recomputable = np.zeros(len(starts), bool)
     is_recomputable[list(recomputable)] = True
-    return Blocks(**sums, entering_bytes=found.crossing_bytes[list(starts)], is_recomputable=is_recomputable, shared=tuple(shared))
+    return Blocks(
+        **sums, entering_bytes=found.crossing_bytes[list(starts)], is_recomputable=is_recomputable, shared=tuple(shared)
+    )
 
 
 def partition(
-    blocks: Blocks, in_flight: Sequence[int], limit_bytes: float | Sequence[float], *, waiting: Sequence[int] | None = None,
+    blocks: Blocks,
+    in_flight: Sequence[int],
+    limit_bytes: float | Sequence[float],
+    *,
+    waiting: Sequence[int] | None = None,
     transfer_s_per_byte: float = 0.0,
 ) -> Partition | None:
-    """The stages of which the slowest is fastest, None if no cut fits. in_flight: for each stage, of how many microbatches it keeps what is
-    saved; waiting: of how many it keeps what their weights wait with; limit_bytes: of each. A stage recomputes as many of its blocks as it
-    must to fit, and no more.
+    """The stages of which the slowest is fastest, None if no cut fits. in_flight: for each stage, of how many
+    microbatches it keeps what is saved; waiting: of how many it keeps what their weights wait with; limit_bytes: of
+    each. A stage recomputes as many of its blocks as it must to fit, and no more.
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
     limits = np.broadcast_to(limit_bytes, num_stages)
@@ -87,14 +98,17 @@ def partition(
         stops.insert(0, int(cut[stage, stops[0]]))
     times_s, num, used = zip(*([column[a, b] for column in span] for span, (a, b) in zip(spans, pairwise(stops))))
     once_s = max(_total(blocks.once_s, blocks.shared, 2)[a, b] for a, b in pairwise(stops))
-    return Partition(tuple(stops[:-1]), tuple(map(int, num)), tuple(map(float, times_s)), float(once_s), tuple(map(float, used)))
+    return Partition(
+        tuple(stops[:-1]), tuple(map(int, num)), tuple(map(float, times_s)), float(once_s), tuple(map(float, used))
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be recomputed; bytes that are
-    there throughout, that a microbatch keeps, until its weights have their gradients too, and that recomputing all such blocks frees of
-    these; their number; whether it is empty. inside_bytes: of one block while it is recomputed.
+    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be
+    recomputed; bytes that are there throughout, that a microbatch keeps, until its weights have their gradients too,
+    and that recomputing all such blocks frees of these; their number; whether it is empty. inside_bytes: of one block
+    while it is recomputed.
     """
 
     times_s: np.ndarray
@@ -128,12 +142,18 @@ class _Sums:
 
 
 def _spans(sums: _Sums, kept: int, waiting: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks recomputed; its bytes.
+    """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks
+    recomputed; its bytes.
 
-    Recomputed, a block keeps what enters it; its inside is there once, while its backward runs, or waits for the gradients of weights.
+    Recomputed, a block keeps what enters it; its inside is there once, while its backward runs, or waits for the
+    gradients of weights.
     """
     whole = sums.state_bytes + kept * sums.saved_bytes + waiting * sums.waiting_bytes
-    need, inside_bytes, freed_bytes = whole - limit_bytes, 0.0 if waiting else sums.inside_bytes, (kept - waiting) * sums.freed_bytes
+    need, inside_bytes, freed_bytes = (
+        whole - limit_bytes,
+        0.0 if waiting else sums.inside_bytes,
+        (kept - waiting) * sums.freed_bytes,
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         num = np.ceil((need + inside_bytes) / freed_bytes * sums.num_can)
     num = np.where(need <= 0, 0.0, np.where((freed_bytes > 0) & (num <= sums.num_can), num, np.inf))

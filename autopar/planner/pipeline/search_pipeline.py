@@ -27,7 +27,8 @@ from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
 
-# So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as much on each.
+# So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as
+# much on each.
 _MOST_POINTS, _NEAR = 3, 1.05
 # The search makes a point by hand faster by this factor at most, as a rule.
 _GAIN = 1.5
@@ -39,8 +40,8 @@ _MOST_SHOWN = 8
 _SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.9
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
-# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this factor; after the
-# deadline by what the first of them takes more than its estimate, which is surely enough.
+# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this
+# factor; after the deadline by what the first of them takes more than its estimate, which is surely enough.
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
@@ -54,7 +55,7 @@ def model_in_stages(graph: Graph, request: PlanRequest) -> Model:
 
 def sweep_stages(
     model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
-) -> list[Staged]:  # fmt: skip
+) -> list[Staged]:
     """The points by hand that fit, fastest first. MeshError for a pipeline axis that is not the first."""
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
@@ -62,10 +63,16 @@ def sweep_stages(
     found = budget.run(
         "stages by hand",
         lambda: sweep(
-            model, meshes, cluster, training=request.training, limit_bytes=request.memory_limit_bytes, num_microbatches=counts,
-            schedules=schedules, deadline=budget.part(_SHARE_OF_SWEEP).deadline,
+            model,
+            meshes,
+            cluster,
+            training=request.training,
+            limit_bytes=request.memory_limit_bytes,
+            num_microbatches=counts,
+            schedules=schedules,
+            deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         ),
-    )  # fmt: skip
+    )
     budget.show("stages by hand", tuple(found))
     return found
 
@@ -79,19 +86,29 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
         yield 1, mesh
         return
     if mesh.axis_names[0] != PIPELINE:
-        raise MeshError(f"mesh {mesh}: stages lie along the outermost axis; write {PIPELINE}={mesh.shape[mesh.axis_index(PIPELINE)]} first")
+        raise MeshError(
+            f"mesh {mesh}: stages lie along the outermost axis; write"
+            f" {PIPELINE}={mesh.shape[mesh.axis_index(PIPELINE)]} first"
+        )
     yield mesh.shape[0], sub_mesh(mesh)
 
 
 def plan_in_stages(
-    graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, *, budget: Budget, cutoff_s: float = math.inf,
+    graph: Graph,
+    mesh: Mesh | Devices,
+    cluster: Cluster,
+    request: PlanRequest,
+    *,
+    budget: Budget,
+    cutoff_s: float = math.inf,
     predict: Predict | None = None,
-) -> Plan | StagedPlan | None:  # fmt: skip
-    """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near `cutoff_s` seconds.
+) -> Plan | StagedPlan | None:
+    """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near
+    `cutoff_s` seconds.
 
-    Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late is better than none.
-    Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError, with the least memory that would do, if
-    none fits. predict: as in `choose_plan`.
+    Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late
+    is better than none. Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError,
+    with the least memory that would do, if none fits. predict: as in `choose_plan`.
     """
     best, recorded, limit_bytes = None, Recorded(predict), request.memory_limit_bytes
     model = model_in_stages(graph, request)
@@ -126,8 +143,8 @@ def plan_in_stages(
 
 
 def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
-    """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of each stage finds
-    how much of it has to go to the host; and what nearly fits it may make fit.
+    """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of
+    each stage finds how much of it has to go to the host; and what nearly fits it may make fit.
     """
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         for factor in (1.0, _NEARLY):
@@ -138,8 +155,8 @@ def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
 def _candidates(
     model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Candidate]:
-    """The plans of the points, as many as there is time for. Each gets most of the time that is left: some is kept for plans that turn out
-    not to fit. Those are made anew as long as there is time.
+    """The plans of the points, as many as there is time for. Each gets most of the time that is left: some is kept for
+    plans that turn out not to fit. Those are made anew as long as there is time.
     """
     found: list[Candidate] = []
     for point in points:
@@ -151,14 +168,21 @@ def _candidates(
         chosen = choose_crossing(cut, point, point.mesh, cluster, request, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
         solvers, keeping = (
-            [Solver(cut, point, point.mesh, cluster, request, crossing, part, may_move_state=moves) for crossing in crossings]
+            [
+                Solver(cut, point, point.mesh, cluster, request, crossing, part, may_move_state=moves)
+                for crossing in crossings
+            ]
             for moves in (True, False)
         )
         plan = _searched(solvers, keeping, graph, part, [request.memory_limit_bytes] * point.schedule.num_ranks)
-        if plan is None or plan.step_s > point.step_s:  # time was up, or what is best for each stage is not for the pipeline
+        # time was up, or what is best for each stage is not for the pipeline
+        if plan is None or plan.step_s > point.step_s:
             late = budget.part(0.0)
             written = Solver(cut, point, point.mesh, cluster, request, crossing_layouts(cut), late)
-            plans = [plan, _searched([written], (), graph, late, [request.memory_limit_bytes] * point.schedule.num_ranks)]
+            plans = [
+                plan,
+                _searched([written], (), graph, late, [request.memory_limit_bytes] * point.schedule.num_ranks),
+            ]
             plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
         again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
@@ -172,7 +196,9 @@ def _again(
 
 
 def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
-    """The best points, one of each depth, mesh, schedule and number of microbatches: the flavour is for the search to find."""
+    """The best points, one of each depth, mesh, schedule and number of microbatches: the flavour is for the search to
+    find.
+    """
     distinct: dict[tuple, Staged] = {}
     for point in found:
         distinct.setdefault((point.mesh, point.schedule), point)
@@ -183,17 +209,20 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 def _searched(
     solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> StagedPlan | None:
-    """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most `allowed_bytes` of each
-    rank. keeping: solvers that leave optimizer state on the device.
+    """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most
+    `allowed_bytes` of each rank. keeping: solvers that leave optimizer state on the device.
     """
     plans = _solved(solvers, graph, budget, allowed_bytes)
     if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
-        # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it once a step.
+        # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it
+        # once a step.
         plans += _solved(keeping, graph, budget, allowed_bytes)
     return min(plans, key=lambda plan: plan.step_s, default=None)
 
 
-def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
+def _solved(
+    solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
+) -> list[StagedPlan]:
     """The plans of those that find one; of the first that does, once the budget is spent."""
     found = []
     for solver in solvers:
@@ -207,13 +236,15 @@ def _solved(solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_byt
             continue
         limit, starts = request.memory_limit_bytes, solver.cut.starts
         found_by = "search" if solver.is_searched else f"hand plan {point.name}"
-        found.append(StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by))
+        found.append(
+            StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by)
+        )
     return found
 
 
 def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
-    """The plans of the stages. Where the budget ends between ranks, what they share may be stored otherwise than by hand on those that were
-    searched, and then the others cannot be as by hand: all are.
+    """The plans of the stages. Where the budget ends between ranks, what they share may be stored otherwise than by
+    hand on those that were searched, and then the others cannot be as by hand: all are.
     """
     try:
         return solve_stages(solver, allowed_bytes, budget)
@@ -232,9 +263,18 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     whole = {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
     assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
     return plan_of(
-        graph, assignment, plan.mesh, plan.cluster, training=plan.training, memory_limit_bytes=plan.memory_limit_bytes,
-        lower_bound_s=plan.lower_bound_s, found_by=plan.found_by, hand=plan.hand, timings=plan.timings, peak_bytes=plan.peak_bytes,
-    )  # fmt: skip
+        graph,
+        assignment,
+        plan.mesh,
+        plan.cluster,
+        training=plan.training,
+        memory_limit_bytes=plan.memory_limit_bytes,
+        lower_bound_s=plan.lower_bound_s,
+        found_by=plan.found_by,
+        hand=plan.hand,
+        timings=plan.timings,
+        peak_bytes=plan.peak_bytes,
+    )
 
 
 def _whole_mesh(point: Staged) -> Mesh:

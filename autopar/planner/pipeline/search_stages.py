@@ -1,4 +1,6 @@
-"""The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its rank's memory limit."""
+"""The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its rank's
+memory limit.
+"""
 
 import math
 from collections import Counter
@@ -29,8 +31,8 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout
 from autopar.search.table import CostTable, Edge
 
-# A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so few more
-# microbatches in flight.
+# A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
+# few more microbatches in flight.
 _NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
 
 
@@ -47,8 +49,9 @@ Stages = tuple[Wanted, ...]  # of one rank
 
 
 def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
-    """The plans of the stages, those of a rank together within its limit; once the budget is spent, stages are laid out as by hand where
-    that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should.
+    """The plans of the stages, those of a rank together within its limit; once the budget is spent, stages are laid out
+    as by hand where that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has
+    seen to fit should.
     """
     solver.budget = budget
     solved: dict[int, Plan] = {}
@@ -58,17 +61,32 @@ def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget
 
 
 class Solver:
-    """What is known of the stages of one cut from what was searched before; ranks alike in all that matters are searched once.
+    """What is known of the stages of one cut from what was searched before; ranks alike in all that matters are
+    searched once.
 
     crossing: what crosses a cut -> its layout there. may_move_state: whether optimizer state may wait on the host.
     """
 
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, crossing: Mapping[str, Layout],
-        budget: Budget, *,
+        self,
+        cut: Cut,
+        found: Staged,
+        mesh: Mesh,
+        cluster: Cluster,
+        request: PlanRequest,
+        crossing: Mapping[str, Layout],
+        budget: Budget,
+        *,
         may_move_state: bool = True,
-    ) -> None:  # fmt: skip
-        self.cut, self.found, self.mesh, self.cluster, self.request, self.budget = cut, found, mesh, cluster, request, budget
+    ) -> None:
+        self.cut, self.found, self.mesh, self.cluster, self.request, self.budget = (
+            cut,
+            found,
+            mesh,
+            cluster,
+            request,
+            budget,
+        )
         self.crossing, self.limit_bytes = crossing, request.memory_limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
@@ -79,7 +97,8 @@ class Solver:
         holders = Counter(item.fqn for stage in cut.stages for item in stage.graph.of_kind("parameter"))
         self.shared = {fqn for fqn, num in holders.items() if num > 1}
         self.is_searched = False  # whether any plan is not as it is by hand
-        self.tied: dict[str, str] = {}  # FQN of a parameter of several stages -> its layout on the first that is solved
+        # FQN of a parameter of several stages -> its layout on the first that is solved
+        self.tied: dict[str, str] = {}
 
     def forget(self) -> None:
         """Leave out the plans of all ranks."""
@@ -88,7 +107,9 @@ class Solver:
     def tightest_first(self, limits_bytes: Sequence[float]) -> list[int]:
         """The ranks, those first of which plans are likely to do for others."""
         stages_of = map(self.found.schedule.stages_of, range(self.found.schedule.num_ranks))
-        pressures = [_pressure(map(self._training, stages), limit) for stages, limit in zip(stages_of, limits_bytes, strict=True)]
+        pressures = [
+            _pressure(map(self._training, stages), limit) for stages, limit in zip(stages_of, limits_bytes, strict=True)
+        ]
         return sorted(range(len(pressures)), key=lambda rank: -pressures[rank])
 
     def solve(self, rank: int, limit_bytes: float) -> dict[int, Plan]:
@@ -109,13 +130,21 @@ class Solver:
             for item in (item for item in graph.of_kind("parameter") if item.fqn in self.shared):
                 self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
             plans[number] = plan_of(
-                graph, assignment, self.mesh, self.cluster, training=self._training(number), memory_limit_bytes=self.limit_bytes,
-                found_by="search", costs=costs,
-            )  # fmt: skip
+                graph,
+                assignment,
+                self.mesh,
+                self.cluster,
+                training=self._training(number),
+                memory_limit_bytes=self.limit_bytes,
+                found_by="search",
+                costs=costs,
+            )
         return plans
 
     def _tie_within(self, numbers: Sequence[int]) -> None:
-        """What several stages of a rank share is stored on all of them as the plan by hand stores it: none of them is searched first."""
+        """What several stages of a rank share is stored on all of them as the plan by hand stores it: none of them is
+        searched first.
+        """
         seen: set[str] = set()
         for number in numbers:
             for item in self.cut.stages[number].graph.of_kind("parameter"):
@@ -138,7 +167,9 @@ class Solver:
         return Wanted(stage.graph, request, self.found.partition.num_recomputed[number])
 
     def _best(self, stages: Stages) -> "_Found":
-        """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by hand recomputes."""
+        """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by
+        hand recomputes.
+        """
         best: _Found | None = None
         failure: InfeasibleError | None = None
         pressure = _pressure((one.request.training for one in stages), self.limit_bytes)
@@ -169,17 +200,21 @@ class Solver:
         if best is None:
             best = self._as_written(stages)
         if best is None:
-            raise failure or InfeasibleError("no layouts of the stages were found in the time there was; allow more time or memory")
+            raise failure or InfeasibleError(
+                "no layouts of the stages were found in the time there was; allow more time or memory"
+            )
         return best
 
     @property
     def is_late(self) -> bool:
-        """Whether the plan by hand is to do, since the budget is spent: unless parameters are stored in layouts that it may not have."""
+        """Whether the plan by hand is to do, since the budget is spent: unless parameters are stored in layouts that it
+        may not have.
+        """
         return self.budget.is_spent and not (self.request.pins or self.request.stored or self.tied)
 
     def _as_written(self, stages: Stages) -> "_Found | None":
-        """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None if they do not fit,
-        or are to be stored otherwise.
+        """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None
+        if they do not fit, or are to be stored otherwise.
         """
         asked, parts = [], []
         for one in stages:
@@ -196,14 +231,16 @@ class Solver:
         return self._filled([written], asked) if self.can_move_state else None
 
     def _ways(self, stages: Stages) -> Iterator[Stages]:
-        """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host meanwhile: none, half
-        of those that the plan by hand recomputes, and as many.
+        """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host
+        meanwhile: none, half of those that the plan by hand recomputes, and as many.
         """
         regions = [self._regions(one.graph) for one in stages]
         counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
         for kind in ("recomputed", "offloaded"):
             # A backward in two parts would fetch everything twice.
-            if kind == "offloaded" and not (self.cluster.host_bandwidth_bytes_per_s and self.found.schedule.name != "zero-bubble"):
+            if kind == "offloaded" and not (
+                self.cluster.host_bandwidth_bytes_per_s and self.found.schedule.name != "zero-bubble"
+            ):
                 continue
             for nums in counts:
                 if kind == "recomputed" or any(nums):
@@ -215,13 +252,16 @@ class Solver:
         return tuple(region for region in self.cut.regions if region[0] in own)
 
     def _saving(self, stages: Stages, free: "_Found", pressure: float) -> "_Found":
-        """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank alike under more
-        pressure that fit here too are taken if they are nearly as fast as that, since it is the slowest rank that counts.
+        """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank
+        alike under more pressure that fit here too are taken if they are nearly as fast as that, since it is the
+        slowest rank that counts.
         """
         if self._fits(free):
             return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
         known = self.known.setdefault(_key(stages), [])
-        alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
+        alike = [
+            one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s
+        ]
         fitting = [one for one in (self._priced(other.of_others(stages), stages) for other in alike) if self._fits(one)]
         if not fitting:
             fitting = [self._search(stages, self.limit_bytes, pressure)]
@@ -231,18 +271,25 @@ class Solver:
     @property
     def can_move_state(self) -> bool:
         """Whether the optimizer has state that may be moved, and there is a way to the host."""
-        return bool(self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes)
+        return bool(
+            self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes
+        )
 
-    def _with_state_on_host(self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None") -> "_Found | None":
-        """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are none, or if `other`,
-        without, is known to be as good. Those of a rank alike, or nearly as fast as `free`, without a memory limit, will do.
+    def _with_state_on_host(
+        self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None"
+    ) -> "_Found | None":
+        """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are
+        none, or if `other`, without, is known to be as good. Those of a rank alike, or nearly as fast as `free`,
+        without a memory limit, will do.
         """
         if not self.can_move_state or (other is not None and not other.is_short):
             return None
         known = self.on_host.setdefault(_key(stages), [])
         best = self._filled([free, *known], stages)
         near = (pressure / _LITTLE_TIGHTER, _LITTLE_TIGHTER * pressure)
-        if best is None or not (best.cost_s <= _NEARLY * free.cost_s or any(near[0] <= one.pressure <= near[1] for one in known)):
+        if best is None or not (
+            best.cost_s <= _NEARLY * free.cost_s or any(near[0] <= one.pressure <= near[1] for one in known)
+        ):
             if self.is_late:
                 return best
             try:
@@ -277,14 +324,18 @@ class Solver:
 
     def _priced(self, found: "_Found", stages: Stages) -> "_Found":
         pairs = zip(found.parts, stages)
-        costs = (evaluate(graph, own, self.mesh, self.cluster, training=one.request.training) for (graph, own), one in pairs)
+        costs = (
+            evaluate(graph, own, self.mesh, self.cluster, training=one.request.training) for (graph, own), one in pairs
+        )
         return replace(found, costs=tuple(costs))
 
     def _fits(self, found: "_Found") -> bool:
         return sum(one.total_memory_bytes for one in found.costs) <= self.limit_bytes
 
     def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
-        """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not those of a step."""
+        """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not
+        those of a step.
+        """
         settings = [Setting(x.graph, self.mesh, self.cluster, x.request, self.budget) for x in stages]
         problems = [self._problem(setting) for setting in settings]
         if is_on_host:
@@ -320,16 +371,18 @@ def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
     """The tables as one, with nothing in common but the memory."""
     nodes, edges = [], []
     for table in tables:
-        edges += [Edge(edge.a + len(nodes), edge.b + len(nodes), edge.cost_s, edge.memory_bytes) for edge in table.edges]
+        edges += [
+            Edge(edge.a + len(nodes), edge.b + len(nodes), edge.cost_s, edge.memory_bytes) for edge in table.edges
+        ]
         nodes += table.nodes
     return CostTable(tuple(nodes), tuple(edges), limit_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does not make them
-    slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`: not as they are by
-    hand; costs: of the parts, or () if nobody asked.
+    """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does
+    not make them slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`:
+    not as they are by hand; costs: of the parts, or () if nobody asked.
     """
 
     parts: tuple[tuple[Graph, Assignment], ...]
@@ -343,11 +396,17 @@ class _Found:
     def of_others(self, stages: Stages) -> "_Found":
         """The same for stages alike."""
         pairs = zip(self.parts, stages)
-        return replace(self, parts=tuple((one.graph, renamed(own, like, one.graph, one.request)) for (like, own), one in pairs), costs=())
+        return replace(
+            self,
+            parts=tuple((one.graph, renamed(own, like, one.graph, one.request)) for (like, own), one in pairs),
+            costs=(),
+        )
 
 
 def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
-    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those that are not."""
+    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those
+    that are not.
+    """
     found = []
     for repeat in folded.repeats:
         again = min(num_saved, repeat.count)

@@ -10,7 +10,9 @@ from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step
 
 def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
     """Bytes of a device of each rank of the pipeline."""
-    return tuple(sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+    return tuple(
+        sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+    )
 
 
 @lru_cache(maxsize=2**16)

@@ -1,4 +1,6 @@
-"""Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches, priced alike."""
+"""Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches,
+priced alike.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,7 +27,8 @@ from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatc
 from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
 
-# So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by hand all the same.
+# So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by
+# hand all the same.
 _MOST_LATE = 8
 # Numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
@@ -47,8 +50,8 @@ _CHUNKS = (2, 4)
 
 @dataclass(frozen=True)
 class Staged:
-    """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the sub-mesh of a rank
-    of the pipeline. `assignment`: of the shortened graph of a microbatch.
+    """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the
+    sub-mesh of a rank of the pipeline. `assignment`: of the shortened graph of a microbatch.
     """
 
     plan: HandPlan
@@ -77,7 +80,9 @@ Profiled = tuple[HandPlan, Assignment, Blocks]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be recomputed."""
+    """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be
+    recomputed.
+    """
 
     graph: Graph
     folded: Folded
@@ -86,11 +91,14 @@ class Model:
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
     of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
-    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)  # those made so far, which no memory limit changes
+    # those made so far, which no memory limit changes
+    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
-        """What data axes and microbatches together must divide; of a batch that cannot be cut in microbatches, its size."""
+        """What data axes and microbatches together must divide; of a batch that cannot be cut in microbatches, its
+        size.
+        """
         if len(self.counts) > 1:
             return self.counts[-1]
         return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
@@ -118,14 +126,21 @@ def model_of(graph: Graph, folded: Folded) -> Model:
 
 
 def sweep(
-    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, limit_bytes: float,
-    num_microbatches: Sequence[int] = (), schedules: Sequence[str] = SCHEDULES, deadline: Deadline = NEVER,
-) -> list[Staged]:  # fmt: skip
+    model: Model,
+    meshes: Iterable[tuple[int, Mesh]],
+    cluster: Cluster,
+    *,
+    training: Training,
+    limit_bytes: float,
+    num_microbatches: Sequence[int] = (),
+    schedules: Sequence[str] = SCHEDULES,
+    deadline: Deadline = NEVER,
+) -> list[Staged]:
     """The plans that fit, fastest first, without most of those that are far slower.
 
-    meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on every choice of
-    inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline. What promises most is tried first,
-    and after `deadline` only a few more.
+    meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on
+    every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
+    What promises most is tried first, and after `deadline` only a few more.
     """
     meshes, late = tuple(meshes), 0
     found: list[tuple[Staged, int]] = []
@@ -139,7 +154,19 @@ def sweep(
         if late > _MOST_LATE:
             break
         beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
-        here = _on(model, model.of_microbatch(num), plans, num, num_ranks, mesh, cluster, training, limit_bytes, schedules, beat_s)
+        here = _on(
+            model,
+            model.of_microbatch(num),
+            plans,
+            num,
+            num_ranks,
+            mesh,
+            cluster,
+            training,
+            limit_bytes,
+            schedules,
+            beat_s,
+        )
         found += ((one, number) for one in here)
     found += [(one, len(usual)) for one in _with_whole_parameters(model, found, cluster, training, limit_bytes)]
     return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
@@ -148,8 +175,8 @@ def sweep(
 def _with_whole_parameters(
     model: Model, found: Sequence[tuple[Staged, int]], cluster: Cluster, training: Training, limit_bytes: float
 ) -> Iterator[Staged]:
-    """The fastest points with parameters that every rank of the batch has whole, as far as these fit: with several microbatches they need
-    no gathering.
+    """The fastest points with parameters that every rank of the batch has whole, as far as these fit: with several
+    microbatches they need no gathering.
     """
     kinds: dict[tuple, Staged] = {}
     for one, _ in sorted(found, key=lambda pair: pair[0].step_s):
@@ -165,15 +192,17 @@ Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, su
 
 
 def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
-    """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on all of `meshes`, with
-    the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the search that finds what to split.
+    """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on
+    all of `meshes`, with the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the
+    search that finds what to split.
     """
 
     def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
         found = (
             (num_ranks, mesh, num, tuple(plan for plan in _plans(mesh) if divides(_num_data(plan, mesh), num)))
-            for num_ranks, mesh in meshes for num in num_microbatches or counts_of(num_ranks)
-        )  # fmt: skip
+            for num_ranks, mesh in meshes
+            for num in num_microbatches or counts_of(num_ranks)
+        )
         return [point for point in found if point[-1]]
 
     def is_even(data: int, num: int) -> bool:
@@ -187,7 +216,9 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
 
 
 def _counts(model: Model, num_ranks: int) -> list[int]:
-    """Powers of two, enough to fill the pipeline where there are; of a batch that has few of them all it can be cut in."""
+    """Powers of two, enough to fill the pipeline where there are; of a batch that has few of them all it can be cut
+    in.
+    """
     powers = [num for num in model.counts if num & (num - 1) == 0]
     usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
     return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
@@ -199,29 +230,50 @@ def _num_data(plan: HandPlan, mesh: Mesh) -> int:
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """What splits tensors also splits the sequence. Stored in parts, parameters cost what data parallelism does, and take less memory."""
+    """What splits tensors also splits the sequence. Stored in parts, parameters cost what data parallelism does, and
+    take less memory.
+    """
     named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
     inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
     for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else dict.fromkeys(inner):
-        flavours = ("zero2", "zero3") if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes) else ("ddp",)
+        flavours = (
+            ("zero2", "zero3")
+            if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes)
+            else ("ddp",)
+        )
         yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
 
 
-def _may_fit(model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float) -> bool:
+def _may_fit(
+    model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float
+) -> bool:
     """Whether an even share of what is stored and gathered fits."""
     data = _num_data(plan, mesh)
     parameters = [item.value for item in model.graph.of_kind("parameter")]
     own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
     stored = (2 * own_bytes + elements * training.state_bytes) / (num_ranks * mesh.num_devices)
-    gathered = own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
+    gathered = (
+        own_bytes * num_ranks * data / (num_ranks * mesh.num_devices) / num_ranks if plan.flavour == "zero2" else 0.0
+    )
     return stored + gathered * (2 if num > 1 else 1) <= limit_bytes
 
 
 def _on(
-    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, num_ranks: int, mesh: Mesh, cluster: Cluster,
-    training: Training, limit_bytes: float, schedules: Sequence[str], beat_s: float = math.inf,
-) -> Iterator[Staged]:  # fmt: skip
-    """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s` are left out."""
+    model: Model,
+    outline: Outline,
+    plans: tuple[HandPlan, ...],
+    num: int,
+    num_ranks: int,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
+    limit_bytes: float,
+    schedules: Sequence[str],
+    beat_s: float = math.inf,
+) -> Iterator[Staged]:
+    """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s`
+    are left out.
+    """
     link = transfer(cluster, num_ranks, mesh.num_devices)
     for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
@@ -234,9 +286,17 @@ def _on(
 
 
 def profiled(
-    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+    model: Model,
+    outline: Outline,
+    plans: tuple[HandPlan, ...],
+    num: int,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
 ) -> list[Profiled]:
-    """The plans as assignments of the outline's short graph, and what each block of the whole model costs under them."""
+    """The plans as assignments of the outline's short graph, and what each block of the whole
+    model costs under them.
+    """
     key = plans, num, mesh, cluster.to_json(), training
     if key not in model.profiles:
         model.profiles[key] = list(_profiled(model, outline, plans, num, mesh, cluster, training)) if plans else []
@@ -244,7 +304,13 @@ def profiled(
 
 
 def _profiled(
-    model: Model, outline: Outline, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+    model: Model,
+    outline: Outline,
+    plans: tuple[HandPlan, ...],
+    num: int,
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
 ) -> Iterator[Profiled]:
     short = outline.short
     candidates = annotate(short.graph, mesh, short.folded)
@@ -255,11 +321,17 @@ def _profiled(
 
 
 def lightest(
-    model: Model, meshes: Iterable[tuple[int, Mesh]], cluster: Cluster, *, training: Training, num_microbatches: Sequence[int] = (),
-    schedules: Sequence[str] = LIGHTEST, deadline: Deadline = NEVER,
+    model: Model,
+    meshes: Iterable[tuple[int, Mesh]],
+    cluster: Cluster,
+    *,
+    training: Training,
+    num_microbatches: Sequence[int] = (),
+    schedules: Sequence[str] = LIGHTEST,
+    deadline: Deadline = NEVER,
 ) -> Staged | None:
-    """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`; None if no schedule can
-    run.
+    """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`;
+    None if no schedule can run.
     """
     best: Staged | None = None
     for num_ranks, mesh, num, plans in points(model, tuple(meshes), num_microbatches):
@@ -297,12 +369,16 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
 
 
 def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
-    """Seconds a byte that sending may hold up a stage when cuts are weighed: it does not in rounds (see `simulate.ends`), else it may."""
+    """Seconds a byte that sending may hold up a stage when cuts are weighed: it does not in rounds (see
+    `simulate.ends`), else it may.
+    """
     return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
 
 
 def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
-    """The blocks under a schedule that may split backward: it gathers parameters twice, or what is recomputed would hold them meanwhile."""
+    """The blocks under a schedule that may split backward: it gathers parameters twice, or what is recomputed would
+    hold them meanwhile.
+    """
     if schedule.name != "zero-bubble" or not blocks.split_s.any():
         return blocks
     never = np.zeros_like(blocks.is_recomputable)
@@ -310,12 +386,14 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
 
 
 def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
-    """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits, else each with an
-    even share of its rank's memory, or with as large a part of it as it would have without a limit.
+    """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits,
+    else each with an even share of its rank's memory, or with as large a part of it as it would have without a limit.
     """
 
     def cut(limits: float | Sequence[float]) -> Partition | None:
-        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte)
+        return partition(
+            blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte
+        )
 
     if schedule.num_stages == schedule.num_ranks:
         return cut(limit_bytes)
@@ -327,7 +405,9 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
 
 
 def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
-    """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in `found`."""
+    """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in
+    `found`.
+    """
     most = rank_bytes(found, schedule)
     return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
 
@@ -336,11 +416,15 @@ def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
     """Seconds for which the busiest rank computes."""
     times = stage_times(blocks, found, (0.0, math.inf))
     ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
-    return schedule.num_microbatches * max(sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks)
+    return schedule.num_microbatches * max(
+        sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks
+    )
 
 
 def _index(model: Model, short: Short) -> np.ndarray:
-    """For each op of the whole graph the position of its like in the short one: itself, or its fellow in the second copy."""
+    """For each op of the whole graph the position of its like in the short one: itself, or its fellow in the second
+    copy.
+    """
     same = model.folded.representative
     position = {op.name: number for number, op in enumerate(short.graph.ops)}
     alike: dict[str, list[int]] = {}
@@ -354,13 +438,16 @@ def _expanded(found: Profile, index: np.ndarray) -> Profile:
     """The figures of the whole graph."""
     columns = {name: column[index] for name, column in vars(found).items() if isinstance(column, np.ndarray)}
     shared = (
-        Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s) for one in found.shared
+        Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s)
+        for one in found.shared
     )
     return replace(found, **columns, shared=tuple(shared))
 
 
 def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
-    """(ranks of the pipeline, dp x tp): every way to write the devices as a product of three, stages outermost, tensors innermost."""
+    """(ranks of the pipeline, dp x tp): every way to write the devices as a product of three, stages outermost, tensors
+    innermost.
+    """
     for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
         rest = num_devices // num_ranks
         for tensor in (n for n in range(1, min(rest, most_tensor) + 1) if rest % n == 0):

@@ -1,12 +1,14 @@
 """When one rank fails within a step, all end soon, and each says the first cause.
 
-Nothing in a pipeline meets often enough for an error to be exchanged: its ranks wait for one another in receives that only end when a
-connection breaks. gloo breaks those of a process that ends, and no others: a rank that raises and lives on leaves its peers waiting, and
-neither abort, shutdown nor destroying a group, on either side, ends a wait that has begun (torch 2.13). So
+Nothing in a pipeline meets often enough for an error to be exchanged: its ranks wait for one another in receives that
+only end when a connection breaks. gloo breaks those of a process that ends, and no others: a rank that raises and lives
+on leaves its peers waiting, and neither abort, shutdown nor destroying a group, on either side, ends a wait that has
+begun (torch 2.13). So
   * the rank that fails says so in the store first, then raises: the first cause is known whatever breaks next;
-  * a rank whose connection breaks raises PeerFailed with that cause. If nobody has said any, somebody died without a word: every rank of
-    the step answers, and who does not is named;
-  * a rank that is still inside its wait some seconds after the first cause was said ends its process, as the cause says in its output.
+  * a rank whose connection breaks raises PeerFailed with that cause. If nobody has said any, somebody died without a
+    word: every rank of the step answers, and who does not is named;
+  * a rank that is still inside its wait some seconds after the first cause was said ends its process, as the cause says
+    in its output.
 """
 
 import os
@@ -32,8 +34,9 @@ STORE_DIED = "the process that holds the store of the process groups died, as a 
 
 @dataclass
 class Meeting:
-    """Where the ranks of a model's steps hear of one another's failures. `place`: its keys in the store, the same on every rank and no
-    other model's; `ranks`: global ranks. `heard`: the first cause, as far as this rank knows, once it is over.
+    """Where the ranks of a model's steps hear of one another's failures. `place`: its keys in the store, the same on
+    every rank and no other model's; `ranks`: global ranks. `heard`: the first cause, as far as this rank knows, once it
+    is over.
     """
 
     place: str
@@ -75,10 +78,13 @@ class Meeting:
 def failing_together(meeting: Meeting) -> Iterator[None]:
     """Within it, an error of this rank reaches all ranks of the meeting, and theirs this one, as PeerFailed.
 
-    After a failure the meeting is over: tensors are under way that nobody will receive. Entering it again is an AutoparError.
+    After a failure the meeting is over: tensors are under way that nobody will receive. Entering it again is an
+    AutoparError.
     """
     if meeting.is_over:
-        raise AutoparError(f"a step of this model failed before ({meeting.heard}); its ranks are not in step any more: start them anew")
+        raise AutoparError(
+            f"a step of this model failed before ({meeting.heard}); its ranks are not in step any more: start them anew"
+        )
     is_left = threading.Event()
     threading.Thread(target=_watch, args=(meeting, is_left), name="autopar-watch", daemon=True).start()
     try:
@@ -112,7 +118,9 @@ def _cause_of_break(meeting: Meeting) -> str:
         while not meeting.listen() and time.monotonic() < deadline:
             time.sleep(POLL_S / 5)
         if not meeting.heard:
-            meeting.heard = meeting.post(f"rank {', '.join(map(str, meeting.silent()))} died, without a word, or left the step")
+            meeting.heard = meeting.post(
+                f"rank {', '.join(map(str, meeting.silent()))} died, without a word, or left the step"
+            )
     return meeting.heard or STORE_DIED
 
 

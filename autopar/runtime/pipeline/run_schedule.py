@@ -6,7 +6,12 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Work, now_s, sendable
 from autopar.schedule.orders import Schedule
@@ -25,7 +30,8 @@ class Step:
 
 
 class StageRunner:
-    """Runs the stages of this rank. `group`: the ranks along the pipeline axis; its rank r holds the stages that are r modulo its size.
+    """Runs the stages of this rank. `group`: the ranks along the pipeline axis; its rank r holds the stages that are r
+    modulo its size.
 
     `schedule.num_stages == 1` needs no group: its microbatches follow one another.
     """
@@ -38,7 +44,13 @@ class StageRunner:
         device: torch.device,
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.schedule, self.group, self.device, self.loss_dtype, self.local = schedule, group, device, loss_dtype, tuple(stages)
+        self.schedule, self.group, self.device, self.loss_dtype, self.local = (
+            schedule,
+            group,
+            device,
+            loss_dtype,
+            tuple(stages),
+        )
         self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
         self._torch = self._made() if self.stages else None
 
@@ -78,17 +90,25 @@ class StageRunner:
 
     def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses that the rank of the last stage has, on every rank."""
-        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        total = (
+            torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        )
         dist.broadcast(total, group=self.group, group_src=self.schedule.rank_of(self.schedule.num_stages - 1))
         return total
 
     def forward(self, works: Mapping[int, Work]) -> torch.Tensor:
-        """The loss alone. Every rank takes microbatches and, of each, its stages in order, so that no two ranks wait for one another."""
+        """The loss alone. Every rank takes microbatches and, of each, its stages in order, so that no two ranks wait
+        for one another.
+        """
         if self.group is None:
-            return torch.stack([works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]).sum()
+            return torch.stack(
+                [works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]
+            ).sum()
         losses: list[torch.Tensor] = []
         sends: list[dist.Work] = []
-        for microbatch, stage in product(range(self.schedule.num_microbatches), sorted(self.local, key=lambda stage: stage.index)):
+        for microbatch, stage in product(
+            range(self.schedule.num_microbatches), sorted(self.local, key=lambda stage: stage.index)
+        ):
             received = tuple(torch.empty(wire.shape, dtype=wire.dtype, device=self.device) for wire in stage.receives)
             for x in received:
                 dist.recv(x, group=self.group, group_src=self.schedule.rank_of(stage.index - 1))
@@ -111,7 +131,10 @@ class StageRunner:
             loss.backward()
             losses.append(loss.detach())
             end_s = self._clock(is_timed)
-            spans += [Span(Action("F", 0, microbatch), begin_s, middle_s), Span(Action("B", 0, microbatch), middle_s, end_s)]
+            spans += [
+                Span(Action("F", 0, microbatch), begin_s, middle_s),
+                Span(Action("B", 0, microbatch), middle_s, end_s),
+            ]
         return losses, spans
 
     def _clock(self, is_timed: bool) -> float:
@@ -134,7 +157,9 @@ def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor
 
 
 def measured_timeline(step: Step, group: dist.ProcessGroup | None) -> Timeline:
-    """The timed steps of all ranks of the pipeline axis as one. Their clocks were started together, as well as a barrier can."""
+    """The timed steps of all ranks of the pipeline axis as one. Their clocks were started together, as well as a
+    barrier can.
+    """
     if group is None:
         return Timeline((step.spans,))
     rows: list[tuple[Span, ...]] = [()] * dist.get_world_size(group)

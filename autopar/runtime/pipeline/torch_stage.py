@@ -23,7 +23,9 @@ Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One tensor that crosses a cut: the part of it that one rank holds. Where `needs_grad`, its gradient comes back."""
+    """One tensor that crosses a cut: the part of it that one rank holds. Where `needs_grad`,
+    its gradient comes back.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +38,9 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """A stage of this rank. What it receives is what the stage before sends, in the same order; the last one "sends" the loss, a scalar."""
+    """A stage of this rank. What it receives is what the stage before sends, in the same order; the last one "sends"
+    the loss, a scalar.
+    """
 
     index: int
     receives: tuple[Wire, ...]
@@ -45,7 +49,8 @@ class LocalStage:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage computes in one step. `body(microbatch, received)` returns what is sent, on the last stage the microbatch's loss alone.
+    """What a stage computes in one step. `body(microbatch, received)` returns what is sent, on the last stage the
+    microbatch's loss alone.
 
     `leaves`: the tensors into whose .grad the gradients of all microbatches are added.
     """
@@ -74,7 +79,9 @@ class _Body(nn.Module):
 
 
 def _checked(x: torch.Tensor, wire: Wire) -> torch.Tensor:
-    assert x.shape == wire.shape and x.dtype == wire.dtype, f"the stage makes {x.dtype}{list(x.shape)}, the next one expects {wire}"
+    assert x.shape == wire.shape and x.dtype == wire.dtype, (
+        f"the stage makes {x.dtype}{list(x.shape)}, the next one expects {wire}"
+    )
     return sendable(x) if wire.needs_grad else sendable(x).detach()
 
 
@@ -90,13 +97,15 @@ class RunningStage(PipelineStage):
         self.running = _Body(stage.sends)
         receives = tuple(wire.example() for wire in stage.receives)
         sends = tuple(wire.example() for wire in stage.sends)
-        super().__init__(self.running, stage.index, schedule.num_stages, device, input_args=receives, output_args=sends, group=group)
+        super().__init__(
+            self.running, stage.index, schedule.num_stages, device, input_args=receives, output_args=sends, group=group
+        )
         self.spans: list[Span] = []
         self.is_timed = False
         self.is_in_rounds = schedule.name in IN_ROUNDS
         self._splits: bool | None = None
-        # torch's schedules in rounds would hold all that is sent until the step is over: these sends are waited for here. By microbatch;
-        # oldest first.
+        # torch's schedules in rounds would hold all that is sent until the step is over: these sends are waited for
+        # here. By microbatch; oldest first.
         self._ahead: dict[int, list[dist.Work]] = {}
         self._back: deque[list[dist.Work]] = deque()
 
@@ -137,7 +146,9 @@ class RunningStage(PipelineStage):
         run = super().forward_one_chunk
         return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
         _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived: its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
@@ -155,8 +166,8 @@ class RunningStage(PipelineStage):
     def _can_split(self, microbatch: int) -> bool:
         """Whether torch can leave the weights' gradients for later.
 
-        It finds a weight where its path meets one from a received tensor, and silently forgets those of values that no received tensor
-        enters. The first stage, which receives nothing, is a case of its own in torch.
+        It finds a weight where its path meets one from a received tensor, and silently forgets those of values that no
+        received tensor enters. The first stage, which receives nothing, is a case of its own in torch.
         """
         if self._splits is None:
             outputs, received = self.fwd_cache[microbatch]

@@ -31,7 +31,9 @@ from autopar.sbp.placement import I, Layout, local_shape
 
 
 def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
-    """The mesh of this rank's stages; the ranks along the pipeline and this one's place among them, None and 0 without a pipeline."""
+    """The mesh of this rank's stages; the ranks along the pipeline and this one's place among them, None and 0 without
+    a pipeline.
+    """
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         return mesh, None, 0
@@ -63,7 +65,9 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A stage of this rank: its number, its loaded program, and the names of what it receives and reads of the call's arguments."""
+    """A stage of this rank: its number, its loaded program, and the names of what it receives and reads of the call's
+    arguments.
+    """
 
     number: int
     loaded: Loaded
@@ -73,8 +77,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks. `meeting`: of the
-    ranks of the whole mesh.
+    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those
+    ranks. `meeting`: of the ranks of the whole mesh.
     """
 
     plan: StagedPlan
@@ -102,8 +106,8 @@ class Trainer:
         return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
 
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under torch.no_grad the loss
-        alone.
+        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under
+        torch.no_grad the loss alone.
         """
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed()
@@ -124,7 +128,9 @@ class Trainer:
         return found.loss
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The whole arguments, and what the loss of a microbatch has to know of them, by the name of the graph's input."""
+        """The whole arguments, and what the loss of a microbatch has to know of them, by the name of the graph's
+        input.
+        """
         device = torch.device(self.parts[0].loaded.mesh.device_type)
         given = {
             name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
@@ -143,7 +149,9 @@ class Trainer:
         values |= {item.value.name: self._buffer(item.fqn) for item in graph.of_kind("buffer")}
         with torch.no_grad():
             for op in graph.ops:
-                values.update((value.name, x) for value, x in zip(op.outputs, call(op, [values[v.name] for v in op.inputs])))
+                values.update(
+                    (value.name, x) for value, x in zip(op.outputs, call(op, [values[v.name] for v in op.inputs]))
+                )
         return values[graph.outputs[0].name]
 
     def _buffer(self, fqn: str) -> torch.Tensor:
@@ -160,7 +168,9 @@ class Trainer:
                 values[name] = _cut(self._slice(given[name], name, number), layout, part.loaded.axes)
             constants = {name: self._slice(x, name, number) for name, x in part.loaded.constants.items()}
             inputs = [values[item.value.name] for item, _ in part.loaded.program.inputs if item.kind == "argument"]
-            return part.loaded.function(Pass(part.loaded, constants, _mixed(seed, part.number, number), _mixed(seed, part.number)), *inputs)
+            return part.loaded.function(
+                Pass(part.loaded, constants, _mixed(seed, part.number, number), _mixed(seed, part.number)), *inputs
+            )
 
         return Work(body, leaves)
 
@@ -177,14 +187,18 @@ class Trainer:
         return {fqn: states[fqn](fqn) for fqn, ranks in sorted(self.tied.items()) if here in ranks}
 
     def _set_aside(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of earlier steps of the tied parameters, in which those of all ranks are already: this step's are made alone."""
+        """Gradients of earlier steps of the tied parameters, in which those of all ranks are already: this step's are
+        made alone.
+        """
         found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
         for parameter in self._tied_here().values():
             parameter.grad = None
         return found
 
     def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
-        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks, and those from before."""
+        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks, and
+        those from before.
+        """
         for fqn, parameter in self._tied_here().items():
             _add_others(parameter, self.tied[fqn], self.group)
             if before[fqn] is not None:
@@ -231,14 +245,18 @@ def make_trainer(
         with peers_alive():
             axes = axes_of(own_mesh, program.joint_axes)
         constants = run_constants(part.graph, torch.device(mesh.device_type))
-        loaded = load(program, plan=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners)
+        loaded = load(
+            program, plan=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners
+        )
         given = ((item, layout) for item, layout in program.inputs if item.kind == "argument")
         arguments = tuple((item, layout) for item, layout in given if item.value.name not in stage.receives)
         parts.append(Part(number, loaded, stage.receives, arguments))
         local.append(_local_stage(number, stage.receives, loaded))
     loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
     runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
-    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan), Meeting(place, mesh.mesh.flatten().tolist()))
+    return Trainer(
+        plan, graph, micro, tuple(parts), runner, group, _tied(plan), Meeting(place, mesh.mesh.flatten().tolist())
+    )
 
 
 def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalStage:

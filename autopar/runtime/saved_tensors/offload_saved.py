@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Copy:
-    """One storage: its bytes on the host, and on the device from when the first of its views is wanted until the last is made.
+    """One storage: its bytes on the host, and on the device from when the first of its views is wanted until the last
+    is made.
 
     storage: whose copy it is; no other has its address as long as this refers to it, though its memory may be free.
     """
@@ -38,15 +39,17 @@ class _View:
     stride: tuple[int, ...]
 
 
-_Key = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]  # address of a storage; version and place of a tensor in it
+# address of a storage; version and place of a tensor in it
+_Key = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Offload:
     """Scope in which what is saved for backward is copied to the host, each storage once, and not kept on the device.
 
-    before: the scope opened before this, whose region backward comes to after this one's. stay: tensors that are on the device anyhow,
-    such as parameters; neither they nor their views are copied. On a GPU the copies run beside the computation, on a stream of their own:
-    when backward comes to a region its tensors are fetched, and with them those of the region before, so that the next wait is short.
+    before: the scope opened before this, whose region backward comes to after this one's. stay: tensors that are on the
+    device anyhow, such as parameters; neither they nor their views are copied. On a GPU the copies run beside the
+    computation, on a stream of their own: when backward comes to a region its tensors are fetched, and with them those
+    of the region before, so that the next wait is short.
     """
 
     def __init__(self, before: Union["Offload", None], *stay: torch.Tensor) -> None:
@@ -63,7 +66,9 @@ class Offload:
         self.hooks = saved_tensors_hooks(self.pack, unpack)
         self.hooks.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # the hooks refer to this scope: let go of them, or its copies would wait for the garbage collector
         hooks, self.hooks, self.stay = self.hooks, None, {}
         hooks.__exit__(kind, error, trace)
@@ -141,9 +146,11 @@ class Offload:
 
 
 def _key(x: torch.Tensor, storage: StorageWeakRef) -> _Key:
-    """Equal for tensors that one copy of their storage serves: views of one tensor that has not been written to in between.
+    """Equal for tensors that one copy of their storage serves: views of one tensor that has not been written to in
+    between.
 
-    Parts made by `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after others are saved.
+    Parts made by `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after
+    others are saved.
     """
     base = x._base if x._is_view() else x
     return storage.cdata, base._version, base.storage_offset(), tuple(base.shape), base.stride()

@@ -1,7 +1,8 @@
 """Regions that backward runs again, so that only what enters them is kept.
 
-`torch.utils.checkpoint` does the same for one backward. Schedules that split backward (inputs first, weights later, one pass for each group
-of weights) would run a region again in every pass; here it is run once, and what it saves lives as long as autograd may ask for it.
+`torch.utils.checkpoint` does the same for one backward. Schedules that split backward (inputs first, weights later, one
+pass for each group of weights) would run a region again in every pass; here it is run once, and what it saves lives as
+long as autograd may ask for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def recomputed(function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
-    """`function(*inputs)`, of which autograd keeps the inputs only; the first pass of backward that comes to it runs it again.
+    """`function(*inputs)`, of which autograd keeps the inputs only; the first pass of backward that comes to it runs it
+    again.
 
-    To its end, so that every collective of it is issued again on every rank, as is priced. No random state is kept: a program's random ops
-    have seeds of their own (`random.seeded`).
+    To its end, so that every collective of it is issued again on every rank, as is priced. No random state is kept: a
+    program's random ops have seeds of their own (`random.seeded`).
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -59,7 +61,9 @@ class _Run:
         with torch.enable_grad(), self.autocast, saved_tensors_hooks(lambda x: found.append(x.detach()), _never):
             self.function(*inputs)
         if len(found) != len(self.saved):
-            raise RuntimeError(f"a recomputed region saved {len(self.saved)} tensors in forward, {len(found)} when run again")
+            raise RuntimeError(
+                f"a recomputed region saved {len(self.saved)} tensors in forward, {len(found)} when run again"
+            )
         self.made.update((saved, x) for one, x in zip(self.saved, found) if (saved := one()) is not None)
 
 

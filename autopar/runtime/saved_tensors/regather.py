@@ -1,4 +1,6 @@
-"""Parameters that are gathered again for backward: what autograd saves of the gathered tensor is not kept, but made anew."""
+"""Parameters that are gathered again for backward: what autograd saves of the gathered tensor is not kept, but made
+anew.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +35,11 @@ class _Again:
 
     def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
         # no reference to `whole` itself: autograd holds on to this
-        self.storage, self.dtype, self.offset = StorageWeakRef(whole.untyped_storage()), whole.dtype, whole.storage_offset()
+        self.storage, self.dtype, self.offset = (
+            StorageWeakRef(whole.untyped_storage()),
+            whole.dtype,
+            whole.storage_offset(),
+        )
         self.stored, self.version, self.steps = stored, stored._version, steps
         self.size, self.stride = whole.shape, whole.stride()
         self.num_views, self.num_left = 0, 0
@@ -57,11 +63,14 @@ class _Again:
 
     def make(self) -> torch.Tensor:
         if self.stored._version != self.version:
-            raise RuntimeError("a parameter that backward gathers again was changed in place after forward; update it after backward")
+            raise RuntimeError(
+                "a parameter that backward gathers again was changed in place after forward; update it after backward"
+            )
         made = self.stored.detach()
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
-        if made.stride() != self.stride:  # forward gave the last slice memory of its own, or did not; views are of what it had
+        # forward gave the last slice memory of its own, or did not; views are of what it had
+        if made.stride() != self.stride:
             made = torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
         return made
 
@@ -70,9 +79,9 @@ class _Again:
 def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Iterator[None]:
     """What is saved inside for backward and lies in the memory of a gathered parameter is not kept, but made again.
 
-    parameters: (gathered tensor, stored part, steps from this to that as (axis, src, dst) ...). One scope for all of an op's, since only
-    the innermost hooks see what is saved; what else is saved is packed by `rest`. RuntimeError in backward if the stored part has been
-    changed meanwhile, as autograd raises for what it saves itself.
+    parameters: (gathered tensor, stored part, steps from this to that as (axis, src, dst) ...). One scope for all of an
+    op's, since only the innermost hooks see what is saved; what else is saved is packed by `rest`. RuntimeError in
+    backward if the stored part has been changed meanwhile, as autograd raises for what it saves itself.
     """
     known = [_Again(*parameter) for parameter in parameters]
 

@@ -1,4 +1,6 @@
-"""What a person sees in a graph before writing a tensor-parallel plan: which products pair up, which lookup is the vocabulary."""
+"""What a person sees in a graph before writing a tensor-parallel plan: which products pair up, which lookup is the
+vocabulary.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +8,19 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Graph, Op
 
 _PRODUCTS = frozenset(
-    {"linear", "turned_linear", "addmm", "mm", "matmul", "bmm", "conv1d", "conv2d", "conv3d", "_grouped_mm", "grouped_mm_fallback"}
+    {
+        "linear",
+        "turned_linear",
+        "addmm",
+        "mm",
+        "matmul",
+        "bmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "_grouped_mm",
+        "grouped_mm_fallback",
+    }
 )
 # A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
 _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
@@ -16,8 +30,8 @@ _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "ind
 class Structure:
     """kinds: product -> "column", "row" or "whole". region: ops between a column product and its row product.
     vocabulary: the lookups in the table to split over its rows. from_parameters: values computed from parameters alone.
-    positional: values looked up in parameters by no argument, and what is computed from them (positions, relative biases).
-    gathered: results of column products that are brought together at once.
+    positional: values looked up in parameters by no argument, and what is computed from them (positions, relative
+    biases). gathered: results of column products that are brought together at once.
     """
 
     kinds: Mapping[str, str]
@@ -29,9 +43,11 @@ class Structure:
 
 
 def structure_of(graph: Graph) -> Structure:
-    """Megatron's pairing (arXiv:1909.08053, section 3): a product of nothing but other products is row-parallel, those are column-parallel.
+    """Megatron's pairing (arXiv:1909.08053, section 3): a product of nothing but other products is row-parallel, those
+    are column-parallel.
 
-    A product that no further product depends on (a language model's head) is column-parallel too; the others stay whole.
+    A product that no further product depends on (a language model's head) is column-parallel too; the others stay
+    whole.
     """
     from_parameters = values_from_parameters(graph)
     positional = _positional_values(graph, from_parameters)
@@ -53,7 +69,11 @@ def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> 
     sources, _ = _pair(graph, structure.from_parameters, structure.positional)
     rows = {name for name, kind in kinds.items() if kind == "row"}
     feeding_row, _ = _feeders(graph, rows, structure.from_parameters)
-    region = {op.name for op in graph.ops if op.name in feeding_row and op.name not in kinds and sources.get(op.outputs[0].name)}
+    region = {
+        op.name
+        for op in graph.ops
+        if op.name in feeding_row and op.name not in kinds and sources.get(op.outputs[0].name)
+    }
     return replace(structure, kinds=kinds, region=frozenset(region))
 
 
@@ -67,7 +87,12 @@ def values_from_parameters(graph: Graph) -> frozenset[str]:
     found = {item.value.name for item in graph.of_kind("parameter")}
     for op in graph.ops:
         tracked = [value.name for value in op.inputs if value.needs_grad]
-        if tracked and all(name in found for name in tracked) and not _lookup(op) and all(v.needs_grad for v in op.inputs):
+        if (
+            tracked
+            and all(name in found for name in tracked)
+            and not _lookup(op)
+            and all(v.needs_grad for v in op.inputs)
+        ):
             found.update(value.name for value in op.outputs)
     return frozenset(found)
 
@@ -77,7 +102,11 @@ def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | 
     if base_name(op) not in _PRODUCTS:
         return None
     weights = [slot for slot, value in enumerate(op.inputs) if value.name in from_parameters and len(value.shape) > 1]
-    others = [slot for slot, value in enumerate(op.inputs) if value.name not in from_parameters and value.dtype.is_floating_point]
+    others = [
+        slot
+        for slot, value in enumerate(op.inputs)
+        if value.name not in from_parameters and value.dtype.is_floating_point
+    ]
     return (others[0], weights[0]) if len(weights) == 1 and len(others) == 1 else None
 
 
@@ -101,7 +130,11 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
         if _lookup(op):
             is_positional = not any(value.name in derived for value in op.inputs)
         else:
-            is_positional = product_slots(op, from_parameters) is None and bool(tracked & found) and tracked <= found | from_parameters
+            is_positional = (
+                product_slots(op, from_parameters) is None
+                and bool(tracked & found)
+                and tracked <= found | from_parameters
+            )
         if is_positional:
             found.update(value.name for value in op.outputs)
     return frozenset(found)
@@ -110,7 +143,9 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
 def _pair(
     graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]
 ) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
-    """Per value the products it derives from (None: from something else too), and per row product its column products."""
+    """Per value the products it derives from (None: from something else too), and per row product its column
+    products.
+    """
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}
     for op in graph.ops:
@@ -134,7 +169,9 @@ def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozen
 
 
 def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> tuple[set[str], set[str]]:
-    """Ops from which a row product's activation is computed without a product between, and ops any product depends on."""
+    """Ops from which a row product's activation is computed without a product between, and ops any product depends
+    on.
+    """
     near: set[str] = set()  # value names
     far: set[str] = set()
     feeding_row, feeding_any = set(), set()
@@ -154,7 +191,9 @@ def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> t
 
 
 def _vocabulary(graph: Graph) -> frozenset[str]:
-    """The lookups in the table with most rows among those indexed by an argument; positions are looked up by constants."""
+    """The lookups in the table with most rows among those indexed by an argument; positions are looked up by
+    constants.
+    """
     derived = _from_arguments(graph)
     lookups = [op for op in graph.ops if _lookup(op) and any(value.name in derived for value in op.inputs)]
     table = max((op.inputs[0] for op in lookups), key=lambda value: value.shape[0], default=None)

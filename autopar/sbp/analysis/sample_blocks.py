@@ -17,8 +17,8 @@ _NUM_KEPT = 3
 class Short:
     """`graph` lacks all but the first, second and last copy of each repeat; the names are those of the `whole` graph.
 
-    counts: op of a repeat that lacks copies -> how many ops of the whole it stands for. several: (value with several uses in the whole,
-    its class).
+    counts: op of a repeat that lacks copies -> how many ops of the whole it stands for. several: (value with several
+    uses in the whole, its class).
     """
 
     whole: Graph
@@ -43,7 +43,9 @@ class Short:
 
 
 def shorten(graph: Graph, folded: Folded) -> Short:
-    """Drop the copies that are like the second; repeats from which other ops read or whose copies are outputs stay as they are."""
+    """Drop the copies that are like the second; repeats from which other ops read or whose copies are outputs stay as
+    they are.
+    """
     uses, classes = uses_of(graph), value_classes(graph, folded)
     position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}  # op -> its like in the second copy
@@ -60,7 +62,8 @@ def shorten(graph: Graph, folded: Folded) -> Short:
 def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
     """`folded`, of the whole batch's graph or of some of its copies, for the graph of a microbatch.
 
-    What is added for ops of one class is of one class; what has other shapes now is of another. A repeat whose copies differ is dropped.
+    What is added for ops of one class is of one class; what has other shapes now is of another. A repeat whose copies
+    differ is dropped.
     """
     graph, first = micro.graph, {}
 
@@ -100,7 +103,9 @@ def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[R
 
 
 def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]) -> Graph:
-    """`graph` with the last copy of each repeat, which is `droppable`, and as many before it, from the first, as makes `num_kept`."""
+    """`graph` with the last copy of each repeat, which is `droppable`, and as many before it, from the first, as makes
+    `num_kept`.
+    """
     position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}
     for repeat, num in zip(repeats, num_kept, strict=True):
@@ -109,7 +114,9 @@ def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]
 
 
 def restricted(assignment: Assignment, graph: Graph) -> Assignment:
-    """The part of `assignment` that is about `graph`, which lacks ops and inputs; a region is there as a whole or not at all."""
+    """The part of `assignment` that is about `graph`, which lacks ops and inputs; a region is there as a whole or not
+    at all.
+    """
     ops, inputs, uses = {op.name for op in graph.ops}, {item.value.name for item in graph.inputs}, uses_of(graph)
     return replace(
         assignment,
@@ -136,7 +143,11 @@ def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int], num_kept
 def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, int]:
     start, block = position[repeat.ops[0]], len(repeat.ops)
     copies = {0: 1, 1: repeat.count - 2, repeat.count - 1: 1}
-    return {op.name: count for copy, count in copies.items() for op in graph.ops[start + copy * block : start + (copy + 1) * block]}
+    return {
+        op.name: count
+        for copy, count in copies.items()
+        for op in graph.ops[start + copy * block : start + (copy + 1) * block]
+    }
 
 
 def _is_used_in_turn(

@@ -1,4 +1,6 @@
-"""Which dim of the residual stream holds the sequence: found by following the batch and the hidden dim through the rules, by no name."""
+"""Which dim of the residual stream holds the sequence: found by following the batch and the hidden dim through the
+rules, by no name.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,11 +12,13 @@ from autopar.sbp.placement import Placement
 
 
 def sequence_dims(graph: Graph, structure: Structure) -> dict[str, int]:
-    """Value -> its sequence dim, for values of the residual stream of three dims: the one that is neither batch nor hidden.
+    """Value -> its sequence dim, for values of the residual stream of three dims: the one that is neither batch nor
+    hidden.
 
-    The hidden dim is what lookups, row products and unpaired products make; column products begin a tensor-parallel region, which is
-    not of the stream. A model without such values (images as batch x channels x height x width, tokens without a batch) has none; nor
-    has what is not as large as what some row product makes (patches before the class token joins them).
+    The hidden dim is what lookups, row products and unpaired products make; column products begin a tensor-parallel
+    region, which is not of the stream. A model without such values (images as batch x channels x height x width, tokens
+    without a batch) has none; nor has what is not as large as what some row product makes (patches before the class
+    token joins them).
     """
     hidden = follow_dims(graph, _hidden_starts(graph, structure))
     batch = follow_dims(graph, {item.value.name: 0 for item in batch_arguments(graph)})
@@ -39,7 +43,11 @@ def follow_dims(graph: Graph, starts: Mapping[str, int]) -> dict[str, int]:
     found = dict(starts)
     for op in graph.ops:
         split = {slot: Placement("S", found[value.name]) for slot, value in enumerate(op.inputs) if value.name in found}
-        fits = [found for found in signatures_of_call(op) if split and all(found.inputs[slot] == p for slot, p in split.items())]
+        fits = [
+            found
+            for found in signatures_of_call(op)
+            if split and all(found.inputs[slot] == p for slot, p in split.items())
+        ]
         signature = min(fits, key=lambda fit: fit.role != "", default=None)
         for value, placement in zip(op.outputs, signature.outputs if signature else ()):
             if placement.is_split:

@@ -14,7 +14,9 @@ from autopar.sbp.signature import Strategy
 
 def role_axes(strategy: Strategy, role: str, mesh_shape: tuple[int, ...]) -> list[int]:
     """Mesh axes larger than 1 that take `role`, outermost first."""
-    return [axis for axis, signature in enumerate(strategy.signatures) if signature.role == role and mesh_shape[axis] > 1]
+    return [
+        axis for axis, signature in enumerate(strategy.signatures) if signature.role == role and mesh_shape[axis] > 1
+    ]
 
 
 def local_input_shape(op: Op, strategy: Strategy, index: int, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:

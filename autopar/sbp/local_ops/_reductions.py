@@ -18,7 +18,9 @@ def max_over(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
 
 
 def sum_over(x: torch.Tensor, axes: Sequence[Axis], dst: Placement) -> torch.Tensor:
-    """Sum over the ranks; `dst` says whether what follows is done alike on each rank (I) or split (R, which sums its gradient)."""
+    """Sum over the ranks; `dst` says whether what follows is done alike on each rank (I) or split (R, which sums its
+    gradient).
+    """
     for axis in axes:
         x = convert(x, axis, P, dst)
     return x
@@ -27,8 +29,8 @@ def sum_over(x: torch.Tensor, axes: Sequence[Axis], dst: Placement) -> torch.Ten
 def moments(x: torch.Tensor, dims: Sequence[int], axes: Sequence[Axis]) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance over `dims` and over the equal parts on all ranks, dims kept.
 
-    Each axis gathers the ranks' two moments in one collective and pools them (Chan, Golub, LeVeque 1979): sums of x and of x * x would
-    lose the variance to cancellation where the mean is large.
+    Each axis gathers the ranks' two moments in one collective and pools them (Chan, Golub, LeVeque 1979): sums of x and
+    of x * x would lose the variance to cancellation where the mean is large.
     """
     mean = x.mean(tuple(dims), keepdim=True)
     variance = (x - mean).square().mean(tuple(dims), keepdim=True)

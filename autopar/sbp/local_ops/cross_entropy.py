@@ -30,7 +30,9 @@ def cross_entropy(
 ) -> torch.Tensor:
     """aten.cross_entropy_loss; a mean over `tokens` is a term of the pending sum, over `vocab` the result is whole."""
     if not vocab and target.ndim == self.ndim:  # probabilities: the mean is over all tokens, none is ignored
-        return torch.ops.aten.cross_entropy_loss(self, target, weight, reduction, ignore_index, label_smoothing) / num_ranks(tokens)
+        return torch.ops.aten.cross_entropy_loss(
+            self, target, weight, reduction, ignore_index, label_smoothing
+        ) / num_ranks(tokens)
     if vocab:
         terms = _token_losses(self, target, weight, ignore_index, label_smoothing, vocab)
         total = terms if reduction == NONE else terms.sum()
@@ -65,7 +67,8 @@ def _token_losses(
 ) -> torch.Tensor:
     """Loss of each token in target's shape; `logits` are this rank's classes, `weight` is of all classes.
 
-    With t = max, s = sum_c exp(x_c - t):  -log softmax(x)_c = log s - (x_c - t); the smoothed part is its weighted sum over c.
+    With t = max, s = sum_c exp(x_c - t):  -log softmax(x)_c = log s - (x_c - t); the smoothed part is its weighted sum
+    over c.
     """
     x = logits.movedim(min(1, logits.ndim - 1), -1).to(sum_dtype(logits.dtype))
     num_classes = x.shape[-1] * num_ranks(vocab)
@@ -95,7 +98,9 @@ def _total_weight(
 ) -> torch.Tensor:
     """Number of tokens that are not ignored, each with its class weight, on all ranks."""
     is_counted = target != ignore_index
-    counts = is_counted.to(dtype) if weight is None else weight.to(dtype)[target.where(is_counted, 0)].where(is_counted, 0.0)
+    counts = (
+        is_counted.to(dtype) if weight is None else weight.to(dtype)[target.where(is_counted, 0)].where(is_counted, 0.0)
+    )
     total = counts.sum()
     for axis in tokens:
         total = all_reduce(total, axis) if axis.size > 1 else total
@@ -118,7 +123,9 @@ def _count_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) 
     if len(logits.shape) == len(target.shape):
         return ()
     size = sum_dtype(logits.dtype).itemsize
-    return tuple(Collective("all_reduce", (axis,), size, "forward") for axis in role_axes(strategy, "tokens", mesh_shape))
+    return tuple(
+        Collective("all_reduce", (axis,), size, "forward") for axis in role_axes(strategy, "tokens", mesh_shape)
+    )
 
 
 LOCAL_OPS = {

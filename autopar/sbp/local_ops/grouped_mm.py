@@ -26,8 +26,9 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Rows offs[e - 1] to offs[e] of x [t, k] times weight[e] [k, n]; `rows` split t, `experts` split e.
 
-    Over `experts` the result is a term of the pending sum, zero in the rows of other ranks' experts; which rows are this rank's is
-    read from the device. Without peers (a dry run, also on the meta device) they are taken to be its share of all.
+    Over `experts` the result is a term of the pending sum, zero in the rows of other ranks' experts; which rows are
+    this rank's is read from the device. Without peers (a dry run, also on the meta device) they are taken to be its
+    share of all.
     """
     offs = (offs - rank_index(rows) * x.shape[0]).clamp(0, x.shape[0])
     if not experts:

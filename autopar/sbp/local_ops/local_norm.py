@@ -8,7 +8,14 @@ import torch.nn.functional as F
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.convert import Axis
-from autopar.sbp.local_ops._arguments import has_backward, local_input_shape, no_collectives, num_ranks, role_axes, sum_dtype
+from autopar.sbp.local_ops._arguments import (
+    has_backward,
+    local_input_shape,
+    no_collectives,
+    num_ranks,
+    role_axes,
+    sum_dtype,
+)
 from autopar.sbp.local_ops._reductions import moments, sum_over
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.placement import R
@@ -74,11 +81,16 @@ def batch_norm_functional(
     *,
     batch: Sequence[Axis],
 ) -> tuple[torch.Tensor, ...]:
-    """aten._native_batch_norm_legit_functional in training, batch split over `batch`: output, mean, 1 / std and new running statistics."""
+    """aten._native_batch_norm_legit_functional in training, batch split over `batch`: output, mean, 1 / std and new
+    running statistics.
+    """
     out, mean, variance = _batch_norm(input, weight, bias, eps, batch)
     count = input.numel() // input.shape[1] * num_ranks(batch)
     unbiased = variance * (count / (count - 1))
-    updated = [(1 - momentum) * old + momentum * new.to(old.dtype) for old, new in ((running_mean, mean), (running_var, unbiased))]
+    updated = [
+        (1 - momentum) * old + momentum * new.to(old.dtype)
+        for old, new in ((running_mean, mean), (running_var, unbiased))
+    ]
     statistics = [statistic.to(running_mean.dtype) for statistic in (mean, torch.rsqrt(variance + eps))]
     return out, *statistics, *updated
 
@@ -115,7 +127,9 @@ def _scale(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
     return x if bias is None else x + bias
 
 
-def _gathered_moments(axes: list[int], num_statistics: int, op: Op, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+def _gathered_moments(
+    axes: list[int], num_statistics: int, op: Op, mesh_shape: tuple[int, ...]
+) -> tuple[Collective, ...]:
     """What `moments` issues: a gather per axis, backward a reduce-scatter, innermost axis last to be undone."""
     size = 2 * num_statistics * sum_dtype(op.inputs[0].dtype).itemsize
     forward = [Collective("all_gather", (axis,), size * mesh_shape[axis], "forward") for axis in axes]

@@ -11,9 +11,9 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True)
 class LocalOp:
-    """`run(*args, **kwargs, **roles)` takes the op's own arguments with local tensors, and for every role that some mesh
-    axis takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists exactly
-    the collectives that `run` and its backward issue (empty on axes of size 1).
+    """`run(*args, **kwargs, **roles)` takes the op's own arguments with local tensors, and for every role that some
+    mesh axis takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists
+    exactly the collectives that `run` and its backward issue (empty on axes of size 1).
     """
 
     run: Callable[..., Any]

@@ -21,19 +21,25 @@ def softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, r
     return (exponents.exp() / total).to(dtype or self.dtype)
 
 
-def safe_softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]) -> torch.Tensor:
+def safe_softmax(
+    self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]
+) -> torch.Tensor:
     """aten._safe_softmax: a row that is -inf throughout gives zeros."""
     exponents, _, total = _exponents(self, [dim], dtype, reduced, R)
     return (exponents.exp() / torch.where(total == 0, 1.0, total)).to(dtype or self.dtype)
 
 
-def log_softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]) -> torch.Tensor:
+def log_softmax(
+    self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]
+) -> torch.Tensor:
     """aten.log_softmax."""
     exponents, _, total = _exponents(self, [dim], dtype, reduced, R)
     return (exponents - total.log()).to(dtype or self.dtype)
 
 
-def logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False, *, reduced: Sequence[Axis]) -> torch.Tensor:
+def logsumexp(
+    self: torch.Tensor, dim: Sequence[int], keepdim: bool = False, *, reduced: Sequence[Axis]
+) -> torch.Tensor:
     """aten.logsumexp; the result is whole on the ranks of `reduced`."""
     dims = list(dim) or list(range(self.ndim))
     _, top, total = _exponents(self, dims, None, reduced, I)
@@ -44,7 +50,9 @@ def logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False, *, 
 def _exponents(
     x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype | None, axes: Sequence[Axis], dst: Placement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """X - top, top and the sum of exp(x - top) over `dims` and all ranks; top is the maximum, or 0 where that is infinite."""
+    """X - top, top and the sum of exp(x - top) over `dims` and all ranks; top is the maximum, or 0 where that is
+    infinite.
+    """
     x = x.to(sum_dtype(dtype or x.dtype))
     top = max_over(x.amax(dims, keepdim=True), axes)
     top = torch.where(top.isinf(), 0.0, top)
@@ -56,7 +64,9 @@ def _row_bytes(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], dims: Se
     """Bytes of one number per row: per element of the dims left."""
     shape = local_input_shape(op, strategy, 0, mesh_shape)
     reduced = {dim % len(shape) for dim in dims} or set(range(len(shape)))
-    return math.prod(size for dim, size in enumerate(shape) if dim not in reduced) * sum_dtype(_result_dtype(op)).itemsize
+    return (
+        math.prod(size for dim, size in enumerate(shape) if dim not in reduced) * sum_dtype(_result_dtype(op)).itemsize
+    )
 
 
 def _result_dtype(op: Op) -> torch.dtype:
@@ -67,7 +77,11 @@ def _softmax_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
     """The maximum, the sum and the sum's gradient."""
     size = _row_bytes(op, strategy, mesh_shape, [arguments_of(op)["dim"]])
     phases = ("forward", "forward", "backward") if has_backward(op) else ("forward", "forward")
-    return tuple(Collective("all_reduce", (axis,), size, phase) for phase in phases for axis in role_axes(strategy, "reduced", mesh_shape))
+    return tuple(
+        Collective("all_reduce", (axis,), size, phase)
+        for phase in phases
+        for axis in role_axes(strategy, "reduced", mesh_shape)
+    )
 
 
 def _logsumexp_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -1,8 +1,9 @@
 """Tokens sorted by expert, and brought back: a region that each microbatch runs with an order of its own.
 
-A sort mixes all tokens, and its order within a microbatch is not a part of the order of the whole. But where sorted rows are only worked
-on one by one, or group by group with the groups' sizes counted from the same sorted keys, and then put back by the inverse of the same
-order, each row comes out as it would from the whole batch: which place it had in between does not matter.
+A sort mixes all tokens, and its order within a microbatch is not a part of the order of the whole. But where sorted
+rows are only worked on one by one, or group by group with the groups' sizes counted from the same sorted keys, and then
+put back by the inverse of the same order, each row comes out as it would from the whole batch: which place it had in
+between does not matter.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ _INVERSE = (S(0), S(0), I), (S(0),)  # of index_put: no rule gives this
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """What a value is to the sort of `num_rows` keys called `sort`: its "keys" in order, the "order" itself, "tokens" (the order divided by
-    `divisor`), "rows" in that order, the "counts" of keys, a "blank" of the order's shape, or its "inverse".
+    """What a value is to the sort of `num_rows` keys called `sort`: its "keys" in order, the "order" itself, "tokens"
+    (the order divided by `divisor`), "rows" in that order, the "counts" of keys, a "blank" of the order's shape, or its
+    "inverse".
     """
 
     sort: str
@@ -36,25 +38,31 @@ class _Tag:
 class _Walk:
     graph: Graph
     tags: dict[str, _Tag] = field(default_factory=dict)
-    signatures: dict[str, tuple[str, tuple[Signature, ...]]] = field(default_factory=dict)  # op -> sort, how the op may be run
+    # op -> sort, how the op may be run
+    signatures: dict[str, tuple[str, tuple[Signature, ...]]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)  # sorts whose order shows
 
 
 def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
-    """Ops of such regions -> their signatures when each microbatch sorts its own tokens: S(0) is then the microbatch's rows in its order.
+    """Ops of such regions -> their signatures when each microbatch sorts its own tokens: S(0) is then the microbatch's
+    rows in its order.
 
     A region whose order is seen by any other op is left out.
     """
     walk = _Walk(graph)
     for op in graph.ops:
         _visit(op, walk)
-    external = [value.name for value in graph.outputs if isinstance(value, Value)] + [value.name for _, value in graph.mutations]
+    external = [value.name for value in graph.outputs if isinstance(value, Value)] + [
+        value.name for _, value in graph.mutations
+    ]
     walk.refused.update(walk.tags[name].sort for name in external if name in walk.tags)
     return {name: found for name, (sort, found) in walk.signatures.items() if sort not in walk.refused}
 
 
 def inverts_order(op: Op, signature: Signature) -> bool:
-    """Whether the op is run to write 0, 1, 2, ... into an inverse: of these a microbatch needs as many as it has rows."""
+    """Whether the op is run to write 0, 1, 2, ... into an inverse: of these a microbatch needs as many as it has
+    rows.
+    """
     return op.target == "aten.index_put.default" and (signature.inputs, signature.outputs) == _INVERSE
 
 
@@ -67,7 +75,7 @@ def _visit(op: Op, walk: _Walk) -> None:
             tags = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
             _enter(op, walk, op.name, [Signature((S(0),), (S(0),) * len(kinds))], tags)
         return
-    (sort, *others) = sorted({tag.sort for tag in found})
+    sort, *others = sorted({tag.sort for tag in found})
     step = None if others else _step(op, tags, walk)
     if step is None:
         walk.refused.update((sort, *others))
@@ -82,7 +90,9 @@ def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: li
 
 
 def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature], _Tag | None] | None:  # noqa: C901 a table
-    """How the op is run on tagged inputs and what it gives (None: rows in the batch's order); None if the order would show."""
+    """How the op is run on tagged inputs and what it gives (None: rows in the batch's order); None if the order would
+    show.
+    """
     first = next(tag for tag in tags if tag)
     kinds = [tag.kind if tag else "" for tag in tags]
 
@@ -93,10 +103,14 @@ def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature]
         case "aten.to.dtype", ["keys"]:
             return [Signature((S(0),), (S(0),))], gives("keys")
         case "aten.histc.default", ["keys"]:
-            return [found for found in signatures_of_call(op) if found.outputs == (P,) and found.inputs == (S(0),)], gives("counts")
+            return [
+                found for found in signatures_of_call(op) if found.outputs == (P,) and found.inputs == (S(0),)
+            ], gives("counts")
         case "aten.cumsum.default" | "aten.to.dtype", ["counts"]:
             return [Signature((P,), (P,))], gives("counts")
-        case "aten.floor_divide.default", ["order"] if type(op.args[1]) is int and op.args[1] > 0 and first.num_rows % op.args[1] == 0:
+        case "aten.floor_divide.default", ["order"] if (
+            type(op.args[1]) is int and op.args[1] > 0 and first.num_rows % op.args[1] == 0
+        ):
             return [Signature((S(0),), (S(0),))], gives("tokens", op.args[1])
         case "aten.empty_like.default" | "aten.zeros_like.default", ["order"]:
             return [Signature((S(0),), (S(0),))], gives("blank")
@@ -104,7 +118,9 @@ def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature]
             return [Signature((S(0),), (S(0),))], gives("inverse")
         case "aten.index_put.default", ["blank", "order", ""] if _inverts(op, walk.graph):
             return [Signature(*_INVERSE)], gives("inverse")
-        case "aten.index.Tensor", ["", "order" | "tokens"] if op.inputs[0].shape[0] * tags[1].divisor == first.num_rows and _is_plain(op):
+        case "aten.index.Tensor", ["", "order" | "tokens"] if op.inputs[0].shape[0] * tags[
+            1
+        ].divisor == first.num_rows and _is_plain(op):
             return [Signature((S(0), S(0)), (S(0),))], gives("rows")
         case "aten.index.Tensor", ["rows", "inverse"] if _is_plain(op):
             return [Signature((S(0), S(0)), (S(0),))], None
@@ -121,8 +137,12 @@ def _is_plain(op: Op) -> bool:
 
 
 def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:
-    """Whether rows are split and all else is the same for all of them: other values split alike would be in another order."""
-    are_split = all(placement == S(0) if kind else placement in (I, R) for placement, kind in zip(signature.inputs, kinds))
+    """Whether rows are split and all else is the same for all of them: other values split alike would be in another
+    order.
+    """
+    are_split = all(
+        placement == S(0) if kind else placement in (I, R) for placement, kind in zip(signature.inputs, kinds)
+    )
     return are_split and not signature.role and all(placement == S(0) for placement in signature.outputs)
 
 

@@ -1,10 +1,12 @@
 """The graph of one microbatch, such that the microbatches of a step together give the numbers of the whole batch.
 
-Outputs that are terms (a loss) are summed over the microbatches, those that are slices concatenated along their dim, the others are equal
-in all; the gradients of parameters and of whole arguments are summed, as autograd does when backward is run once a microbatch.
+Outputs that are terms (a loss) are summed over the microbatches, those that are slices concatenated along their dim,
+the others are equal in all; the gradients of parameters and of whole arguments are summed, as autograd does when
+backward is run once a microbatch.
 
-A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides by their number in
-the whole batch, which is an argument of the graph: a loss is the sum of its tokens' terms times 1 / that number.
+A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides
+by their number in the whole batch, which is an argument of the graph: a loss is the sum of its tokens' terms times 1 /
+that number.
 """
 
 from collections.abc import Mapping
@@ -28,10 +30,11 @@ from autopar.sbp.signature import Strategy
 class Microbatched:
     """`graph` is that of one of `num_microbatches`; names are those of the whole graph.
 
-    placements: of each input and output on the time axis: S(d) cut in consecutive slices (constants too, which the graph's `constant_ops`
-    make whole), P summed, I the same in all. counts: further "argument" inputs of `graph`, that no call has in its `arguments`.
-    alike: random ops that must draw the same numbers in all microbatches, as their results are the same for the whole batch.
-    added: op or input that the whole graph has not -> the op of it for which it is there; next to that op, and named after it.
+    placements: of each input and output on the time axis: S(d) cut in consecutive slices (constants too, which the
+    graph's `constant_ops` make whole), P summed, I the same in all. counts: further "argument" inputs of `graph`, that
+    no call has in its `arguments`. alike: random ops that must draw the same numbers in all microbatches, as their
+    results are the same for the whole batch. added: op or input that the whole graph has not -> the op of it for which
+    it is there; next to that op, and named after it.
     """
 
     graph: Graph
@@ -45,8 +48,8 @@ class Microbatched:
 def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
     """One of `num_microbatches` of the whole-batch `graph`; with one, the graph as it is.
 
-    Raises MicrobatchError for what needs the whole batch at once (batch norm in training above all), naming the op and its module, and for
-    a number that does not divide the batch, naming the nearest that do.
+    Raises MicrobatchError for what needs the whole batch at once (batch norm in training above all), naming the op and
+    its module, and for a number that does not divide the batch, naming the nearest that do.
     """
     if num_microbatches == 1:
         values = [item.value for item in graph.inputs] + [value for value in graph.outputs if isinstance(value, Value)]
@@ -72,10 +75,15 @@ def _check_count(graph: Graph, split: BatchSplit, count: int) -> None:
     if count >= 1 and split.granularity % count == 0:
         return
     possible = [number for number in range(1, split.granularity + 1) if split.granularity % number == 0]
-    near = sorted({max((n for n in possible if n < count), default=1), min((n for n in possible if n > count), default=possible[-1])})
+    near = sorted(
+        {
+            max((n for n in possible if n < count), default=1),
+            min((n for n in possible if n > count), default=possible[-1]),
+        }
+    )
     raise MicrobatchError(
-        f"a batch of {batch_size(graph)} cannot be cut in {count} equal microbatches; the nearest numbers that divide all that is split "
-        f"with it: {', '.join(map(str, near))}"
+        f"a batch of {batch_size(graph)} cannot be cut in {count} equal microbatches; the nearest numbers that divide"
+        f" all that is split with it: {', '.join(map(str, near))}"
     )
 
 
@@ -96,14 +104,19 @@ class _Writing:
         return replace(value, shape=local_shape(value.shape, (self.split.placements[value.name],), (self.count,)))
 
     def _unique(self, wish: str) -> str:
-        name = next(name for name in (wish, *(f"{wish}_{i}" for i in range(1, len(self.names) + 2))) if name not in self.names)
+        name = next(
+            name for name in (wish, *(f"{wish}_{i}" for i in range(1, len(self.names) + 2))) if name not in self.names
+        )
         self.names.add(name)
         return name
 
     def add(self, op: Op) -> None:
         """Write `op` as one microbatch runs it."""
         signature = self.split.signatures[op.name]
-        operands = [self._share(v, op) if is_share(op, signature, i, self.split.placements) else v for i, v in enumerate(op.inputs)]
+        operands = [
+            self._share(v, op) if is_share(op, signature, i, self.split.placements) else v
+            for i, v in enumerate(op.inputs)
+        ]
         inputs = tuple(self.values[value.name] for value in operands)
         if inverts_order(op, signature):
             inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
@@ -133,7 +146,9 @@ class _Writing:
         self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
         return found
 
-    def _call(self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None) -> None:
+    def _call(
+        self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None
+    ) -> None:
         at = (origin.is_no_grad, origin.module, origin.line) if origin else (False, "", "")
         if origin:
             self.added[name] = origin.name
@@ -144,7 +159,9 @@ class _Writing:
         (output,) = op.outputs
         own = replace(output, name=self._unique(f"{output.name}_own"))
         self.ops.append(replace(op, outputs=(own,)))
-        self._call(self._unique(f"{op.name}_share"), "aten.div.Tensor", (Slot(0), float(self.count)), (own,), output, op)
+        self._call(
+            self._unique(f"{op.name}_share"), "aten.div.Tensor", (Slot(0), float(self.count)), (own,), output, op
+        )
 
     def _add_counted(self, op: Op) -> None:
         """The sum of the terms of this microbatch's tokens * 1 / their number in the whole batch."""
@@ -154,9 +171,15 @@ class _Writing:
         self.added[count.input.value.name] = op.name
         total = replace(output, name=self._unique(f"{output.name}_sum"))
         bound = arguments_of(op) | {"reduction": SUM}
-        self.ops.append(replace(op, args=tuple(bound[name] for name in argument_names(op)), kwargs=(), outputs=(total,)))
+        self.ops.append(
+            replace(op, args=tuple(bound[name] for name in argument_names(op)), kwargs=(), outputs=(total,))
+        )
         factor = count.input.value
-        mean = output if output.dtype == factor.dtype else replace(output, name=self._unique(f"{output.name}_mean"), dtype=factor.dtype)
+        mean = (
+            output
+            if output.dtype == factor.dtype
+            else replace(output, name=self._unique(f"{output.name}_mean"), dtype=factor.dtype)
+        )
         self._call(self._unique(f"{op.name}_mean"), "aten.mul.Tensor", (Slot(0), Slot(1)), (total, factor), mean, op)
         if mean is not output:
             self._call(self._unique(f"{op.name}_cast"), "aten.to.dtype", (Slot(0), output.dtype), (mean,), output, op)
@@ -172,7 +195,9 @@ class _Writing:
         return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
 
     def _output(self, value: Value) -> Value:
-        """An output that is the same in all microbatches and has a gradient leaves as a term: each one's backward starts from it."""
+        """An output that is the same in all microbatches and has a gradient leaves as a term: each one's backward
+        starts from it.
+        """
         if value.needs_grad and self.split.placements[value.name] == R:
             return self._share(value, None)
         return self.values[value.name]

@@ -1,8 +1,10 @@
-"""How the values of a graph lie on the time axis: the microbatches of a step are ranks of a mesh axis that come one after the other.
+"""How the values of a graph lie on the time axis: the microbatches of a step are ranks of a mesh axis that come one
+after the other.
 
-The rules are those of any mesh axis, but nothing moves between microbatches: each op must take a signature that fits what its inputs are.
-A value is a slice of the whole batch's (S), a term of it (P), or the same in all microbatches, its gradient then being a term (R; I where
-there is none). Only one conversion is possible without communication: of what is the same in all to a term of it, by dividing.
+The rules are those of any mesh axis, but nothing moves between microbatches: each op must take a signature that fits
+what its inputs are. A value is a slice of the whole batch's (S), a term of it (P), or the same in all microbatches, its
+gradient then being a term (R; I where there is none). Only one conversion is possible without communication: of what is
+the same in all to a term of it, by dividing.
 """
 
 import math
@@ -18,16 +20,23 @@ from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import RULES
 from autopar.sbp.signature import Signature
 
-# Means: of equal parts, or of tokens to be counted over the whole batch. Every other role needs other microbatches while it runs.
+# Means: of equal parts, or of tokens to be counted over the whole batch. Every other role needs other microbatches
+# while it runs.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens"))
-_REASONS = {"batch": "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they are not"}
+_REASONS = {
+    "batch": (
+        "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they"
+        " are not"
+    )
+}
 
 Domains = dict[str, frozenset[Placement]]
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """`signatures`: of each op on the time axis. `placements`: of each value of inputs and ops, I where R is meant and no gradient flows.
+    """`signatures`: of each op on the time axis. `placements`: of each value of inputs and ops, I where R is meant and
+    no gradient flows.
 
     `granularity`: the numbers of microbatches that are possible are its divisors.
     """
@@ -40,7 +49,8 @@ class BatchSplit:
 def split_batch(graph: Graph) -> BatchSplit:
     """Split the arguments whose dim 0 is the batch, and with them all that follows.
 
-    The batch is dim 0 of the first tensor argument that has one. Raises MicrobatchError naming the first op that needs the whole batch.
+    The batch is dim 0 of the first tensor argument that has one. Raises MicrobatchError naming the first op that needs
+    the whole batch.
     """
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
@@ -54,7 +64,10 @@ def split_batch(graph: Graph) -> BatchSplit:
             domains[value.name] = frozenset(signature.outputs[index] for signature in offered[op.name])
     if graph.mutations:
         names = ", ".join(fqn for fqn, _ in graph.mutations)
-        raise MicrobatchError(f"the forward writes buffers ({names}), which microbatches would do several times a step; use one microbatch")
+        raise MicrobatchError(
+            f"the forward writes buffers ({names}), which microbatches would do several times a step; use one"
+            " microbatch"
+        )
     chosen = _choose(graph, offered, domains)
     placements = {name: next(iter(domain)) for name, domain in domains.items()}
     return BatchSplit(chosen, placements, _granularity(graph, chosen, placements))
@@ -88,21 +101,29 @@ def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
 def _possible(op: Op, routed: tuple[Signature, ...]) -> Iterator[Signature]:
     """Signatures without inner collectives, R written for what is the same in all microbatches and has a gradient.
 
-    Where a gradient flows, I would mean that every microbatch finds the whole gradient: none does. An op of a `routed` region has its
-    signatures there and those in which all is the same in all microbatches.
+    Where a gradient flows, I would mean that every microbatch finds the whole gradient: none does. An op of a `routed`
+    region has its signatures there and those in which all is the same in all microbatches.
     """
     flows = any(value.needs_grad for value in op.outputs)
     for found in _offered(op, routed):
         placed = zip(found.inputs + found.outputs, op.inputs + op.outputs)
-        if found.role in ALLOWED_ROLES and not (flows and any(placement == I and value.needs_grad for placement, value in placed)):
-            inputs = tuple(_whole(value) if placement == I else placement for placement, value in zip(found.inputs, op.inputs))
+        if found.role in ALLOWED_ROLES and not (
+            flows and any(placement == I and value.needs_grad for placement, value in placed)
+        ):
+            inputs = tuple(
+                _whole(value) if placement == I else placement for placement, value in zip(found.inputs, op.inputs)
+            )
             if len(set(zip(inputs, op.inputs))) == len(set(op.inputs)):  # a value that is read twice lies in one way
                 yield Signature(inputs, found.outputs, found.role, found.num_units)
 
 
 def _offered(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
     found = signatures_of_call(op)
-    return (*(signature for signature in found if {*signature.inputs, *signature.outputs} <= {I, R}), *routed) if routed else found
+    return (
+        (*(signature for signature in found if {*signature.inputs, *signature.outputs} <= {I, R}), *routed)
+        if routed
+        else found
+    )
 
 
 def _fits(op: Op, signature: Signature, domains: Domains) -> bool:
@@ -110,7 +131,9 @@ def _fits(op: Op, signature: Signature, domains: Domains) -> bool:
     pairs = [(placement, domains[value.name], value) for placement, value in zip(signature.inputs, op.inputs)]
     has_term = any(placement == P and P in domain for placement, domain, _ in pairs)
     others = [(placement, domain, value) for placement, domain, value in pairs if placement not in domain]
-    return all(p == P and has_term and value.dtype.is_floating_point and _whole(value) in domain for p, domain, value in others)
+    return all(
+        p == P and has_term and value.dtype.is_floating_point and _whole(value) in domain for p, domain, value in others
+    )
 
 
 def _refusal(op: Op, domains: Domains) -> str:
@@ -122,7 +145,10 @@ def _refusal(op: Op, domains: Domains) -> str:
         reason = "there is no rule for splitting it"
     elif not reason and terms:
         reason = f"it needs the sum of %{terms[0]} over the whole batch"
-    return f"{where} cannot be run on microbatches: {reason or 'it reads samples of the whole batch together'}; use one microbatch"
+    return (
+        f"{where} cannot be run on microbatches: {reason or 'it reads samples of the whole batch together'}; use one"
+        " microbatch"
+    )
 
 
 def _choose(graph: Graph, offered: dict[str, tuple[Signature, ...]], domains: Domains) -> dict[str, Signature]:
@@ -131,7 +157,11 @@ def _choose(graph: Graph, offered: dict[str, tuple[Signature, ...]], domains: Do
     for op in graph.ops:
         for name in {value.name for value in (*op.inputs, *op.outputs)}:
             neighbours[name].append(op)
-    domains.update((item.value.name, frozenset((_whole(item.value),))) for item in graph.inputs if item.value.name not in neighbours)
+    domains.update(
+        (item.value.name, frozenset((_whole(item.value),)))
+        for item in graph.inputs
+        if item.value.name not in neighbours
+    )
     _agree(graph.ops, neighbours, offered, domains)
     for op in graph.ops:
         if len(offered[op.name]) > 1 or any(len(domains[value.name]) > 1 for value in op.inputs):
@@ -145,7 +175,9 @@ def _num_split(op: Op, signature: Signature, domains: Domains) -> tuple[int, int
     return shares, sum(placement.is_split for placement in (*signature.inputs, *signature.outputs))
 
 
-def _agree(start: Iterable[Op], neighbours: Mapping[str, list[Op]], offered: dict[str, tuple[Signature, ...]], domains: Domains) -> None:
+def _agree(
+    start: Iterable[Op], neighbours: Mapping[str, list[Op]], offered: dict[str, tuple[Signature, ...]], domains: Domains
+) -> None:
     """Drop from `offered` and `domains` what has no counterpart, from the ops in `start` on, until nothing changes."""
     pending = {op.name: op for op in start}
     while pending:
@@ -177,7 +209,11 @@ def _revise(op: Op, offered: dict[str, tuple[Signature, ...]], domains: Domains)
 
 def _granularity(graph: Graph, chosen: Mapping[str, Signature], placements: Mapping[str, Placement]) -> int:
     """Greatest common divisor of all that is split."""
-    extents = [item.value.shape[placements[item.value.name].dim] for item in graph.inputs if placements[item.value.name].is_split]
+    extents = [
+        item.value.shape[placements[item.value.name].dim]
+        for item in graph.inputs
+        if placements[item.value.name].is_split
+    ]
     for op in graph.ops:
         signature = chosen[op.name]
         placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)

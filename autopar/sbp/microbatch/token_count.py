@@ -1,4 +1,6 @@
-"""How much the tokens of a loss weigh in the whole batch: what its mean divides by when the batch is run in microbatches."""
+"""How much the tokens of a loss weigh in the whole batch: what its mean divides by when the batch is run in
+microbatches.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,8 +18,9 @@ from autopar.sbp.rules._by_name import tensor_of
 
 @dataclass(frozen=True)
 class LossCount:
-    """`input`: a scalar argument of a microbatch's graph, the same in all. `graph` computes it, its only output, from the whole batch:
-    1 / the number of tokens that are not ignored, or 1 / the sum of their classes' weights. It reads arguments, buffers and constants.
+    """`input`: a scalar argument of a microbatch's graph, the same in all. `graph` computes it, its only output, from
+    the whole batch: 1 / the number of tokens that are not ignored, or 1 / the sum of their classes' weights. It reads
+    arguments, buffers and constants.
     """
 
     input: Input
@@ -27,23 +30,37 @@ class LossCount:
 def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
     """For `op`, a mean over tokens of the whole-batch `graph`, as an argument called `name`.
 
-    Raises MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the step, and for a
-    loss in float16, in which a sum of terms does not fit.
+    Raises MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the
+    step, and for a loss in float16, in which a sum of terms does not fit.
     """
     (loss,), target, weight = op.outputs, tensor_of(op, "target"), tensor_of(op, "weight")
     if loss.dtype == torch.float16:
         raise MicrobatchError(
-            f"{_where(op)} would sum the losses of a microbatch's tokens, which can overflow float16: compute it from logits.float()"
+            f"{_where(op)} would sum the losses of a microbatch's tokens, which can overflow float16: compute it from"
+            " logits.float()"
         )
     ops, inputs = _known_before(graph, op, [value for value in (target, weight) if value is not None])
     emitter = Emitter(list(ops))
     emitter.used_names.update(value.name for item in (*graph.ops, *graph.inputs) for value in _values(item))
-    result = _inverse(emitter, target, weight, arguments_of(op)["ignore_index"], sum_dtype(loss.dtype), Origin(name, op.module, op.line))
+    result = _inverse(
+        emitter,
+        target,
+        weight,
+        arguments_of(op)["ignore_index"],
+        sum_dtype(loss.dtype),
+        Origin(name, op.module, op.line),
+    )
     constant_ops, constants = constants_for(graph, {item.value.name for item in inputs})
     count = replace(
-        graph, inputs=inputs, ops=tuple(emitter.ops), outputs=(result,), mutations=(), constant_ops=constant_ops, constants=constants,
+        graph,
+        inputs=inputs,
+        ops=tuple(emitter.ops),
+        outputs=(result,),
+        mutations=(),
+        constant_ops=constant_ops,
+        constants=constants,
         output_spec=None,
-    )  # fmt: skip
+    )
     return LossCount(Input("argument", replace(result, name=name), name), count)
 
 
@@ -64,16 +81,21 @@ def _known_before(graph: Graph, loss: Op, wanted: Iterable[Value]) -> tuple[tupl
             ops.append(op)
             names.update(value.name for value in op.inputs)
     inputs = tuple(item for item in graph.inputs if item.value.name in names)
-    unknown = [f"parameter {item.fqn}" for item in inputs if item.kind == "parameter"] + [f"%{op.name}" for op in ops if is_random(op)]
+    unknown = [f"parameter {item.fqn}" for item in inputs if item.kind == "parameter"] + [
+        f"%{op.name}" for op in ops if is_random(op)
+    ]
     if unknown:
         raise MicrobatchError(
-            f"{_where(loss)} is a mean over tokens whose number depends on {unknown[0]}; it must be known before the first microbatch: "
-            "compute the targets from the model's arguments, or sum the losses and divide by a number of your own"
+            f"{_where(loss)} is a mean over tokens whose number depends on {unknown[0]}; it must be known before the"
+            " first microbatch: compute the targets from the model's arguments, or sum the losses and divide by a"
+            " number of your own"
         )
     return tuple(reversed(ops)), inputs
 
 
-def _inverse(emitter: Emitter, target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, at: Origin) -> Value:
+def _inverse(
+    emitter: Emitter, target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, at: Origin
+) -> Value:
     """1 / the weight of all targets that are not `ignored`."""
 
     def call(name: str, *args: object, **kwargs: object) -> Value:

@@ -1,4 +1,6 @@
-"""The rule table: op -> its splitting signatures on one mesh axis. Every row is checked against the op itself in tests/sbp."""
+"""The rule table: op -> its splitting signatures on one mesh axis. Every row is checked against the op itself in
+tests/sbp.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -28,4 +30,6 @@ _FAMILIES = (
     *(matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 
-RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {target: rule for family in _FAMILIES for target, rule in family.RULES.items()}
+RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
+    target: rule for family in _FAMILIES for target, rule in family.RULES.items()
+}

@@ -21,7 +21,11 @@ def tensor_of(op: Op, name: str) -> Value | None:
 
 
 def signature(
-    op: Op, placements: Mapping[str, Placed], outputs: Placement | tuple[Placement, ...], role: str = "", num_units: int = 0
+    op: Op,
+    placements: Mapping[str, Placed],
+    outputs: Placement | tuple[Placement, ...],
+    role: str = "",
+    num_units: int = 0,
 ) -> Iterator[Signature]:
     """The signature that places the named tensor arguments so; arguments not named are R, those not passed are ignored.
 

@@ -20,7 +20,11 @@ def overloads(*names: str) -> tuple[str, ...]:
     found = []
     for name in names:
         packet = getattr(torch.ops.aten, name)
-        found += [f"aten.{name}.{overload}" for overload in packet.overloads() if _is_functional(getattr(packet, overload)._schema)]
+        found += [
+            f"aten.{name}.{overload}"
+            for overload in packet.overloads()
+            if _is_functional(getattr(packet, overload)._schema)
+        ]
     return tuple(found)
 
 
@@ -36,7 +40,8 @@ def dim_of(dim: int, ndim: int) -> int:
 
 
 def aligned(shape: Shape, out: Shape, dim: int) -> Placement:
-    """Placement of a broadcast input when the output is split along `dim`: split with it, or whole where it is repeated.
+    """Placement of a broadcast input when the output is split along `dim`: split with it, or whole where it is
+    repeated.
 
     A repeated input's gradient is summed over the output's parts, hence R.
     """
@@ -52,7 +57,9 @@ def broadcast_splits(op: Op) -> Iterator[Signature]:
 
 
 def carry(op: Op, pairs: Iterable[tuple[int, int]], *, is_linear: bool) -> Iterator[Signature]:
-    """First input: its dim `src` becomes dim `dst` of every output, for each pair; a linear op passes P too. No other input."""
+    """First input: its dim `src` becomes dim `dst` of every output, for each pair; a linear op passes P too. No other
+    input.
+    """
     count = len(op.outputs)
     for src, dst in pairs:
         yield Signature((S(src),), (S(dst),) * count)
@@ -67,6 +74,8 @@ def other_dims(ndim: int, *dims: int) -> tuple[int, ...]:
 
 
 def keeps_sums(op: Op) -> bool:
-    """Whether a linear op commutes with a pending sum in its result's dtype: an integer result would round each float term."""
+    """Whether a linear op commutes with a pending sum in its result's dtype: an integer result would round each float
+    term.
+    """
     is_exact = op.outputs[0].dtype.is_floating_point or op.outputs[0].dtype.is_complex
     return is_exact or not any(value.dtype.is_floating_point for value in op.inputs)

@@ -1,13 +1,13 @@
 """Placements of products, by letters as in einsum.
 
-Let y = sum over the letters the output lacks of x1 * x2 * ... (+ b). It is linear in each factor, so its gradient is linear in
-the incoming gradient and in every other factor. Splitting one letter l on a mesh axis:
-  l in the output: each rank computes its slice of y; a factor with l is sliced and so is its gradient; a factor without l is used
-  by every slice, so its gradient is the sum over ranks: R.
-  l summed over: each rank computes a term of y: P. The incoming gradient is whole, so a factor with l gets its slice of the
-  gradient, and one without l a term of it: R. What is added must be a term as well: P, whose gradient is whole.
-Splitting none: a pending factor gives a pending output, (a + b) * c = a * c + b * c; each rank sees the whole incoming gradient and
-one term of that factor, so the other factors' gradients are terms: R.
+Let y = sum over the letters the output lacks of x1 * x2 * ... (+ b). It is linear in each factor, so its gradient is
+linear in the incoming gradient and in every other factor. Splitting one letter l on a mesh axis:
+  l in the output: each rank computes its slice of y; a factor with l is sliced and so is its gradient; a factor without
+  l is used by every slice, so its gradient is the sum over ranks: R. l summed over: each rank computes a term of y: P.
+  The incoming gradient is whole, so a factor with l gets its slice of the gradient, and one without l a term of it: R.
+  What is added must be a term as well: P, whose gradient is whole.
+Splitting none: a pending factor gives a pending output, (a + b) * c = a * c + b * c; each rank sees the whole incoming
+gradient and one term of that factor, so the other factors' gradients are terms: R.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,6 +40,8 @@ def place(letter: str, term: Term) -> Placement:
 
 
 def broadcast_term(output: Term, shape: Sequence[int], output_shape: Sequence[int]) -> Term:
-    """Letters of a tensor that is broadcast to the output: aligned at the last dim, None where its size is 1 and the output's is not."""
+    """Letters of a tensor that is broadcast to the output: aligned at the last dim, None where its size is 1 and the
+    output's is not.
+    """
     offset = len(output) - len(shape)
     return tuple(output[offset + d] if size == output_shape[offset + d] else None for d, size in enumerate(shape))

@@ -10,12 +10,13 @@ from autopar.sbp.signature import Signature
 
 
 def attention(op: Op) -> Iterator[Signature]:
-    """aten.scaled_dot_product_attention: q [.., h, l, e], k [.., h, s, e], v [.., h, s, f], mask to [.., h, l, s] -> [.., h, l, f].
+    """aten.scaled_dot_product_attention: q [.., h, l, e], k [.., h, s, e], v [.., h, s, f], mask to [.., h, l, s] ->
+    [.., h, l, f].
 
-    Batch, heads and queries are independent of one another: split, with k, v (and a broadcast mask) used by every slice: R. With
-    grouped heads, slices of the query heads need just the same slices of the key heads, or the only one. Causal queries must know
-    where they begin ("queries"). out is linear in v, feature by feature: v's features split, v P -> P; the gradients of q, k and
-    mask, linear in out's gradient and v, are then terms: R.
+    Batch, heads and queries are independent of one another: split, with k, v (and a broadcast mask) used by every
+    slice: R. With grouped heads, slices of the query heads need just the same slices of the key heads, or the only one.
+    Causal queries must know where they begin ("queries"). out is linear in v, feature by feature: v's features split, v
+    P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R.
     """
     arguments = arguments_of(op)
     query, key, value, mask = (tensor_of(op, name) for name in ("query", "key", "value", "attn_mask"))

@@ -1,7 +1,7 @@
 """Ops that keep every element where it is: casts and copies.
 
-Proof: each output element is the input element, rounded at most; a sum of rounded terms is the rounded sum up to rounding,
-unless the result is an integer.
+Proof: each output element is the input element, rounded at most; a sum of rounded terms is the rounded sum up to
+rounding, unless the result is an integer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

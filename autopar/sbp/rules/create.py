@@ -1,7 +1,7 @@
 """Ops that make a new tensor and read at most the shape of an input.
 
-Proof: equal elements (or none of meaning) everywhere, so any part of the output is the op called with the part's shape; zeros are also
-a sum of zeros. The input's numbers are not read: it may be pending.
+Proof: equal elements (or none of meaning) everywhere, so any part of the output is the op called with the part's shape;
+zeros are also a sum of zeros. The input's numbers are not read: it may be pending.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ def sized(op: Op) -> Iterator[Signature]:
     source = op.inputs[0].shape if op.inputs else ()
     for dim, size in enumerate(out):
         yield Signature((I,) * len(op.inputs), (S(dim),))
-        if source[dim:dim + 1] == (size,):
+        if source[dim : dim + 1] == (size,):
             yield Signature((S(dim),), (S(dim),))
     for dim in range(len(source)):
         yield Signature((S(dim),), (I,))

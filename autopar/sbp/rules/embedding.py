@@ -11,12 +11,14 @@ from autopar.sbp.signature import Signature
 def embedding(op: Op) -> Iterator[Signature]:
     """out[i.., c] = weight[ids[i..], c].
 
-    A split of the ids splits the output; every rank adds to the gradient of any row: weight R. A split of the columns splits the
-    output's last dim. A split of the rows: each id is found on one rank and is zero on the others: P. Linear in the weight: P -> P.
+    A split of the ids splits the output; every rank adds to the gradient of any row: weight R. A split of the columns
+    splits the output's last dim. A split of the rows: each id is found on one rank and is zero on the others: P. Linear
+    in the weight: P -> P.
     """
     arguments = arguments_of(op)
     ids = tensor_of(op, "indices")
-    # a gradient scaled by how often an id occurs is no sum over the parts, and a sparse one cannot be summed by an all-reduce
+    # a gradient scaled by how often an id occurs is no sum over the parts, and a sparse one cannot be summed by an
+    # all-reduce
     if not arguments["scale_grad_by_freq"] and not arguments["sparse"]:
         for dim in range(len(ids.shape)):
             yield from signature(op, {"weight": R, "indices": S(dim)}, S(dim))
@@ -32,7 +34,4 @@ def one_hot(op: Op) -> Iterator[Signature]:
             yield from signature(op, {"self": S(dim)}, S(dim))
 
 
-RULES = {
-    "aten.embedding.default": embedding,
-    "aten.one_hot.default": one_hot,
-}
+RULES = {"aten.embedding.default": embedding, "aten.one_hot.default": one_hot}

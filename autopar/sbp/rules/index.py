@@ -1,8 +1,9 @@
 """Ops that read or write the places an index tensor names.
 
-Proof of the splits: a dim that is neither indexed nor indexing is carried, slice by slice; parts of the index read parts of the
-result from the whole source, whose gradient is then a sum over the parts. An indexed dim cannot be split: the index counts globally.
-Proof of pending sums: for a fixed index, reading and writing are linear in what is read and written.
+Proof of the splits: a dim that is neither indexed nor indexing is carried, slice by slice; parts of the index read
+parts of the result from the whole source, whose gradient is then a sum over the parts. An indexed dim cannot be split:
+the index counts globally. Proof of pending sums: for a fixed index, reading and writing are linear in what is read and
+written.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,9 @@ def index_select(op: Op) -> Iterator[Signature]:
 
 
 def gather(op: Op) -> Iterator[Signature]:
-    """The index reads x[..., index, ...] at its own place in the other dims: those split together, if none is cut short."""
+    """The index reads x[..., index, ...] at its own place in the other dims: those split together, if none is cut
+    short.
+    """
     shape, out = op.inputs[0].shape, op.outputs[0].shape
     dim = dim_of(arguments_of(op)["dim"], len(shape))
     for other in other_dims(len(shape), dim):
@@ -52,10 +55,12 @@ def take_along_dim(op: Op) -> Iterator[Signature]:
 
 
 def scatter(op: Op) -> Iterator[Signature]:
-    """Other dims of x, index and source together, if none is cut short; a number written is not part of a sum unless it is 0."""
+    """Other dims of x, index and source together, if none is cut short; a number written is not part of a sum unless it
+    is 0.
+    """
     bound, out = arguments_of(op), op.outputs[0].shape
     for other in other_dims(len(out), bound["dim"]):
-        if all(value.shape[other:other + 1] == out[other:other + 1] for value in op.inputs):
+        if all(value.shape[other : other + 1] == out[other : other + 1] for value in op.inputs):
             yield Signature((S(other),) * len(op.inputs), (S(other),))
     if bound.get("reduce") is None and (len(op.inputs) == 3 or bound["value"] == 0):
         yield Signature((P, R, P)[: len(op.inputs)], (P,))
@@ -133,7 +138,8 @@ def _indices(op: Op) -> list[int | None] | None:
 def _index_dims(op: Op, slots: list[int | None]) -> tuple[dict[int, int], int, Shape]:
     """Carried dims of x -> where they are read; where the indices' dims begin there; the indices' common shape.
 
-    The indices' dims replace the indexed ones if those are neighbours, else they come first (numpy's advanced indexing).
+    The indices' dims replace the indexed ones if those are neighbours, else they come first (numpy's advanced
+    indexing).
     """
     ndim = len(op.inputs[0].shape)
     indexed = [dim for dim, slot in enumerate(slots) if slot is not None]
@@ -145,7 +151,9 @@ def _index_dims(op: Op, slots: list[int | None]) -> tuple[dict[int, int], int, S
 
 
 def _read_shape(op: Op, carried: dict[int, int], block: int, joint: Shape) -> Shape:
-    sizes = {out: op.inputs[0].shape[own] for own, out in carried.items()} | {block + dim: size for dim, size in enumerate(joint)}
+    sizes = {out: op.inputs[0].shape[own] for own, out in carried.items()} | {
+        block + dim: size for dim, size in enumerate(joint)
+    }
     return tuple(sizes[dim] for dim in sorted(sizes))
 
 

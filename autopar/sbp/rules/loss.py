@@ -1,7 +1,7 @@
 """Rules of losses: terms per token or per element, then nothing, their sum or their mean.
 
-Terms are independent, so a split of the tokens splits the terms; their sum is then pending: P, whose gradient is whole and reaches
-each rank's slice of the inputs. A mean divides by a global number: a role.
+Terms are independent, so a split of the tokens splits the terms; their sum is then pending: P, whose gradient is whole
+and reaches each rank's slice of the inputs. A mean divides by a global number: a role.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,9 @@ def _tokens(op: Op) -> Iterator[Signature]:
 
 
 def cross_entropy(op: Op) -> Iterator[Signature]:
-    """Tokens as above. A split of the classes ("vocab") needs each token's maximum, sum of exponentials and target logit from all
-    ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its slice of the logits'.
+    """Tokens as above. A split of the classes ("vocab") needs each token's maximum, sum of exponentials and target
+    logit from all ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its
+    slice of the logits'.
     """
     yield from _tokens(op)
     logits, target = tensor_of(op, "self"), tensor_of(op, "target")
@@ -47,7 +48,11 @@ def nll_loss(op: Op) -> Iterator[Signature]:
 def elementwise_loss(op: Op) -> Iterator[Signature]:
     """A term per element of the broadcast inputs; where an input is broadcast all slices use it: R."""
     reduction = arguments_of(op)["reduction"]
-    names = [name for name in ("self", "target", "weight", "pos_weight") if name in arguments_of(op) and tensor_of(op, name) is not None]
+    names = [
+        name
+        for name in ("self", "target", "weight", "pos_weight")
+        if name in arguments_of(op) and tensor_of(op, name) is not None
+    ]
     shapes = [tensor_of(op, name).shape for name in names]
     rank = max(len(shape) for shape in shapes)
     whole = tuple(max((s[d] for s in shapes if len(s) >= -d), default=1) for d in range(-rank, 0))
@@ -55,7 +60,9 @@ def elementwise_loss(op: Op) -> Iterator[Signature]:
     terms = {name: broadcast_term(letters, shape, whole) for name, shape in zip(names, shapes)}
     for dim, letter in enumerate(letters):
         placed = {name: place(letter, term) for name, term in terms.items()}
-        yield from signature(op, placed, S(dim) if reduction == NONE else P, role="elements" if reduction == MEAN else "")
+        yield from signature(
+            op, placed, S(dim) if reduction == NONE else P, role="elements" if reduction == MEAN else ""
+        )
 
 
 RULES = {

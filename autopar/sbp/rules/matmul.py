@@ -10,7 +10,9 @@ from autopar.sbp.rules._einsum import Term, broadcast_term, products
 from autopar.sbp.signature import Signature
 
 
-def _named(op: Op, names: Sequence[str], factors: Sequence[Term], output: Term, added: Sequence[Term] = ()) -> Iterator[Signature]:
+def _named(
+    op: Op, names: Sequence[str], factors: Sequence[Term], output: Term, added: Sequence[Term] = ()
+) -> Iterator[Signature]:
     for placements, placed in products(factors, output, added):
         yield from signature(op, dict(zip(names, placements)), placed)
 
@@ -41,7 +43,10 @@ def matmul(op: Op) -> Iterator[Signature]:
     columns: Term = ("n",) if len(right) > 1 else ()
     shape = op.outputs[0].shape[: len(op.outputs[0].shape) - len(rows) - len(columns)]
     batch = _batch(len(shape))
-    factors = [broadcast_term(batch, left[:-2], shape) + rows + ("k",), broadcast_term(batch, right[:-2], shape) + ("k",) + columns]
+    factors = [
+        broadcast_term(batch, left[:-2], shape) + rows + ("k",),
+        broadcast_term(batch, right[:-2], shape) + ("k",) + columns,
+    ]
     return _named(op, names, factors, batch + rows + columns)
 
 
@@ -87,10 +92,11 @@ ROW_BYTES = {"aten._grouped_mm.default": 16}
 
 
 def grouped_mm(op: Op) -> Iterator[Signature]:
-    """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only whole.
+    """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only
+    whole.
 
-    Columns n and k split as in any product. A slice of the rows must know which groups it meets ("rows"). A slice of the groups
-    computes their rows, zero elsewhere: a term of the output ("experts"), and of the rows' gradient: R.
+    Columns n and k split as in any product. A slice of the rows must know which groups it meets ("rows"). A slice of
+    the groups computes their rows, zero elsewhere: a term of the output ("experts"), and of the rows' gradient: R.
     """
     names = argument_names(op)[:2]
     x, weight = (tensor_of(op, name) for name in names)
@@ -110,7 +116,9 @@ def einsum(op: Op) -> Iterator[Signature]:
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes):
         sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, shape)}
-    factors = [tuple(letter if size == sizes[letter] else None for letter, size in zip(*pair)) for pair in zip(terms, shapes)]
+    factors = [
+        tuple(letter if size == sizes[letter] else None for letter, size in zip(*pair)) for pair in zip(terms, shapes)
+    ]
     for placements, placed in products(factors, output):
         yield from signature(op, {"tensors": placements}, placed)
 

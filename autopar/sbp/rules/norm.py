@@ -1,8 +1,8 @@
 """Rules of normalisations.
 
-Each computes a statistic over some dims and scales by it. A dim outside them splits plainly, and parameters without that dim get a
-gradient from every slice: R. A dim inside them needs the statistic of all ranks (a role with inner collectives); the slices of the
-output then follow from slices of the input and of the parameters.
+Each computes a statistic over some dims and scales by it. A dim outside them splits plainly, and parameters without
+that dim get a gradient from every slice: R. A dim inside them needs the statistic of all ranks (a role with inner
+collectives); the slices of the output then follow from slices of the input and of the parameters.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,9 @@ def layer_norm(op: Op) -> Iterator[Signature]:
 
 
 def group_norm(op: Op) -> Iterator[Signature]:
-    """Statistics per sample and group of channels: the batch splits plainly, channels by whole groups ("channel_groups": fewer of them)."""
+    """Statistics per sample and group of channels: the batch splits plainly, channels by whole groups
+    ("channel_groups": fewer of them).
+    """
     num_groups = arguments_of(op)["num_groups"]
     yield from signature(op, {"input": S(0)}, S(0))
     if num_groups > 1:
@@ -38,7 +40,9 @@ def group_norm(op: Op) -> Iterator[Signature]:
 
 
 def batch_norm(op: Op) -> Iterator[Signature]:
-    """Running statistics (evaluation) or none kept: one output. With statistics of the batch, see `batch_norm_functional`."""
+    """Running statistics (evaluation) or none kept: one output. With statistics of the batch, see
+    `batch_norm_functional`.
+    """
     arguments = arguments_of(op)
     if arguments["training"] and tensor_of(op, "running_mean") is not None:
         return  # it writes to its arguments, which a graph never does
@@ -47,7 +51,9 @@ def batch_norm(op: Op) -> Iterator[Signature]:
 
 
 def batch_norm_functional(op: Op) -> Iterator[Signature]:
-    """Statistics per channel over the batch; all outputs but the first have one number per channel and carry no gradient."""
+    """Statistics per channel over the batch; all outputs but the first have one number per channel and carry no
+    gradient.
+    """
     if not arguments_of(op)["training"]:
         return  # its statistics are then empty
     rest = len(op.outputs) - 1

@@ -1,8 +1,9 @@
 """Ops that compute each output element from the input elements that broadcast to it.
 
-Proof of the splits: output element i reads input elements i only, so parts of the output need the same parts of the inputs.
-Proof of pending sums: if f is linear in some arguments together, f(sum a_r, sum b_r; c) = sum f(a_r, b_r; c); the gradients of a and b need
-only the whole gradient of the output and c, and the gradient of c is a sum over the ranks' a_r: c is R.
+Proof of the splits: output element i reads input elements i only, so parts of the output need the same parts of the
+inputs. Proof of pending sums: if f is linear in some arguments together, f(sum a_r, sum b_r; c) = sum f(a_r, b_r; c);
+the gradients of a and b need only the whole gradient of the output and c, and the gradient of c is a sum over the
+ranks' a_r: c is R.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,11 +17,12 @@ from autopar.sbp.signature import Signature
 Rule = Callable[[Op], Iterable[Signature]]
 
 _NONLINEAR = """
-    abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh sinc sigmoid log_sigmoid logit erf erfc erfinv lgamma digamma i0 sign sgn signbit floor ceil round trunc fix frac angle
-    relu relu6 gelu silu mish elu selu celu softplus softshrink hardshrink hardtanh hardswish hardsigmoid leaky_relu threshold
-    clamp clamp_min clamp_max clip nan_to_num pow float_power maximum minimum fmax fmin fmod remainder floor_divide atan2 arctan2 hypot
-    copysign xlogy logaddexp logaddexp2 heaviside nextafter
+    abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan asin acos atan sinh cosh
+    tanh asinh acosh atanh sinc sigmoid log_sigmoid logit erf erfc erfinv lgamma digamma i0 sign sgn signbit floor
+    ceil round trunc fix frac angle relu relu6 gelu silu mish elu selu celu softplus softshrink hardshrink hardtanh
+    hardswish hardsigmoid leaky_relu threshold clamp clamp_min clamp_max clip nan_to_num pow float_power maximum
+    minimum fmax fmin fmod remainder floor_divide atan2 arctan2 hypot copysign xlogy logaddexp logaddexp2 heaviside
+    nextafter
     eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite isposinf isneginf isclose
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
     bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__

@@ -8,7 +8,9 @@ from autopar.sbp.signature import Signature
 
 
 def _planes(num_spatial: int, is_linear: bool = False) -> Callable[[Op], Iterator[Signature]]:
-    """Batch and channel dims split; all outputs (values, indices within the plane) alike. Averages are linear: P -> P."""
+    """Batch and channel dims split; all outputs (values, indices within the plane) alike. Averages are linear: P ->
+    P.
+    """
 
     def rule(op: Op) -> Iterator[Signature]:
         for dim in range(len(op.inputs[0].shape) - num_spatial):

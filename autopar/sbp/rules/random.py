@@ -1,4 +1,6 @@
-"""Rules of random ops. The caller seeds them: the same numbers where the op's output is whole or pending, others where it is split."""
+"""Rules of random ops. The caller seeds them: the same numbers where the op's output is whole or pending, others where
+it is split.
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +10,9 @@ from autopar.sbp.signature import Signature
 
 
 def dropout(op: Op) -> Iterator[Signature]:
-    """Elements are independent; given which are dropped it is linear, and ranks that hold terms drop the same: P -> P, mask whole."""
+    """Elements are independent; given which are dropped it is linear, and ranks that hold terms drop the same: P -> P,
+    mask whole.
+    """
     rest = len(op.outputs) - 1
     yield from elementwise(op)
     yield Signature((P,), (P,) + (I,) * rest)

@@ -70,7 +70,10 @@ def running_sum(op: Op) -> Iterator[Signature]:
 
 
 _KEPT = (
-    *(f"aten.{name}.default" for name in ("max", "min", "prod", "std", "var", "any", "all", "median", "amax", "amin", "argmax", "argmin")),
+    *(
+        f"aten.{name}.default"
+        for name in ("max", "min", "prod", "std", "var", "any", "all", "median", "amax", "amin", "argmax", "argmin")
+    ),
     *(f"aten.{name}.dim" for name in ("max", "min", "std", "var", "any", "all", "median")),
     *(f"aten.{name}.correction" for name in ("std", "var", "std_mean", "var_mean")),
     "aten.prod.dim_int",

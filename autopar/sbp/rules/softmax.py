@@ -9,8 +9,8 @@ from autopar.sbp.signature import Signature
 
 
 def softmax(op: Op) -> Iterator[Signature]:
-    """Rows are independent: every other dim splits plainly. Along the reduced dim the maximum and the sum are taken over all ranks
-    ("reduced"), after which each rank has its slice of the output.
+    """Rows are independent: every other dim splits plainly. Along the reduced dim the maximum and the sum are taken
+    over all ranks ("reduced"), after which each rank has its slice of the output.
     """
     rank = len(op.outputs[0].shape)
     for dim in range(rank):
@@ -19,8 +19,8 @@ def softmax(op: Op) -> Iterator[Signature]:
 
 
 def logsumexp(op: Op) -> Iterator[Signature]:
-    """As softmax, but along a reduced dim the output is whole after the inner sum, and so is its gradient: each rank then has its
-    slice of the input's gradient, I.
+    """As softmax, but along a reduced dim the output is whole after the inner sum, and so is its gradient: each rank
+    then has its slice of the input's gradient, I.
     """
     arguments = arguments_of(op)
     rank = len(op.inputs[0].shape)

@@ -94,7 +94,9 @@ def along(*names: str) -> Rule:
     """Ops that keep all dims and act on the dims in these arguments only."""
 
     def rule(op: Op) -> Iterator[Signature]:
-        yield from carry(op, [(dim, dim) for dim in other_dims(len(op.inputs[0].shape), *_dims(op, names))], is_linear=True)
+        yield from carry(
+            op, [(dim, dim) for dim in other_dims(len(op.inputs[0].shape), *_dims(op, names))], is_linear=True
+        )
 
     return rule
 

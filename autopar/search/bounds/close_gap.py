@@ -1,4 +1,6 @@
-"""Close the gap that the best price leaves: ask for a choice below a threshold just above the bound, and raise it until there is one."""
+"""Close the gap that the best price leaves: ask for a choice below a threshold just above the bound, and raise it until
+there is one.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +22,8 @@ _LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
 
 
 def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: Deadline) -> Iterator[Squeezed]:
-    """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline has passed.
+    """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline
+    has passed.
 
     `label_counts`: labels a message at most, in one attempt after the other.
     Nothing is yielded for a table that is too dense to eliminate.
@@ -40,7 +43,9 @@ def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadlin
             cost_s = cost_of(table, now.best)
             window = max(window, 2.0 * (now.lower_bound_s - dual.bound_s))
             threshold = min(dual.bound_s + window, cost_s - TOLERANCE * abs(cost_s))
-            front = eliminate_labels(light, dual.step.source, dual.price, threshold, most_labels=most_labels, deadline=deadline)
+            front = eliminate_labels(
+                light, dual.step.source, dual.price, threshold, most_labels=most_labels, deadline=deadline
+            )
             if front is None:
                 return
             if front.choice is not None:

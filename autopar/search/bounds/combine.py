@@ -1,7 +1,7 @@
 """The best choice that some choices hold between them: of each node only the strategies that one of them takes.
 
-What is met at prices around the best one differs in a few places. On a table of these strategies alone, a thousandth of all, the best way
-to fill the memory limit is found almost at once.
+What is met at prices around the best one differs in a few places. On a table of these strategies alone, a thousandth of
+all, the best way to fill the memory limit is found almost at once.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ _MOST_LABELS = (2_000,)
 
 
 def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
-    """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if there is none.
+    """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if
+    there is none.
 
     If the choices hold too much to tell, the best of them.
     """

@@ -11,8 +11,8 @@ from autopar.search.table import CostTable, Edge, Node
 def tractable(table: CostTable, limits: Limits) -> tuple[CostTable, tuple[int, ...]]:
     """The table itself, or its relaxation with as few edges dropped as it takes, and its elimination order.
 
-    Of a dropped edge the least cost and memory of each strategy of `a` stay, added to node `a`: every choice costs and takes at most what
-    it did, so the relaxation's optimum is a lower bound. Edges whose costs vary least go first.
+    Of a dropped edge the least cost and memory of each strategy of `a` stay, added to node `a`: every choice costs and
+    takes at most what it did, so the relaxation's optimum is a lower bound. Edges whose costs vary least go first.
     """
     by_weight = sorted(range(len(table.edges)), key=lambda i: (_spread(table.edges[i]), i))
     low, high = 0, len(by_weight)  # dropping `high` edges is always enough

@@ -1,6 +1,7 @@
 """Edges by classes of strategies: those whose row (or column) of an edge is the same.
 
-An edge depends on a strategy through the layout of one value only, so of 512 strategies there are often 27 to 216 classes.
+An edge depends on a strategy through the layout of one value only, so of 512 strategies there are often 27 to 216
+classes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from autopar.search.table import CostTable, Edge
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """`index[k]` is the class of strategy k; `grouped` lists the strategies class by class, each beginning at `starts`."""
+    """`index[k]` is the class of strategy k; `grouped` lists the strategies class by class, each beginning at
+    `starts`.
+    """
 
     index: np.ndarray  # i64[K]
     grouped: np.ndarray  # i64[K]
@@ -57,7 +60,9 @@ def _compact(edge: Edge) -> Compact:
     kept_a, of_a = _classes([edge.cost_s, edge.memory_bytes])
     cost, memory = edge.cost_s[kept_a], edge.memory_bytes[kept_a]
     kept_b, of_b = _classes([cost.T, memory.T])
-    return Compact(edge.a, edge.b, np.ascontiguousarray(cost[:, kept_b]), np.ascontiguousarray(memory[:, kept_b]), of_a, of_b)
+    return Compact(
+        edge.a, edge.b, np.ascontiguousarray(cost[:, kept_b]), np.ascontiguousarray(memory[:, kept_b]), of_a, of_b
+    )
 
 
 def _classes(matrices: Sequence[np.ndarray]) -> tuple[np.ndarray, Classes]:
@@ -76,4 +81,5 @@ def _hashes(rows: np.ndarray) -> np.ndarray:
     """u64[number of rows]: equal rows have equal hashes."""
     odd = np.random.default_rng(0).integers(0, 2**63, rows.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     bits = np.ascontiguousarray(rows + 0.0).view(np.uint64)  # + 0.0: one zero, not two
-    return ((bits ^ (bits >> np.uint64(32))) * odd).sum(axis=1)  # whole numbers have their bits at the top, where products lose them
+    # whole numbers have their bits at the top, where products lose them
+    return ((bits ^ (bits >> np.uint64(32))) * odd).sum(axis=1)

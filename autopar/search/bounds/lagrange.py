@@ -1,8 +1,9 @@
 """The best lower bound that a price on memory proves, and the choices met on the way.
 
-For a price p >= 0 in seconds a byte, min over choices of cost + p * (memory - limit) is at most the cost of any choice within the limit
-(weak duality). As a function of p it is concave and piecewise linear, and elimination evaluates it together with a choice, which is a line
-above it. Following the crossing of the best lines from both sides ends at the maximum after finitely many steps.
+For a price p >= 0 in seconds a byte, min over choices of cost + p * (memory - limit) is at most the cost of any choice
+within the limit (weak duality). As a function of p it is concave and piecewise linear, and elimination evaluates it
+together with a choice, which is a line above it. Following the crossing of the best lines from both sides ends at the
+maximum after finitely many steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from autopar.search.deadline import NEVER, Deadline
 from autopar.search.min_plus.eliminate import Elimination, argmin, eliminate
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
-# Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error each.
+# Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error
+# each.
 ROUNDING = 1e-13
 
 # Of the choices that messages meet at a price, these are worth a descent.
@@ -31,7 +33,9 @@ _Part = TypeVar("_Part", Node, Edge)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What is known at one price: no choice has a lower objective than `value`; a few choices `met`, best first; what says so."""
+    """What is known at one price: no choice has a lower objective than `value`; a few choices `met`, best first; what
+    says so.
+    """
 
     value: float
     met: tuple[tuple[int, ...], ...]
@@ -46,8 +50,9 @@ Evaluate = Callable[[CostTable, float, Step | None], Step]
 class Dual:
     """The step at the best price, and all choices `met`, latest last.
 
-    `around`: one above the limit and one within it that cost the same at about that price, where the limit binds. The objective of the
-    step exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may have added.
+    `around`: one above the limit and one within it that cost the same at about that price, where the limit binds. The
+    objective of the step exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may
+    have added.
     """
 
     step: Step
@@ -81,9 +86,14 @@ def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Eva
         if best is not None:
             ceiling = cost_of(table, best) + (price * table.memory_limit_bytes if price else 0.0)
         passed = pass_messages(
-            table, multiplier=price, known=() if best is None else (best,), ceiling=ceiling, most_sweeps=_MOST_SWEEPS, deadline=deadline,
+            table,
+            multiplier=price,
+            known=() if best is None else (best,),
+            ceiling=ceiling,
+            most_sweeps=_MOST_SWEEPS,
+            deadline=deadline,
             before=None if before is None else before.source,
-        )  # fmt: skip
+        )
         return Step(passed.value, passed.met[:_MOST_MET], passed)
 
     return evaluate
@@ -102,17 +112,25 @@ def maximise(
 ) -> Dual:
     """Maximise the bound over the price, the first step at price 0, or where `above` costs as much as `feasible`.
 
-    `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends when the bound is
-    within `tolerance`, relatively, of the best that any price gives, steps no longer raise it by as much, or it reaches `enough_s`. The
-    bound is valid, if not the best, after any number of steps; no step but the first begins after `deadline`.
+    `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends
+    when the bound is within `tolerance`, relatively, of the best that any price gives, steps no longer raise it by as
+    much, or it reaches `enough_s`. The bound is valid, if not the best, after any number of steps; no step but the
+    first begins after `deadline`.
     """
     light = from_least_memory(table)
-    lines = {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
+    lines = (
+        {} if feasible is None else {choice: _line(light, choice) for choice in (feasible, above) if choice is not None}
+    )
     top, best, latest, met, is_best, num_stale = _top(lines), None, None, (), False, 0
     for _ in range(most_steps):
         price = _next_price(top, best, tolerance)
         is_stuck = num_stale == _MOST_STALE if tolerance else latest is not None and price == latest.price
-        if is_best or is_stuck or (best is not None and best.bound_s >= enough_s) or (latest is not None and deadline.is_past):
+        if (
+            is_best
+            or is_stuck
+            or (best is not None and best.bound_s >= enough_s)
+            or (latest is not None and deadline.is_past)
+        ):
             break
         latest = _at(light, price, evaluate, latest)
         met = (*met, *latest.step.met)
@@ -123,13 +141,16 @@ def maximise(
         if not is_best:
             lines |= {choice: _line(light, choice) for choice in latest.step.met}
             top = _top(lines)
-            is_best = top.value_s - best.bound_s <= max(tolerance * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s))
+            is_best = top.value_s - best.bound_s <= max(
+                tolerance * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s)
+            )
     return replace(best, met=met, is_best=is_best, around=top.around if best.price else None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Top:
-    """The price at which the least of some lines is highest, how high, and the two lines that cross there, if it is not 0.
+    """The price at which the least of some lines is highest, how high, and the two lines that cross there, if it is not
+    0.
 
     Each choice is a line above the bound, so that no price gives a better bound than this.
     """
@@ -161,7 +182,9 @@ def _top(lines: Mapping[tuple[int, ...], tuple[float, float]]) -> _Top:
 
 
 def _next_price(top: _Top, best: Dual | None, tolerance: float) -> float:
-    """Where the lines are highest; half way from the best so far if that is not known well, for such lines lead far away."""
+    """Where the lines are highest; half way from the best so far if that is not known well, for such lines lead far
+    away.
+    """
     if tolerance and best is not None and best.price and top.price:
         return (best.price + top.price) / 2
     return top.price
@@ -172,7 +195,9 @@ def _at(table: CostTable, price: float, evaluate: Evaluate, before: Dual | None)
     return Dual(step, price, price * table.memory_limit_bytes * (1 + ROUNDING) if price else 0.0, (), is_best=False)
 
 
-def around_limit(table: CostTable, choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def around_limit(
+    table: CostTable, choices: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Of some choices the two, above and within the limit, that cost least at the price at which they cost the same.
 
     None if what is above the limit costs no less than what is within it.
@@ -188,13 +213,19 @@ def least_memory(table: CostTable, order: Sequence[int]) -> tuple[float, tuple[i
 
 def memory_only(table: CostTable) -> CostTable:
     """The table with memory in place of cost, the same forbidden."""
-    nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes)) for node in table.nodes)
-    edges = tuple(replace(edge, cost_s=np.where(np.isinf(edge.cost_s), np.inf, edge.memory_bytes)) for edge in table.edges)
+    nodes = tuple(
+        replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes)) for node in table.nodes
+    )
+    edges = tuple(
+        replace(edge, cost_s=np.where(np.isinf(edge.cost_s), np.inf, edge.memory_bytes)) for edge in table.edges
+    )
     return replace(table, nodes=nodes, edges=edges)
 
 
 def from_least_memory(table: CostTable) -> CostTable:
-    """Memory counted from each node's and edge's least: price * limit would otherwise drown the costs it is compared with."""
+    """Memory counted from each node's and edge's least: price * limit would otherwise drown the costs it is compared
+    with.
+    """
     if np.isinf(table.memory_limit_bytes):
         return table
     nodes, edges = [_lightened(node) for node in table.nodes], [_lightened(edge) for edge in table.edges]

@@ -1,9 +1,10 @@
 """Elimination with two objectives: close the gap that a price on memory leaves.
 
-Where elimination keeps the least cost of each assignment of a bucket's neighbours, this keeps a front of labels (cost, memory): partial
-choices none of which is both cheaper and lighter than another. A label that cannot become part of a choice below the threshold, as the
-elimination at one price of memory knows, is dropped; this is what keeps fronts short. Where they still grow too long, costs are rounded
-down to steps, and of each step the lightest label stays: the result is a lower bound, and a choice whose memory is exact.
+Where elimination keeps the least cost of each assignment of a bucket's neighbours, this keeps a front of labels (cost,
+memory): partial choices none of which is both cheaper and lighter than another. A label that cannot become part of a
+choice below the threshold, as the elimination at one price of memory knows, is dropped; this is what keeps fronts
+short. Where they still grow too long, costs are rounded down to steps, and of each step the lightest label stays: the
+result is a lower bound, and a choice whose memory is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ _AT_ONCE = 2_000_000
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Partial choices of the nodes below a message: `start[i] : start[i + 1]` are those for assignment i of the scope (flattened).
+    """Partial choices of the nodes below a message: `start[i] : start[i + 1]` are those for assignment i of the scope
+    (flattened).
 
     `taken` is the strategy of the bucket's node; `origins[j]` the label of the j-th message into the bucket.
     """
@@ -43,7 +45,8 @@ class Labels:
 
 @dataclass(frozen=True)
 class Front:
-    """No choice below the threshold and within the limit costs less than `bound_s`; `choice`: the one that may cost so little, if any.
+    """No choice below the threshold and within the limit costs less than `bound_s`; `choice`: the one that may cost so
+    little, if any.
 
     Its cost is above the bound by what rounding has taken off, its memory is within the limit.
     """
@@ -54,7 +57,9 @@ class Front:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """What every bucket looks at: a label is of use if cost + price * memory + the least of the rest is below the ceiling."""
+    """What every bucket looks at: a label is of use if cost + price * memory + the least of the rest is below the
+    ceiling.
+    """
 
     table: CostTable
     price: float
@@ -78,7 +83,8 @@ def eliminate_labels(
     most_labels: int = _MOST_LABELS,
     deadline: Deadline = NEVER,
 ) -> Front | None:
-    """The cheapest choice within the memory limit that costs less than `threshold_s`; None when the deadline has passed.
+    """The cheapest choice within the memory limit that costs less than `threshold_s`; None when the deadline has
+    passed.
 
     `elimination` is that of the table at `price` (seconds a byte).
     """
@@ -126,7 +132,9 @@ def _trace(made: Mapping[Factor, tuple[Bucket, Labels]], root: Factor, label: in
 
 @dataclass(frozen=True, eq=False)
 class _Joined:
-    """Labels while a bucket is put together: `at` is the assignment they are for, as a number, `taken` that of the bucket's node."""
+    """Labels while a bucket is put together: `at` is the assignment they are for, as a number, `taken` that of the
+    bucket's node.
+    """
 
     at: np.ndarray
     cost_s: np.ndarray
@@ -180,7 +188,9 @@ def _flat(factor: Factor, strategies: Mapping[int, np.ndarray]) -> np.ndarray:
 
 
 def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray, rest: np.ndarray) -> _Joined:
-    """Each label with each of those the message has at its spot, where they come below the ceiling with the least of the rest."""
+    """Each label with each of those the message has at its spot, where they come below the ceiling with the least of
+    the rest.
+    """
     counts = (labels.start[spot + 1] - labels.start[spot])[joined.at]
     cuts = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), _AT_ONCE)[1:])
     parts = []
@@ -188,7 +198,9 @@ def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray
         if search.deadline.is_past:
             raise _OutOfTime
         number = counts[mine]
-        theirs = np.arange(number.sum()) + np.repeat(labels.start[spot[joined.at[mine]]] - (np.cumsum(number) - number), number)
+        theirs = np.arange(number.sum()) + np.repeat(
+            labels.start[spot[joined.at[mine]]] - (np.cumsum(number) - number), number
+        )
         part = joined[np.repeat(mine, number)]
         cost, memory = part.cost_s + labels.cost_s[theirs], part.memory_bytes + labels.memory_bytes[theirs]
         part = _Joined(part.at, cost, memory, part.taken, (*part.origins, theirs))
@@ -197,12 +209,17 @@ def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray
 
 
 def _concatenated(parts: Sequence[_Joined]) -> _Joined:
-    columns = [np.concatenate(column) for column in zip(*((p.at, p.cost_s, p.memory_bytes, p.taken, *p.origins) for p in parts))]
+    columns = [
+        np.concatenate(column)
+        for column in zip(*((p.at, p.cost_s, p.memory_bytes, p.taken, *p.origins) for p in parts))
+    ]
     return _Joined(*columns[:4], tuple(columns[4:]))
 
 
 def _front(joined: _Joined, most_labels: int) -> _Joined:
-    """The labels that no other of the assignment dominates, by assignment, then memory; with costs rounded down if they are too many."""
+    """The labels that no other of the assignment dominates, by assignment, then memory; with costs rounded down if they
+    are too many.
+    """
     exact = kept = joined[_undominated(joined)]
     enough = max(most_labels, _FEW * np.unique(exact.at).size)
     step = 1e-7 * float(np.abs(exact.cost_s).max(initial=0.0))
@@ -214,7 +231,9 @@ def _front(joined: _Joined, most_labels: int) -> _Joined:
 
 
 def _undominated(joined: _Joined) -> np.ndarray:
-    """Indices of the labels for which no other of the assignment is both as cheap and as light, by assignment, then memory."""
+    """Indices of the labels for which no other of the assignment is both as cheap and as light, by assignment, then
+    memory.
+    """
     order = np.lexsort((joined.cost_s, joined.memory_bytes, joined.at))
     at = joined.at[order]
     _, rank = np.unique(joined.cost_s[order], return_inverse=True)

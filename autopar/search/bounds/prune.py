@@ -16,7 +16,8 @@ _COMPARISONS = 2e6
 class Reduced:
     """A smaller table; `kept[v]` are its strategies as indices of the original, `position[v]` the way there.
 
-    `position[v][k]` is the strategy that takes k's place (k itself, or one that is at least as good), -1 when k was dropped for good.
+    `position[v][k]` is the strategy that takes k's place (k itself, or one that is at least as good), -1 when k was
+    dropped for good.
     """
 
     table: CostTable
@@ -28,7 +29,9 @@ class Reduced:
         return tuple(int(kept[k]) for kept, k in zip(self.kept, strategies))
 
     def lower(self, strategies: Sequence[int]) -> tuple[int, ...] | None:
-        """The original table's choice, or one at least as good, in terms of the smaller table; None when it was dropped."""
+        """The original table's choice, or one at least as good, in terms of the smaller table; None when it was
+        dropped.
+        """
         small = tuple(int(position[k]) for position, k in zip(self.position, strategies))
         return None if -1 in small else small
 
@@ -40,7 +43,9 @@ def unreduced(table: CostTable) -> Reduced:
 
 
 def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[np.ndarray] | None = None) -> Reduced:
-    """Keep only the given strategies (ascending) of the smaller table; `successor[v][k]` takes the place of a dropped k (-1: none)."""
+    """Keep only the given strategies (ascending) of the smaller table; `successor[v][k]` takes the place of a dropped k
+    (-1: none).
+    """
     nodes = tuple(Node(n.name, n.cost_s[k], n.memory_bytes[k]) for n, k in zip(reduced.table.nodes, kept))
     is_whole = [keep.size == node.cost_s.size for node, keep in zip(reduced.table.nodes, kept)]
     edges = tuple(e if is_whole[e.a] and is_whole[e.b] else _sliced(e, kept) for e in reduced.table.edges)
@@ -65,8 +70,9 @@ def _sliced(edge: Edge, kept: Sequence[np.ndarray]) -> Edge:
 def reduce(reduced: Reduced) -> Reduced:
     """Drop, until nothing changes, strategies that are forbidden or dominated.
 
-    Strategy j dominates k when taking j instead costs no more whatever the neighbours take, and takes no more memory where that is
-    limited (the dead-end elimination criterion of R. Goldstein, 1994). Raises `InfeasibleError` when a node has nothing left.
+    Strategy j dominates k when taking j instead costs no more whatever the neighbours take, and takes no more memory
+    where that is limited (the dead-end elimination criterion of R. Goldstein, 1994). Raises `InfeasibleError` when a
+    node has nothing left.
     """
     before = -1
     while (size := sum(kept.size for kept in reduced.kept)) != before:
@@ -84,11 +90,15 @@ def _reduce_node(reduced: Reduced, v: int) -> Reduced:
     else:
         usable = np.isfinite(node.cost_s)
     if not usable.any():
-        raise InfeasibleError(f"no strategy of {node.name!r} is allowed together with its neighbours; remove a pin around it")
+        raise InfeasibleError(
+            f"no strategy of {node.name!r} is allowed together with its neighbours; remove a pin around it"
+        )
     successor = np.where(usable, np.arange(usable.size), -1)
     for j in _challengers(node, rows, starts, usable):
         if successor[j] == j:
-            losers = _dominated(table, node, rows, memory, starts, j, np.flatnonzero(successor == np.arange(usable.size)))
+            losers = _dominated(
+                table, node, rows, memory, starts, j, np.flatnonzero(successor == np.arange(usable.size))
+            )
             successor[np.isin(successor, losers)] = j
     kept = np.flatnonzero(successor == np.arange(usable.size))
     if kept.size == usable.size:
@@ -98,7 +108,9 @@ def _reduce_node(reduced: Reduced, v: int) -> Reduced:
 
 
 def _incident(table: CostTable, v: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Costs and memory of the node's edges side by side, f64[K, sum of the neighbours' K], and where each edge starts."""
+    """Costs and memory of the node's edges side by side, f64[K, sum of the neighbours' K], and where each edge
+    starts.
+    """
     edges = [edge for edge in table.edges if v in (edge.a, edge.b)]
     if not edges:
         empty = np.zeros((table.nodes[v].cost_s.size, 0))
@@ -124,7 +136,9 @@ def _dominated(
     others = others[worse <= 0]
     if np.isinf(table.memory_limit_bytes):
         return others
-    heavier = _most_lost(memory[j], memory[others], rows[others], starts) + node.memory_bytes[j] - node.memory_bytes[others]
+    heavier = (
+        _most_lost(memory[j], memory[others], rows[others], starts) + node.memory_bytes[j] - node.memory_bytes[others]
+    )
     return others[heavier <= 0]
 
 

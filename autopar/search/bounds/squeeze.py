@@ -1,6 +1,8 @@
-"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the best, repeat.
+"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the
+best, repeat.
 
-The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination is quick.
+The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination
+is quick.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +13,26 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.search.bounds.combine import combine
 from autopar.search.bounds.drop_edges import tractable
-from autopar.search.bounds.lagrange import Dual, around_limit, by_elimination, by_messages, least_memory, maximise, memory_only
+from autopar.search.bounds.lagrange import (
+    Dual,
+    around_limit,
+    by_elimination,
+    by_messages,
+    least_memory,
+    maximise,
+    memory_only,
+)
 from autopar.search.bounds.prune import Reduced, reduce, restrict, unreduced
-from autopar.search.bounds.squeeze_state import TOLERANCE, Squeezed, cheapest, is_closed, is_solved, num_entries, proven, trivial_bound
+from autopar.search.bounds.squeeze_state import (
+    TOLERANCE,
+    Squeezed,
+    cheapest,
+    is_closed,
+    is_solved,
+    num_entries,
+    proven,
+    trivial_bound,
+)
 from autopar.search.bounds.trws import pass_messages
 from autopar.search.coordinate_descent import descend, landscape, shed
 from autopar.search.deadline import Deadline
@@ -24,10 +43,11 @@ from autopar.search.table import CostTable, Edge, cost_of, memory_of
 _MOST_ROUNDS = 10
 # An elimination of so many additions takes less time than passing messages does.
 _QUICK_ADDITIONS = 2e7
-# Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the best,
-# and no pairs yet.
+# Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the
+# best, and no pairs yet.
 _SLOW_ADDITIONS = 2e8
-# The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent on what is left.
+# The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent
+# on what is left.
 _ROUGH = 1e-3
 # Dominance takes longer to see than the next round takes on a table of more strategies and pairs.
 _REDUCIBLE_ENTRIES = 1e6
@@ -40,17 +60,23 @@ _LEAST_SHRINK = 0.9
 
 
 def squeeze(
-    table: CostTable, best: tuple[int, ...] | None, *, known: Sequence[tuple[int, ...]] = (), to_beat_s: float = float("inf"),
-    enough_gap: float = 0.0, additions: float, deadline: Deadline,
+    table: CostTable,
+    best: tuple[int, ...] | None,
+    *,
+    known: Sequence[tuple[int, ...]] = (),
+    to_beat_s: float = float("inf"),
+    enough_gap: float = 0.0,
+    additions: float,
+    deadline: Deadline,
 ) -> Iterator[Squeezed]:
-    """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than `to_beat_s`, or the deadline
-    has passed.
+    """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than
+    `to_beat_s`, or the deadline has passed.
 
     Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
-    `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further.
-    `best`: a choice within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
-    `additions` bounds the work of one elimination; a table that needs more is
-    relaxed. Raises `InfeasibleError` with the least memory that would do.
+    `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further. `best`: a choice
+    within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
+    `additions` bounds the work of one elimination; a table that needs more is relaxed. Raises `InfeasibleError` with
+    the least memory that would do.
     """
     around = None if best is None else around_limit(table, (best, *known))
     now = Squeezed(unreduced(table), best, trivial_bound(table), around=around, met=tuple(known))
@@ -58,7 +84,9 @@ def squeeze(
     messages_help = True
     for _ in range(_MOST_ROUNDS):
         view = _view(now.reduced.table, limits, try_messages=messages_help)
-        enough_s = to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
+        enough_s = (
+            to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
+        )
         now, dual = _bounded(now, view, enough_s, deadline)
         yield now
         if is_solved(now) or now.lower_bound_s >= to_beat_s or deadline.is_past:
@@ -109,15 +137,25 @@ def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) ->
     tolerance = _ROUGH if is_rough else 0.0
     most_steps = 8 if view.is_slow else 40
     dual = maximise(
-        view.table, evaluate, feasible=feasible, above=above, tolerance=tolerance, enough_s=enough_s, most_steps=most_steps,
+        view.table,
+        evaluate,
+        feasible=feasible,
+        above=above,
+        tolerance=tolerance,
+        enough_s=enough_s,
+        most_steps=most_steps,
         deadline=deadline,
-    )  # fmt: skip
+    )
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
-    met = tuple(dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None))))
+    met = tuple(
+        dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None)))
+    )
     best = cheapest(table, met)
     if best is None or (dual.bound_s < enough_s and not is_closed(cost_of(table, best), dual.bound_s)):
-        better = combine(table, met, deadline=deadline) if is_rough else _descents(table, (*known, *dual.met), dual.price)
+        better = (
+            combine(table, met, deadline=deadline) if is_rough else _descents(table, (*known, *dual.met), dual.price)
+        )
         best = cheapest(table, (*better, *([] if best is None else [best])))
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
@@ -181,7 +219,9 @@ def _pruned(now: Squeezed, view: _View, dual: Dual) -> Reduced:
         if (edge.a, edge.b) in marginals.pairs:
             stays = marginals.pairs[edge.a, edge.b] < threshold
             stays[now.best[edge.a], now.best[edge.b]] = True
-            edges[i] = Edge(edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0))
+            edges[i] = Edge(
+                edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0)
+            )
     return restrict(replace(now.reduced, table=replace(table, edges=tuple(edges))), kept)
 
 
@@ -189,7 +229,9 @@ def _marginals(view: _View, dual: Dual) -> Marginals:
     source = dual.step.source
     if not isinstance(source, Elimination):
         return Marginals(source.marginals, {})
-    return min_marginals(source, frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.table.edges))
+    return min_marginals(
+        source, frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.table.edges)
+    )
 
 
 def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:

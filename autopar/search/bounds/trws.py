@@ -1,8 +1,9 @@
 """A bound, nearly always tight, from passing messages along edges: no factor is ever larger than an edge.
 
-Sequential tree-reweighted message passing (V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", 2006). The
-objective is split over chains of edges that run through the nodes in ascending order, max(edges from below, edges from above) of them
-through a node; messages move costs between the chains so that the sum of their minima, a lower bound, never falls.
+Sequential tree-reweighted message passing (V. Kolmogorov, "Convergent tree-reweighted message passing for energy
+minimization", 2006). The objective is split over chains of edges that run through the nodes in ascending order,
+max(edges from below, edges from above) of them through a node; messages move costs between the chains so that the sum
+of their minima, a lower bound, never falls.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ _PATIENCE, _LEAST_PROGRESS = 6, 0.02
 class Passed:
     """`value`: no choice has a lower objective. `marginals[v][k]`: nor has any that takes k at v a lower one than this.
 
-    `met`: choices met on the way, in the order of their objective, best first. `edges` and `messages`: where another price begins.
+    `met`: choices met on the way, in the order of their objective, best first. `edges` and `messages`: where another
+    price begins.
     """
 
     value: float
@@ -38,7 +40,9 @@ class Passed:
 
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """An edge as one of its ends sees it: the sum of costs and price * memory by classes [classes of here, classes of there]."""
+    """An edge as one of its ends sees it: the sum of costs and price * memory by classes [classes of here, classes of
+    there].
+    """
 
     here: int
     there: int
@@ -50,7 +54,9 @@ class _Half:
 
 @dataclass(frozen=True, eq=False)
 class _Field:
-    """The objective: a term a node, and the halves of the edges; those of a node that lead to earlier and to later nodes."""
+    """The objective: a term a node, and the halves of the edges; those of a node that lead to earlier and to later
+    nodes.
+    """
 
     nodes: tuple[np.ndarray, ...]
     halves: tuple[_Half, ...]
@@ -68,11 +74,13 @@ def pass_messages(
     deadline: Deadline = NEVER,
     before: Passed | None = None,
 ) -> Passed:
-    """Bound cost + multiplier * memory (seconds, and seconds a byte) from below; the memory limit itself is not looked at.
+    """Bound cost + multiplier * memory (seconds, and seconds a byte) from below; the memory limit itself is not looked
+    at.
 
-    `known`: choices to compare with. `ceiling`: how far above it an objective is does not matter. Stops when the bound meets a choice,
-    stands still, or `deadline` has passed; after one sweep at the earliest. `before`: what was passed at another
-    price of the same table. Whatever messages it begins with, the bound holds: they move costs between terms and chains and add none.
+    `known`: choices to compare with. `ceiling`: how far above it an objective is does not matter. Stops when the bound
+    meets a choice, stands still, or `deadline` has passed; after one sweep at the earliest. `before`: what was passed
+    at another price of the same table. Whatever messages it begins with, the bound holds: they move costs between terms
+    and chains and add none.
     """
 
     def objective(choice: tuple[int, ...]) -> float:
@@ -81,7 +89,9 @@ def pass_messages(
     edges = compacted(table) if before is None else before.edges
     field = _field(table, edges, multiplier, ceiling)
     # messages[h]: into the node that sees half h
-    messages = [np.zeros(field.nodes[half.here].size) for half in field.halves] if before is None else list(before.messages)
+    messages = (
+        [np.zeros(field.nodes[half.here].size) for half in field.halves] if before is None else list(before.messages)
+    )
     marginals = [np.full(node.size, -np.inf) for node in field.nodes]
     bounds: list[float] = []
     met = {choice: objective(choice) for choice in known}
@@ -105,7 +115,9 @@ def _stands_still(bounds: Sequence[float], best: float) -> bool:
 
 
 def _field(table: CostTable, compact: Sequence[Compact], multiplier: float, ceiling: float) -> _Field:
-    """The objective with each term cut off where it alone lifts a choice above the ceiling: a relaxation without infinities."""
+    """The objective with each term cut off where it alone lifts a choice above the ceiling: a relaxation without
+    infinities.
+    """
     nodes = [node.cost_s + multiplier * node.memory_bytes for node in table.nodes]
     edges = [edge.cost_s + multiplier * edge.memory_bytes for edge in compact]
     room = _room((*nodes, *edges), ceiling)
@@ -118,7 +130,12 @@ def _field(table: CostTable, compact: Sequence[Compact], multiplier: float, ceil
     later: list[list[int]] = [[] for _ in nodes]
     for number, half in enumerate(halves):
         (later if half.there > half.here else earlier)[half.here].append(number)
-    return _Field(tuple(_cut(values, room) for values in nodes), tuple(halves), tuple(map(tuple, earlier)), tuple(map(tuple, later)))
+    return _Field(
+        tuple(_cut(values, room) for values in nodes),
+        tuple(halves),
+        tuple(map(tuple, earlier)),
+        tuple(map(tuple, later)),
+    )
 
 
 def _room(terms: Sequence[np.ndarray], ceiling: float) -> float:
@@ -135,7 +152,9 @@ def _cut(values: np.ndarray, room: float) -> np.ndarray:
 
 
 def _forward(field: _Field, messages: list[np.ndarray]) -> tuple[int, ...]:
-    """Send messages to later nodes; on the way, choose each node's best given the choices before it and the messages from behind."""
+    """Send messages to later nodes; on the way, choose each node's best given the choices before it and the messages
+    from behind.
+    """
     choice: list[int] = []
     for v, own in enumerate(field.nodes):
         from_later = own + sum(messages[number] for number in field.later[v])
@@ -151,9 +170,9 @@ def _forward(field: _Field, messages: list[np.ndarray]) -> tuple[int, ...]:
 def _backward(field: _Field, messages: list[np.ndarray], marginals: list[np.ndarray], before: float) -> float:
     """Send messages to earlier nodes; the bound is the sum of what the terms have been lowered by.
 
-    `before` is the bound of the last sweep, which no chain has fallen below since. When a node is reached, each chain through it sees its
-    own least for each strategy, up to a constant; together that is the node's total (section 3.2 of the paper). So a choice that takes k
-    costs at least `before` + total[k] - min total.
+    `before` is the bound of the last sweep, which no chain has fallen below since. When a node is reached, each chain
+    through it sees its own least for each strategy, up to a constant; together that is the node's total (section 3.2 of
+    the paper). So a choice that takes k costs at least `before` + total[k] - min total.
     """
     bound = 0.0
     for v in reversed(range(len(field.nodes))):

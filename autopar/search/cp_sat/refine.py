@@ -1,11 +1,13 @@
 """Close the gap with CP-SAT, in a process of its own that is killed when its time is up.
 
-CP-SAT may overrun its own time limit, and may not return at all; here it can do neither, and what it has found is already with us.
+CP-SAT may overrun its own time limit, and may not return at all; here it can do neither, and what it has found is
+already with us.
 
-Costs become integers of a power-of-two unit u, about 2^-40 of the incumbent (larger when the table's costs span more than 2^55 units).
-They are rounded down, so the integer optimum times u is a lower bound; it is below the true optimum by at most u a node and an edge,
-about 2e-10 of the cost for 200 of them. Memory is rounded down too, in units that make whole bytes exact up to 2^50 bytes in all: no choice
-within the limit is lost, and what comes back is checked against the true limit.
+Costs become integers of a power-of-two unit u, about 2^-40 of the incumbent (larger when the table's costs span more
+than 2^55 units). They are rounded down, so the integer optimum times u is a lower bound; it is below the true optimum
+by at most u a node and an edge, about 2e-10 of the cost for 200 of them. Memory is rounded down too, in units that make
+whole bytes exact up to 2^50 bytes in all: no choice within the limit is lost, and what comes back is checked against
+the true limit.
 """
 
 import json
@@ -47,8 +49,9 @@ def refine(
 ) -> Iterator[Choice]:
     """Yield ever better choices or bounds of a checked table until it is solved or the deadline has passed.
 
-    `incumbent` is a choice within the limit (a hint, and the first to beat); without one, nothing is yielded until one is found.
-    Closing the iterator, or an exception in the consumer, kills the process. A process that fails is reported by a warning.
+    `incumbent` is a choice within the limit (a hint, and the first to beat); without one, nothing is yielded until one
+    is found. Closing the iterator, or an exception in the consumer, kills the process. A process that fails is reported
+    by a warning.
     """
     cost_unit = _cost_unit(table, incumbent)
     problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": deadline.remaining_s}
@@ -56,7 +59,9 @@ def refine(
     with _started(worker, problem) as answers:
         while (answer := _next(answers, deadline)) is not None:
             if answer.get("status") == "INFEASIBLE" and best is None:
-                raise InfeasibleError(f"no choice fits in {table.memory_limit_bytes:.0f} bytes per device; raise the limit")
+                raise InfeasibleError(
+                    f"no choice fits in {table.memory_limit_bytes:.0f} bytes per device; raise the limit"
+                )
             better = _improved(table, best, answer, lower_bound_s, cost_unit)
             lower_bound_s = max(lower_bound_s, answer.get("bound", -math.inf) * cost_unit)
             if better is not None:
@@ -88,7 +93,9 @@ def _receive(child: "subprocess.Popen[bytes]", lines: "queue.Queue[str | None]")
     lines.put(None)
 
 
-def _improved(table: CostTable, best: Choice | None, answer: dict[str, Any], lower_bound_s: float, cost_unit: float) -> Choice | None:
+def _improved(
+    table: CostTable, best: Choice | None, answer: dict[str, Any], lower_bound_s: float, cost_unit: float
+) -> Choice | None:
     """The best choice with what the answer adds to it, or None when it adds nothing."""
     if "strategies" in answer:
         found = _choice(table, tuple(answer["strategies"]), lower_bound_s)
@@ -110,21 +117,39 @@ def _cost_unit(table: CostTable, incumbent: tuple[int, ...] | None) -> float:
     return _power_of_two(max(usual * 2.0**-_COST_BITS, widest * 2.0**-_WIDEST_BITS))
 
 
-def _integer_problem(table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, cost_unit: float) -> dict[str, Any]:
+def _integer_problem(
+    table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, cost_unit: float
+) -> dict[str, Any]:
     """What `worker.solve_integer` takes, but for the time limit."""
     most_memory = sum(_largest(part.memory_bytes) for part in (*table.nodes, *table.edges))
     memory_unit = _power_of_two(most_memory * 2.0**-_MEMORY_BITS)
     edges = []
     for edge in table.edges:
         ka, kb = np.nonzero(np.isfinite(edge.cost_s))
-        edges.append((edge.a, edge.b, ka, kb, _floor(edge.cost_s[ka, kb], cost_unit), _floor(edge.memory_bytes[ka, kb], memory_unit)))
+        edges.append(
+            (
+                edge.a,
+                edge.b,
+                ka,
+                kb,
+                _floor(edge.cost_s[ka, kb], cost_unit),
+                _floor(edge.memory_bytes[ka, kb], memory_unit),
+            )
+        )
     return {
-        "nodes": [(_floor(n.cost_s, cost_unit), _floor(n.memory_bytes, memory_unit), np.isfinite(n.cost_s)) for n in table.nodes],
+        "nodes": [
+            (_floor(n.cost_s, cost_unit), _floor(n.memory_bytes, memory_unit), np.isfinite(n.cost_s))
+            for n in table.nodes
+        ],
         "edges": edges,
         "limit": math.floor(table.memory_limit_bytes / memory_unit) if table.memory_limit_bytes < most_memory else None,
         "hint": None if incumbent is None else list(incumbent),
         # Each term was rounded down by less than one unit.
-        "bound": math.floor(lower_bound_s / cost_unit) - len(table.nodes) - len(edges) if math.isfinite(lower_bound_s) else None,
+        "bound": (
+            math.floor(lower_bound_s / cost_unit) - len(table.nodes) - len(edges)
+            if math.isfinite(lower_bound_s)
+            else None
+        ),
     }
 
 
@@ -148,7 +173,9 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
     """
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+        child = subprocess.Popen(
+            worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
         threads = (
             threading.Thread(target=_send, args=(child.stdin, problem)),
             threading.Thread(target=_receive, args=(child, lines)),

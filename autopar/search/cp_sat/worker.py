@@ -1,7 +1,8 @@
-"""The CP-SAT process: reads one integer problem from stdin, writes each better choice and bound to stdout as a line of JSON.
+"""The CP-SAT process: reads one integer problem from stdin, writes each better choice and bound to stdout as a line of
+JSON.
 
-Run as a file, not as a module, and importing nothing of this package: it starts in a fraction of a second whatever the package imports.
-It ends when its stdin is closed, so it cannot outlive the process that started it.
+Run as a file, not as a module, and importing nothing of this package: it starts in a fraction of a second whatever the
+package imports. It ends when its stdin is closed, so it cannot outlive the process that started it.
 """
 
 import json
@@ -31,17 +32,20 @@ def main() -> None:
 
 
 def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
-    """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status": name} last.
+    """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status":
+    name} last.
 
-    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry an allowed
-    pair of strategies, limit = int or None, hint = list or None, bound = int or None, time_limit_s = float.
+    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one
+    entry an allowed pair of strategies, limit = int or None, hint = list or None, bound = int or None, time_limit_s =
+    float.
     """
     model = cp_model.CpModel()
     chosen = _build(model, problem)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = _NUM_WORKERS
-    solver.parameters.interleave_search = True  # rounds of fixed work: without it the threads' timing decides among equals
+    # rounds of fixed work: without it the threads' timing decides among equals
+    solver.parameters.interleave_search = True
     solver.parameters.catch_sigint_signal = False  # the solver would leave the process without Python's own handler
     solver.parameters.relative_gap_limit = 0.0
     solver.parameters.absolute_gap_limit = 0.0

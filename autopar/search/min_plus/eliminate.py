@@ -1,8 +1,8 @@
 """Exact optimum of a table without a global constraint: eliminate node after node in min-plus algebra.
 
-Bucket elimination (R. Dechter, "Bucket elimination: a unifying framework for reasoning", 1999). A node is removed by replacing the terms it
-takes part in by their minimum over its strategies, a function of its neighbours. The order decides the size of these functions; on
-nearly series-parallel graphs they depend on two nodes each.
+Bucket elimination (R. Dechter, "Bucket elimination: a unifying framework for reasoning", 1999). A node is removed by
+replacing the terms it takes part in by their minimum over its strategies, a function of its neighbours. The order
+decides the size of these functions; on nearly series-parallel graphs they depend on two nodes each.
 """
 
 import heapq
@@ -80,11 +80,14 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
 
 
 def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0) -> Elimination:
-    """Minimise cost + multiplier * memory (seconds, and seconds a byte) over the nodes of `order`, which need not be all.
+    """Minimise cost + multiplier * memory (seconds, and seconds a byte) over the nodes of `order`, which need not be
+    all.
 
     The memory limit itself is not looked at.
     """
-    waiting = {v: [Factor((v,), _weighted(node.cost_s, node.memory_bytes, multiplier))] for v, node in enumerate(table.nodes)}
+    waiting = {
+        v: [Factor((v,), _weighted(node.cost_s, node.memory_bytes, multiplier))] for v, node in enumerate(table.nodes)
+    }
     rank = {node: len(order) for node in waiting} | {node: i for i, node in enumerate(order)}
     for edge in table.edges:
         factor = Factor((edge.a, edge.b), _weighted(edge.cost_s, edge.memory_bytes, multiplier))
@@ -103,7 +106,9 @@ def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0
 
 
 def argmin(elimination: Elimination, given: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
-    """An optimal strategy per node, by back-substitution; ties go to the lowest index. `given`: those of nodes that were not eliminated."""
+    """An optimal strategy per node, by back-substitution; ties go to the lowest index. `given`: those of nodes that
+    were not eliminated.
+    """
     chosen = dict(given)
     for bucket in reversed(elimination.buckets):
         total = 0.0

@@ -12,14 +12,18 @@ _BLOCK_ENTRIES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """`values[k0, k1, ...]`: one term of the objective, indexed by the strategies of the nodes in `scope` (ascending)."""
+    """`values[k0, k1, ...]`: one term of the objective, indexed by the strategies of the nodes in `scope`
+    (ascending).
+    """
 
     scope: tuple[int, ...]
     values: np.ndarray  # f64, one dim a node of the scope
 
 
 def contract(factors: Sequence[Factor], keep: tuple[int, ...]) -> Factor:
-    """The sum of the factors, minimised over every node not in `keep`. `keep` must be ascending and within their scopes."""
+    """The sum of the factors, minimised over every node not in `keep`. `keep` must be ascending and within their
+    scopes.
+    """
     remaining = list(factors)
     while gone := {node for factor in remaining for node in factor.scope} - set(keep):
         node = min(gone, key=lambda v: (_joint_size(remaining, v), v))

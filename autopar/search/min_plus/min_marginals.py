@@ -1,7 +1,7 @@
 """Min-marginals: for each strategy, and each pair of an edge, the optimum among the choices that take it.
 
-The downward pass of bucket elimination: what lies outside a bucket's subtree, as a function of the bucket's neighbours. No message is
-subtracted from a sum that holds it, so `inf` (forbidden) needs no care.
+The downward pass of bucket elimination: what lies outside a bucket's subtree, as a function of the bucket's neighbours.
+No message is subtracted from a sum that holds it, so `inf` (forbidden) needs no care.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from autopar.search.min_plus.factors import Factor, contract
 
 @dataclass(frozen=True, eq=False)
 class Marginals:
-    """`nodes[v][k]` and `pairs[a, b][ka, kb]`: the objective of the best choice that contains the strategy or the pair."""
+    """`nodes[v][k]` and `pairs[a, b][ka, kb]`: the objective of the best choice that contains the strategy or the
+    pair.
+    """
 
     nodes: tuple[np.ndarray, ...]
     pairs: Mapping[tuple[int, int], np.ndarray]
@@ -40,7 +42,9 @@ def outside_messages(elimination: Elimination) -> dict[Factor, Factor]:
     roots = [bucket.message for bucket in elimination.buckets if not bucket.message.scope]
     messages = {bucket.message for bucket in elimination.buckets}
     # For the last bucket of a connected component: the optimum of the other components.
-    outside = {root: Factor((), np.array(sum(float(other.values) for other in roots if other is not root))) for root in roots}
+    outside = {
+        root: Factor((), np.array(sum(float(other.values) for other in roots if other is not root))) for root in roots
+    }
     for bucket in reversed(elimination.buckets):
         terms = (*bucket.factors, outside[bucket.message])
         for factor in bucket.factors:

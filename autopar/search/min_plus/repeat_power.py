@@ -1,7 +1,7 @@
 """Rows of L equal blocks, each block with choices of its own, as a table of two blocks, in time that grows with log L.
 
-A block is eliminated down to a matrix "what the block before it hands on" x "what it hands on", and the min-plus power of that matrix by
-squaring is L - 1 blocks.
+A block is eliminated down to a matrix "what the block before it hands on" x "what it hands on", and the min-plus power
+of that matrix by squaring is L - 1 blocks.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from autopar.search.table import CostTable, Edge, Node
 class Chain:
     """`count` copies of a block of nodes between nodes that do not repeat, those outside.
 
-    In each group of edges `a` and `b` number the nodes at the two ends, of the block or of those outside; there is no order among them.
+    In each group of edges `a` and `b` number the nodes at the two ends, of the block or of those outside; there is no
+    order among them.
     """
 
     count: int
@@ -38,19 +39,25 @@ class Chains:
 
 
 def condensed(chains: Chains) -> CostTable:
-    """A table without memory whose optimum is no more than the least cost of the chains: of each, the first copy and one more node.
+    """A table without memory whose optimum is no more than the least cost of the chains: of each, the first copy and
+    one more node.
 
-    That node is what the last copy hands on, and its edge to what the first does is a min-plus power. In the copies after the first, what
-    all copies read is chosen anew at each reading. ValueError unless each copy hands on one node.
+    That node is what the last copy hands on, and its edge to what the first does is a min-plus power. In the copies
+    after the first, what all copies read is chosen anew at each reading. ValueError unless each copy hands on one node.
     """
     nodes, placed = list(chains.outside.nodes), [(edge.a, edge.b, edge) for edge in chains.outside.edges]
     for chain in chains.chains:
         terms = _Terms(chain, len(nodes))
         if len(terms.handed_on) != 1:
-            raise ValueError(f"a chain whose copies hand on {len(terms.handed_on)} nodes cannot be condensed: expected one")
+            raise ValueError(
+                f"a chain whose copies hand on {len(terms.handed_on)} nodes cannot be condensed: expected one"
+            )
         (first,), last = (terms.number(0, j) for j in terms.handed_on), terms.number(1, 0)
         handed_on = chain.nodes[terms.handed_on[0]]
-        nodes += [*chain.nodes, Node(f"last {handed_on.name}", np.zeros(handed_on.cost_s.size), np.zeros(handed_on.cost_s.size))]
+        nodes += [
+            *chain.nodes,
+            Node(f"last {handed_on.name}", np.zeros(handed_on.cost_s.size), np.zeros(handed_on.cost_s.size)),
+        ]
         placed += [(edge.a, terms.number(0, edge.b), edge) for edge in (*chain.enters, *chain.shared)]
         placed += [(terms.number(0, edge.a), terms.number(0, edge.b), edge) for edge in chain.inner]
         placed += [(last, edge.b, edge) for edge in chain.leaves]
@@ -60,7 +67,9 @@ def condensed(chains: Chains) -> CostTable:
 
 
 def _from_first_to_last(terms: "_Terms") -> np.ndarray:
-    """f64[states, states]: the least cost of all copies after the first, between what the first and what the last hands on."""
+    """f64[states, states]: the least cost of all copies after the first, between what the first and what the last hands
+    on.
+    """
     (j,) = terms.handed_on
     if terms.chain.count == 1:
         return np.where(np.eye(terms.chain.nodes[j].cost_s.size, dtype=bool), 0.0, np.inf)
@@ -73,7 +82,9 @@ def _from_first_to_last(terms: "_Terms") -> np.ndarray:
 
 def _without_memory(table: CostTable) -> CostTable:
     nodes = (replace(node, memory_bytes=np.zeros_like(node.cost_s)) for node in table.nodes)
-    return CostTable(tuple(nodes), tuple(replace(edge, memory_bytes=np.zeros_like(edge.cost_s)) for edge in table.edges))
+    return CostTable(
+        tuple(nodes), tuple(replace(edge, memory_bytes=np.zeros_like(edge.cost_s)) for edge in table.edges)
+    )
 
 
 def _merged(placed: Sequence[tuple[int, int, Edge]]) -> tuple[Edge, ...]:
@@ -90,7 +101,9 @@ def _merged(placed: Sequence[tuple[int, int, Edge]]) -> tuple[Edge, ...]:
 
 @dataclass(frozen=True)
 class _Terms:
-    """A chain's terms as factors. Its copies have the numbers from `start` on, those of copy i after those of copy i - 1."""
+    """A chain's terms as factors. Its copies have the numbers from `start` on, those of copy i after those of copy i -
+    1.
+    """
 
     chain: Chain
     start: int

@@ -1,7 +1,8 @@
-"""What is left of a table without a memory limit once every node with few neighbours is eliminated: a smaller table of the same optimum.
+"""What is left of a table without a memory limit once every node with few neighbours is eliminated: a smaller table of
+the same optimum.
 
-A node beside one or two others leaves a function of these, which is a node's or an edge's term: what is left is a table again. Of models,
-where most values are used once, that is a tenth.
+A node beside one or two others leaves a function of these, which is a node's or an edge's term: what is left is a table
+again. Of models, where most values are used once, that is a tenth.
 """
 
 import heapq
@@ -14,7 +15,8 @@ import numpy as np
 from autopar.search.min_plus.eliminate import Elimination, argmin, eliminate
 from autopar.search.table import CostTable, Edge, Node
 
-# A node that takes more additions stays: half a millisecond, and two nodes between which a dense edge is no larger than most edges are.
+# A node that takes more additions stays: half a millisecond, and two nodes between which a dense edge is no larger than
+# most edges are.
 _MOST_ADDITIONS = 3e5
 
 

@@ -24,7 +24,12 @@ i64 = torch.int64
         ("aten.softmax.int", (meta(4, 8), -1), set(), {0}),
         ("aten.embedding.default", (meta(9, 8), meta(4, dtype=i64)), {1}, set()),
         ("aten.layer_norm.default", (meta(4, 8), (8,), meta(8), meta(8)), {0, 1, 2}, set()),
-        ("aten.scaled_dot_product_attention.default", (meta(1, 2, 4, 8), meta(1, 2, 4, 8), meta(1, 2, 4, 8)), {0, 1, 2}, {0}),
+        (
+            "aten.scaled_dot_product_attention.default",
+            (meta(1, 2, 4, 8), meta(1, 2, 4, 8), meta(1, 2, 4, 8)),
+            {0, 1, 2},
+            {0},
+        ),
     ],
 )
 def test_saved_tensors(target, args, inputs, outputs):
@@ -33,7 +38,10 @@ def test_saved_tensors(target, args, inputs, outputs):
 
 
 def test_nothing_is_saved_without_gradient():
-    assert footprint(make_op("aten.mm.default", meta(4, 8, grad=False), meta(8, 4, grad=False))).saved_inputs == frozenset()
+    assert (
+        footprint(make_op("aten.mm.default", meta(4, 8, grad=False), meta(8, 4, grad=False))).saved_inputs
+        == frozenset()
+    )
 
 
 def test_views_share_memory():
@@ -59,7 +67,9 @@ def test_an_op_that_looks_at_values_keeps_everything():
 
 @pytest.mark.parametrize(("name", "left"), [("gpt2", {"transformer.wte.weight"}), ("llama", set()), ("bert", set())])
 def test_matrices_of_blocks_may_be_gathered_again(name, left):
-    """In transformers' Conv1D too, which stores its weight the other way round; tables that are looked up are not saved for backward."""
+    """In transformers' Conv1D too, which stores its weight the other way round; tables that are looked up are not saved
+    for backward.
+    """
     graph = traced(build(name))
     found = regatherable(graph, {item.value.name: item.value.name for item in graph.inputs})
     looked_up = {op.inputs[0].name for op in graph.ops if op.target == "aten.embedding.default"}

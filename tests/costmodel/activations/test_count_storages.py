@@ -28,7 +28,8 @@ def test_what_autograd_keeps_and_makes_is_counted_also_without_data():
         x, weight = torch.ones(256, device=device), torch.ones(256, device=device, requires_grad=True)
         with count_storages([x, weight]) as storages:
             y = (x * weight).exp()
-            assert storages.num_bytes == 3 * KIB and storages.restart() == 4 * KIB  # the product is gone, exp keeps its result
+            # the product is gone, exp keeps its result
+            assert storages.num_bytes == 3 * KIB and storages.restart() == 4 * KIB
             y.backward(x)
             del y
             assert storages.num_bytes == 3 * KIB and weight.grad is not None

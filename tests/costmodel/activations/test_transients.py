@@ -34,7 +34,11 @@ class Classifier(nn.Module):
 
 def traced(width: int = WIDTH) -> Graph:
     with torch.device("meta"):
-        return trace(Classifier(width), (torch.zeros(TOKENS, width, dtype=torch.float16), torch.zeros(TOKENS, dtype=torch.long)), {})
+        return trace(
+            Classifier(width),
+            (torch.zeros(TOKENS, width, dtype=torch.float16), torch.zeros(TOKENS, dtype=torch.long)),
+            {},
+        )
 
 
 NOTHING = Transient({}, frozenset())
@@ -44,7 +48,9 @@ def memory(graph: Graph, training: Training) -> dict[str, int]:
     """On one device."""
     mesh, folded = parse_mesh("1"), fold(graph)
     priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CPU, training=training)
-    return evaluate(graph, decode(priced, graph, folded, (0,) * len(priced.entities)), mesh, CPU, training=training).memory_bytes
+    return evaluate(
+        graph, decode(priced, graph, folded, (0,) * len(priced.entities)), mesh, CPU, training=training
+    ).memory_bytes
 
 
 def found(graph: Graph, num_microbatches: int) -> Transient:

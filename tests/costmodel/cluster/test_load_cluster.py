@@ -34,4 +34,6 @@ def test_impossible_links_are_refused(levels):
 
 def test_a_dtype_without_rate_runs_at_that_of_float32():
     assert load_cluster("cpu").peak_flops_per_s(torch.float16) == load_cluster("cpu").peak_flops_per_s(torch.float32)
-    assert load_cluster("h100").peak_flops_per_s(torch.bfloat16) > 10 * load_cluster("h100").peak_flops_per_s(torch.float32)
+    assert load_cluster("h100").peak_flops_per_s(torch.bfloat16) > 10 * load_cluster("h100").peak_flops_per_s(
+        torch.float32
+    )

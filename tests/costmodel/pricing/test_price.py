@@ -33,7 +33,9 @@ from tests.planner.cases import traced
 from tests.runtime.any_plan import MESHES, draw_graph
 from tests.zoo import ZOO
 
-CLUSTER = Cluster("test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up", {}, 5e7)
+CLUSTER = Cluster(
+    "test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up", {}, 5e7
+)
 
 
 def random_choices(priced: Priced, seed: int, count: int) -> list[tuple[int, ...]]:
@@ -58,7 +60,8 @@ def is_exact(
     """Whether the choice costs and takes what the whole graph does without the table."""
     costs = evaluate(graph, decode(priced, graph, folded, choice), mesh, cluster, training=training)
     assert cost_of(priced.table, choice) == pytest.approx(costs.step_s, rel=1e-9)
-    assert memory_of(priced.table, choice) == pytest.approx(costs.total_memory_bytes, rel=1e-9, abs=0.5)  # whole bytes
+    # whole bytes
+    assert memory_of(priced.table, choice) == pytest.approx(costs.total_memory_bytes, rel=1e-9, abs=0.5)
     return True
 
 
@@ -91,7 +94,11 @@ def draw_offloaded(draw: random.Random, graph: Graph, recomputed: Regions) -> Re
     runs = [tuple(name for name in region if name not in inside) for region in draw_regions(draw, graph)]
     position = {op.name: number for number, op in enumerate(graph.ops)}
     whole = [run for run in runs if run and position[run[-1]] - position[run[0]] == len(run) - 1]
-    return tuple(sorted([*whole, *(region for region in recomputed if draw.random() < 0.5)], key=lambda region: position[region[0]]))
+    return tuple(
+        sorted(
+            [*whole, *(region for region in recomputed if draw.random() < 0.5)], key=lambda region: position[region[0]]
+        )
+    )
 
 
 def draw_state(draw: random.Random, graph: Graph) -> frozenset[str]:
@@ -109,8 +116,20 @@ def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     training, regions = draw_training(draw), draw_regions(draw, graph)
     candidates, away = annotate(graph, mesh, folded), draw_offloaded(draw, graph, regions)
     kept = draw_state(draw, graph)
-    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away, state_on_host=kept)
-    assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3))
+    priced = price(
+        graph,
+        folded,
+        candidates,
+        mesh,
+        CLUSTER,
+        training=training,
+        recomputed=regions,
+        offloaded=away,
+        state_on_host=kept,
+    )
+    assert all(
+        is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3)
+    )
 
 
 @pytest.mark.parametrize("is_segmented", [False, True])
@@ -137,8 +156,20 @@ def test_the_table_of_a_model_in_microbatches_with_recomputed_blocks_is_exact(na
     away = regions[draw.randrange(2) :: 2]
     regions = regions[: len(regions) // 2]
     kept = draw_state(draw, graph)
-    priced = price(graph, folded, candidates, mesh, CLUSTER, training=training, recomputed=regions, offloaded=away, state_on_host=kept)
-    assert all(is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5))
+    priced = price(
+        graph,
+        folded,
+        candidates,
+        mesh,
+        CLUSTER,
+        training=training,
+        recomputed=regions,
+        offloaded=away,
+        state_on_host=kept,
+    )
+    assert all(
+        is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5)
+    )
     by_hand = encode(priced, graph, folded, hand_plans(graph, folded, candidates, mesh)["zero3"])
     assert is_exact(priced, graph, folded, by_hand, mesh, training=training)
 
@@ -166,8 +197,12 @@ def test_the_table_of_a_large_model_is_exact(name, mesh):
     folded = segmented(folded, graph, ends_apart(folded))
     candidates = annotate(graph, mesh, folded)
     priced = price(graph, folded, candidates, mesh, cluster)
-    by_hand = [encode(priced, graph, folded, assignment) for assignment in hand_plans(graph, folded, candidates, mesh).values()]
-    assert all(is_exact(priced, graph, folded, choice, mesh, cluster) for choice in random_choices(priced, 2, 2) + by_hand)
+    by_hand = [
+        encode(priced, graph, folded, assignment) for assignment in hand_plans(graph, folded, candidates, mesh).values()
+    ]
+    assert all(
+        is_exact(priced, graph, folded, choice, mesh, cluster) for choice in random_choices(priced, 2, 2) + by_hand
+    )
 
 
 def test_equal_copies_share_their_arrays():
@@ -205,7 +240,9 @@ def test_the_table_is_well_formed():
     for entity, node in zip(priced.entities, table.nodes, strict=True):
         assert len(entity.options) == len(node.cost_s) == len(node.memory_bytes) > 0, node.name
     for edge in table.edges:
-        assert edge.cost_s.shape == edge.memory_bytes.shape == tuple(len(table.nodes[n].cost_s) for n in (edge.a, edge.b))
+        assert (
+            edge.cost_s.shape == edge.memory_bytes.shape == tuple(len(table.nodes[n].cost_s) for n in (edge.a, edge.b))
+        )
         assert np.isfinite(edge.cost_s).all() and (edge.cost_s >= 0).all()
     assert table.memory_limit_bytes == 5.0
 
@@ -221,7 +258,9 @@ def test_a_missing_kept_layout_is_filled_with_the_cheapest():
     assert [filled[node] for node in others] == [choice[node] for node in others]
     for node, entity in enumerate(priced.entities):
         if entity.kind == "kept":
-            costs = [cost_of(priced.table, filled[:node] + (k,) + filled[node + 1 :]) for k in range(len(entity.options))]
+            costs = [
+                cost_of(priced.table, filled[:node] + (k,) + filled[node + 1 :]) for k in range(len(entity.options))
+            ]
             assert min(costs) == pytest.approx(costs[filled[node]])
 
 
@@ -233,7 +272,13 @@ def test_what_is_no_candidate_is_refused():
     with pytest.raises(PlanError, match="%w0: expected one of"):
         encode(priced, graph, folded, Assignment(full.strategies, {**full.layouts, "w0": ()}, full.kept, full.outputs))
     with pytest.raises(MeshError, match="4 devices"):
-        price(graph, folded, annotate(graph, mesh, folded), mesh, Cluster("two", (LinkLevel(2, 0.0, 1.0),), {"float32": 1.0}, 1.0, 1, ""))
+        price(
+            graph,
+            folded,
+            annotate(graph, mesh, folded),
+            mesh,
+            Cluster("two", (LinkLevel(2, 0.0, 1.0),), {"float32": 1.0}, 1.0, 1, ""),
+        )
 
 
 def test_value_classes_follow_their_ops():

@@ -34,7 +34,9 @@ def _whole(name: str, layers: int, mesh: str) -> CostTable:
 
 
 def _sums(table: CostTable) -> np.ndarray:
-    """Of each edge the number of pairs, the seconds and the bytes of those allowed; each of the three in ascending order."""
+    """Of each edge the number of pairs, the seconds and the bytes of those allowed; each of the three in ascending
+    order.
+    """
     allowed = [np.isfinite(edge.cost_s) for edge in table.edges]
     rows = [(w.size, e.cost_s[w].sum(), e.memory_bytes[w].sum()) for e, w in zip(table.edges, allowed)]
     return np.sort(np.array(rows), axis=0)
@@ -43,10 +45,14 @@ def _sums(table: CostTable) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "layers", "mesh"),
     [
-        ("gpt2", 4, "8"), ("gpt2", 6, "4x2"), ("llama", 6, "8"), ("t5", 5, "8"),
-        pytest.param("llama", 6, "4x2", marks=pytest.mark.slow), pytest.param("t5", 5, "4x2", marks=pytest.mark.slow),
+        ("gpt2", 4, "8"),
+        ("gpt2", 6, "4x2"),
+        ("llama", 6, "8"),
+        ("t5", 5, "8"),
+        pytest.param("llama", 6, "4x2", marks=pytest.mark.slow),
+        pytest.param("t5", 5, "4x2", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
     table, whole = unrolled(_chains(name, layers, mesh)), _whole(name, layers, mesh)
     assert len(table.nodes) == len(whole.nodes)
@@ -58,10 +64,14 @@ def test_written_out_they_are_the_table_without_a_fold(name, layers, mesh):
 @pytest.mark.parametrize(
     ("name", "layers", "mesh"),
     [
-        ("gpt2", 6, "8"), ("gpt2", 6, "4x2"), ("llama", 6, "4x2"), ("t5", 6, "8"),
-        pytest.param("llama", 6, "8", marks=pytest.mark.slow), pytest.param("t5", 6, "4x2", marks=pytest.mark.slow),
+        ("gpt2", 6, "8"),
+        ("gpt2", 6, "4x2"),
+        ("llama", 6, "4x2"),
+        ("t5", 6, "8"),
+        pytest.param("llama", 6, "8", marks=pytest.mark.slow),
+        pytest.param("t5", 6, "4x2", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_condensed_they_prove_the_plan_of_the_fold(name, layers, mesh):
     bound_s = solve(condensed(_chains(name, layers, mesh))).lower_bound_s
     plan = make_plan(traced(name, layers), parse_mesh(mesh), V100, PlanRequest(memory_limit_bytes=math.inf))

@@ -95,8 +95,17 @@ def _empty(model, x):
 
 
 PROGRAMS = [
-    _slice_then_base, _base_then_view, _view_then_view, _reshape_of_view, _masks, _unary, _mixed_dtype, _buffers, _reassigned, _empty,
-]  # fmt: skip
+    _slice_then_base,
+    _base_then_view,
+    _view_then_view,
+    _reshape_of_view,
+    _masks,
+    _unary,
+    _mixed_dtype,
+    _buffers,
+    _reassigned,
+    _empty,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.strip("_"))

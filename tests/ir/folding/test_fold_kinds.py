@@ -58,7 +58,9 @@ def test_layers_with_two_kinds_of_attention():
 
 
 def test_encoder_and_decoder():
-    """The first layers make the position bias; all others repeat, and the decoder's all read what the encoder returns."""
+    """The first layers make the position bias; all others repeat, and the decoder's all read what the encoder
+    returns.
+    """
     with torch.device("meta"):
         model = _t5()
     graph = trace(model, (), _tokens(2, 8))
@@ -76,7 +78,8 @@ def test_encoder_and_decoder():
 
 def test_stages_of_a_resnet():
     graph = trace(resnet50(), (torch.zeros(2, 3, 32, 32),), {})
-    assert [count for _, count in repeats(graph)] == [2, 3, 5, 2]  # 3, 4, 6 and 3 bottlenecks, the first of each with a projection
+    # 3, 4, 6 and 3 bottlenecks, the first of each with a projection
+    assert [count for _, count in repeats(graph)] == [2, 3, 5, 2]
     check(graph, fold(graph))
 
 
@@ -87,7 +90,10 @@ def test_lists_of_unequal_length(counts):
     class Towers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Sequential(*(Block() for _ in range(counts[0]))), nn.Sequential(*(Gated() for _ in range(counts[1])))
+            self.a, self.b = (
+                nn.Sequential(*(Block() for _ in range(counts[0]))),
+                nn.Sequential(*(Gated() for _ in range(counts[1]))),
+            )
 
         def forward(self, x, y):
             return self.a(x) * self.b(y)

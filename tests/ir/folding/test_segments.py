@@ -35,7 +35,9 @@ def test_sizes_are_taken(sizes):
     for start, size in zip(starts, sizes):
         for layer in range(start, start + size):
             names = ("v{}_0", "v{}_3", "sum{}", "w{}_0", "w{}_1")
-            assert [found.representative[name.format(layer)] for name in names] == [name.format(start) for name in names]
+            assert [found.representative[name.format(layer)] for name in names] == [
+                name.format(start) for name in names
+            ]
     expected = [(f"v{start}_0", 5, size) for start, size in zip(starts, sizes) if size > 1]
     assert [(repeat.ops[0], len(repeat.ops), repeat.count) for repeat in found.repeats] == expected
     assert found.representative["x"] == "x"
@@ -69,7 +71,9 @@ def test_shared_parameters_stay_one_class():
 
 
 def test_parameters_shared_by_two_stacks():
-    """Each copy of the second stack reads a parameter of the same copy of the first; the segments of both count for it."""
+    """Each copy of the second stack reads a parameter of the same copy of the first; the segments of both count for
+    it.
+    """
 
     class Twice(torch.nn.Module):
         def __init__(self):
@@ -105,14 +109,18 @@ def test_the_usual_segments():
 
 
 def priced_twice(graph, sizes, count):
-    """(assignment, table and choice of the fold, table and choice of its segments) of plans that treat all copies alike."""
+    """(assignment, table and choice of the fold, table and choice of its segments) of plans that treat all copies
+    alike.
+    """
     mesh, cluster = parse_mesh("2x2"), PRESETS["v100"]
     folded = fold(graph)
     finer = segmented(folded, graph, (sizes,))
     whole, parts = (price(graph, found, annotate(graph, mesh, found), mesh, cluster) for found in (folded, finer))
     rng = random.Random(0)
     for _ in range(count):
-        assignment = decode(whole, graph, folded, tuple(rng.randrange(len(entity.options)) for entity in whole.entities))
+        assignment = decode(
+            whole, graph, folded, tuple(rng.randrange(len(entity.options)) for entity in whole.entities)
+        )
         choices = encode(whole, graph, folded, assignment), encode(parts, graph, finer, assignment)
         assert decode(parts, graph, finer, choices[1]) == assignment
         yield (whole.table, choices[0]), (parts.table, choices[1])

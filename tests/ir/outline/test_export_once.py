@@ -17,7 +17,9 @@ LAYERS = 6
 def _gpt2(**options):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, use_cache=False, **options))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, use_cache=False, **options)
+    )
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
@@ -26,7 +28,13 @@ SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_
 def _causal(name, **options):
     import transformers
 
-    sizes = SIZES | {"intermediate_size": 32, "num_key_value_heads": 1, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    sizes = SIZES | {
+        "intermediate_size": 32,
+        "num_key_value_heads": 1,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     config = getattr(transformers, f"{name}Config")(**(sizes | options))
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
@@ -40,7 +48,15 @@ def _bert():
 def _t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": LAYERS, "num_heads": 2, "use_cache": False}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": LAYERS,
+        "num_heads": 2,
+        "use_cache": False,
+    }
     return T5ForConditionalGeneration(T5Config(**sizes, num_decoder_layers=6, decoder_start_token_id=0, pad_token_id=0))
 
 
@@ -54,10 +70,19 @@ def _vit():
 def _whisper():
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    sizes = {"vocab_size": 64, "d_model": 16, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 8, "use_cache": False}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "num_mel_bins": 8,
+        "max_source_positions": 8,
+        "max_target_positions": 8,
+        "use_cache": False,
+    }
     layers = {"encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
-    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **layers, **heads, bos_token_id=None, eos_token_id=None))
+    return WhisperForConditionalGeneration(
+        WhisperConfig(**sizes, **layers, **heads, bos_token_id=None, eos_token_id=None)
+    )
 
 
 def _tokens(*shape):
@@ -73,7 +98,12 @@ HF = {
     "bert": (_bert, _tokens(2, 8), LAYERS, 1),
     "t5": (_t5, _tokens(2, 8), LAYERS - 1 + 5, 2),
     "vit": (_vit, {"pixel_values": torch.ones(2, 3, 8, 8), "labels": torch.ones(2, dtype=torch.long)}, LAYERS, 1),
-    "whisper": (_whisper, {"input_features": torch.ones(2, 8, 16), "labels": torch.ones(2, 8, dtype=torch.long)}, 2 * LAYERS, 2),
+    "whisper": (
+        _whisper,
+        {"input_features": torch.ones(2, 8, 16), "labels": torch.ones(2, 8, dtype=torch.long)},
+        2 * LAYERS,
+        2,
+    ),
 }
 
 
@@ -99,7 +129,9 @@ def test_models_with_contents(name):
     }
     assert_equal(model, (), kwargs, calls=calls, bodies=bodies)
     for module, attributes in before:
-        assert module.__dict__.keys() == attributes.keys() and not module._forward_hooks and not module._forward_pre_hooks
+        assert (
+            module.__dict__.keys() == attributes.keys() and not module._forward_hooks and not module._forward_pre_hooks
+        )
         for table in ("_parameters", "_buffers", "_modules"):
             assert type(module.__dict__[table]) is dict
             assert [(name, id(item)) for name, item in module.__dict__[table].items()] == [*tables[id(module), table]]
@@ -130,7 +162,9 @@ def test_outputs_of_layers(kind):
 def test_layers_of_two_kinds():
     with torch.device("meta"):
         kinds = ["sliding_attention", "full_attention"] * 6
-        model = _causal("Qwen3", head_dim=8, num_hidden_layers=12, layer_types=kinds, use_sliding_window=True, sliding_window=4)
+        model = _causal(
+            "Qwen3", head_dim=8, num_hidden_layers=12, layer_types=kinds, use_sliding_window=True, sliding_window=4
+        )
     assert_equal(model, (), _tokens(2, 8), calls=12, bodies=2)
 
 

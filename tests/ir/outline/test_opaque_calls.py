@@ -1,4 +1,6 @@
-"""What stands in for a module changes nothing of what the model around it does; where nothing can, the model is exported as a whole."""
+"""What stands in for a module changes nothing of what the model around it does; where nothing can, the model is
+exported as a whole.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ class Block(nn.Module):
 
     def __init__(self, width=4, p=0.0):
         super().__init__()
-        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(p)) for _ in range(3)))
+        self.inner = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(p)) for _ in range(3))
+        )
         self.norm = nn.BatchNorm1d(width)
         self.index, self.scale, self.seen = 0, 1.0, 0
 
@@ -90,7 +94,9 @@ class WrittenBetween(Stack):
         return x.relu_()
 
 
-@pytest.mark.parametrize("base, calls", [(FifthTwice, 6), (LastFirst, 7), (FirstAdded, 6), (Fewer, 4), (WrittenBetween, 6)])
+@pytest.mark.parametrize(
+    "base, calls", [(FifthTwice, 6), (LastFirst, 7), (FirstAdded, 6), (Fewer, 4), (WrittenBetween, 6)]
+)
 def test_what_is_around_the_blocks_counts(base, calls):
     assert_equal(stack(base).eval(), (X,), {}, calls=calls)
 

@@ -123,7 +123,9 @@ OTHER_ROWS = {
 @pytest.mark.parametrize("name", OWN_COLUMNS)
 def test_a_column_for_each_row_is_gathered(name):
     found = targets(OWN_COLUMNS[name])
-    assert any(target.startswith("gather.") for target in found) and not any(target.startswith("index.") for target in found)
+    assert any(target.startswith("gather.") for target in found) and not any(
+        target.startswith("index.") for target in found
+    )
 
 
 @pytest.mark.parametrize("name", [*OWN_ROWS, *OTHER_ROWS])
@@ -143,7 +145,9 @@ def test_one_and_true_are_not_equal():
 
 
 def test_constants_leave_the_program():
-    graph = trace(Program(lambda w, x: x @ w + torch.arange(4).float().exp() + torch.tensor(2.0)), (torch.randn(2, 4),), {})
+    graph = trace(
+        Program(lambda w, x: x @ w + torch.arange(4).float().exp() + torch.tensor(2.0)), (torch.randn(2, 4),), {}
+    )
     assert [op.target for op in graph.ops] == ["aten.matmul.default", "aten.add.Tensor", "aten.add.Tensor"]
     assert [op.target for op in graph.constant_ops] == ["aten.arange.default", "aten.to.dtype", "aten.exp.default"]
     assert len(graph.of_kind("constant")) == 2 and len(graph.constants) == 1

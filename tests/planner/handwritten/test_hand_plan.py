@@ -62,11 +62,14 @@ def test_zero_gathers_each_parameter_and_scatters_its_gradient(name, kind):
 
 def test_zero3_gathers_again_for_backward_what_zero2_keeps():
     graph, kept, again = traced("llama"), by_hand("llama", "zero2"), by_hand("llama", "zero3")
-    reread = {item.value.name for item in graph.of_kind("parameter")} - {"model_embed_tokens_weight"}  # a lookup's backward needs no table
+    # a lookup's backward needs no table
+    reread = {item.value.name for item in graph.of_kind("parameter")} - {"model_embed_tokens_weight"}
     assert tally("llama", kept)["backward", "all_gather", "dp+tp"] == 0
     assert tally("llama", again)["backward", "all_gather", "dp+tp"] == len(reread)
     held = [evaluate(graph, plan, MESH, CPU).memory_bytes.get("gathered", 0) for plan in (kept, again)]
-    assert held[0] - held[1] == sum(item.value.num_bytes for item in graph.of_kind("parameter") if item.value.name in reread)
+    assert held[0] - held[1] == sum(
+        item.value.num_bytes for item in graph.of_kind("parameter") if item.value.name in reread
+    )
     assert by_hand("llama", "zero1") == kept
 
 
@@ -78,7 +81,9 @@ def test_megatron_on_llama_is_two_all_reduces_a_layer_each_way():
     assert counts["backward", "all_reduce", "tp"] == 2 * LAYERS + head
     assert counts["backward", "all_reduce", "dp"] == 3  # a bucket for each of the layouts: columns, rows and whole
     assert counts["forward", "all_reduce", "dp"] == 2
-    assert counts.total() == sum(counts[phase, "all_reduce", axis] for phase in ("forward", "backward") for axis in MESH.axis_names)
+    assert counts.total() == sum(
+        counts[phase, "all_reduce", axis] for phase in ("forward", "backward") for axis in MESH.axis_names
+    )
 
 
 def test_megatron_moves_one_activation_a_time():
@@ -93,10 +98,13 @@ def test_megatron_moves_one_activation_a_time():
 
 def test_megatron_splits_what_the_paper_splits():
     layouts = {
-        item.fqn: format_layout(by_hand("llama", "megatron").layouts[item.value.name]) for item in traced("llama").of_kind("parameter")
+        item.fqn: format_layout(by_hand("llama", "megatron").layouts[item.value.name])
+        for item in traced("llama").of_kind("parameter")
     }
     block = {name.removeprefix("model.layers.1."): layout for name, layout in layouts.items() if ".layers.1." in name}
-    columns = {f"{name}_proj.weight": "BS(0)" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")}
+    columns = {
+        f"{name}_proj.weight": "BS(0)" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    }
     rows = {f"{name}_proj.weight": "BS(1)" for name in ("self_attn.o", "mlp.down")}
     assert block == columns | rows | {"input_layernorm.weight": "BB", "post_attention_layernorm.weight": "BB"}
     assert layouts["lm_head.weight"] == layouts["model.embed_tokens.weight"] == "BS(0)"
@@ -118,10 +126,13 @@ def test_megatron_on_bert_splits_attention_without_further_collectives():
 def test_hand_plans_are_points_of_the_searched_space(name, kind):
     priced = price(traced(name), folded(name), annotated(name), MESH, CPU)
     assignment = by_hand(name, kind)
-    assert decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment)) == assignment
+    assert (
+        decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment)) == assignment
+    )
 
 
-PLAIN = 2 * LAYERS + 1  # Megatron's f and g: two a layer; one for the embedding's sum forward, one for the head's input backward
+# Megatron's f and g: two a layer; one for the embedding's sum forward, one for the head's input backward
+PLAIN = 2 * LAYERS + 1
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -135,18 +146,27 @@ def test_sequence_parallel_turns_each_all_reduce_into_a_gather_and_a_scatter(nam
     for phase in ("forward", "backward"):
         assert split[phase, "all_gather", "tp"] == split[phase, "reduce_scatter", "tp"] == PLAIN
     plain["backward", "all_reduce", "dp"] -= 1  # there they are summed over dp only
-    assert {key: n for key, n in split.items() if key[2] == "dp"} == {key: n for key, n in plain.items() if key[2] == "dp"}
+    assert {key: n for key, n in split.items() if key[2] == "dp"} == {
+        key: n for key, n in plain.items() if key[2] == "dp"
+    }
 
 
 def test_sequence_parallel_moves_one_activation_a_time():
     activation = BATCH // 2 * SEQUENCE * HIDDEN * 8
     costs = evaluate(traced("llama"), by_hand("llama", "megatron:sp"), MESH, CPU)
-    moved = [p.collective for p in costs.collectives if p.collective.axes == (1,) and p.collective.kind in ("all_gather", "reduce_scatter")]
+    moved = [
+        p.collective
+        for p in costs.collectives
+        if p.collective.axes == (1,) and p.collective.kind in ("all_gather", "reduce_scatter")
+    ]
     assert [collective.num_bytes for collective in moved] == [activation] * (4 * PLAIN)
 
 
 def test_sequence_parallel_holds_fewer_activations():
-    held = [evaluate(traced("llama"), by_hand("llama", kind, LINE), LINE, CPU).memory_bytes for kind in ("megatron", "megatron:sp")]
+    held = [
+        evaluate(traced("llama"), by_hand("llama", kind, LINE), LINE, CPU).memory_bytes
+        for kind in ("megatron", "megatron:sp")
+    ]
     assert held[1]["activations"] < held[0]["activations"] and held[1]["parameters"] == held[0]["parameters"]
 
 
@@ -165,7 +185,8 @@ def test_megatron_with_zero_stores_each_parameter_once(kind, gathers):
     assert costs.memory_bytes["parameters"] == (stored - norms) // split + norms // whole
     counts = tally("llama", assignment)
     assert counts["forward", "all_gather", "dp"] == gathers.get("dp", 0) * len(graph.of_kind("parameter"))
-    assert counts["forward", "all_gather", "tp"] == 0  # no parameter is undone on the tensor axis to be gathered on the other
+    # no parameter is undone on the tensor axis to be gathered on the other
+    assert counts["forward", "all_gather", "tp"] == 0
 
 
 def test_tensor_axes_may_be_any():
@@ -191,18 +212,32 @@ def test_hand_plans_are_read_with_their_degrees():
     assert parse_hand_plan("zero3", mesh) == HandPlan(flavour="zero3")
     assert parse_hand_plan("megatron", mesh) == parse_hand_plan("megatron:dp=8,tp=8", mesh) == HandPlan((2,))
     assert parse_hand_plan("megatron:tp=32", mesh) == parse_hand_plan("megatron:tp=a1+a2", mesh) == HandPlan((1, 2))
-    assert parse_hand_plan("megatron:tp=a0, sp, zero2", mesh) == HandPlan((0,), is_sequence_parallel=True, flavour="zero2")
+    assert parse_hand_plan("megatron:tp=a0, sp, zero2", mesh) == HandPlan(
+        (0,), is_sequence_parallel=True, flavour="zero2"
+    )
     assert parse_hand_plan("megatron", parse_mesh("8")) == HandPlan((0,))
 
 
-@pytest.mark.parametrize("text", ["ddp", "zero1", "megatron:dp=8,tp=8", "megatron:dp=2,tp=32,sp,zero3", "megatron:tp=a0+a2,zero2"])
+@pytest.mark.parametrize(
+    "text", ["ddp", "zero1", "megatron:dp=8,tp=8", "megatron:dp=2,tp=32,sp,zero3", "megatron:tp=a0+a2,zero2"]
+)
 def test_what_is_read_is_written_alike(text):
     mesh = parse_mesh("2x4x8")
     assert format_hand_plan(parse_hand_plan(text, mesh), mesh) == text
 
 
 @pytest.mark.parametrize(
-    "text", ["megatron:dp=3,tp=8", "megatron:pp=2", "megatron:dp", "fsdp", "ddp:dp=2", "megatron:zero2,zero3", "megatron:tp=a9", "zero4"]
+    "text",
+    [
+        "megatron:dp=3,tp=8",
+        "megatron:pp=2",
+        "megatron:dp",
+        "fsdp",
+        "ddp:dp=2",
+        "megatron:zero2,zero3",
+        "megatron:tp=a9",
+        "zero4",
+    ],
 )
 def test_unknown_hand_plans_are_refused(text):
     with pytest.raises(PlanError, match=r"megatron:dp="):
@@ -215,7 +250,9 @@ def test_a_norm_registered_behind_the_layers_that_follow_it():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)]) for _ in range(4))
+            self.layers = nn.ModuleList(
+                nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)]) for _ in range(4)
+            )
             self.first, self.scale = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
 
         def forward(self, x):

@@ -47,13 +47,21 @@ def hf_of(config: PreTrainedConfig) -> tuple[Graph, Assignment, Assignment]:
     graph = trace(skeleton(model.train()), (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False})
     folded = fold(graph)
     candidates = annotate(graph, MESH, folded)
-    plans = [hand_plan(parse_hand_plan(kind, MESH), graph, folded, candidates, MESH, hf_styles(model)) for kind in ("hf", "megatron")]
+    plans = [
+        hand_plan(parse_hand_plan(kind, MESH), graph, folded, candidates, MESH, hf_styles(model))
+        for kind in ("hf", "megatron")
+    ]
     for plan in plans:
         check_assignment(plan, graph, folded, candidates, MESH)
     return graph, *plans
 
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "max_position_embeddings": SEQUENCE}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "max_position_embeddings": SEQUENCE,
+}
 HEADS_EACH = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 2}
 
 
@@ -89,7 +97,9 @@ def test_styles_without_a_like_are_named():
 
 def test_a_plan_of_another_model_is_refused():
     with pytest.raises(PlanError, match=r"none of elsewhere is a module"):
-        hand_plan(parse_hand_plan("hf", MESH), traced("mlp"), folded("mlp"), annotated("mlp"), MESH, {"elsewhere": "colwise"})
+        hand_plan(
+            parse_hand_plan("hf", MESH), traced("mlp"), folded("mlp"), annotated("mlp"), MESH, {"elsewhere": "colwise"}
+        )
     with pytest.raises(PlanError, match=r"needs the styles"):
         hand_plan(parse_hand_plan("hf", MESH), traced("mlp"), folded("mlp"), annotated("mlp"), MESH)
 

@@ -47,7 +47,9 @@ def test_the_sweep_is_a_minimum_over_everything(name):
         assert tried.costs.step_s == pytest.approx(truth[tried.name][0], rel=1e-9), tried.name
         assert tried.costs.memory_bytes == pytest.approx(truth[tried.name][1], rel=1e-9), tried.name
     assert found.best.costs.step_s == pytest.approx(min(step_s for step_s, _ in truth.values()), rel=1e-9)
-    assert evaluate(traced(name), found.assignment, found.best.mesh, CLUSTER).step_s == pytest.approx(found.best.costs.step_s, rel=1e-9)
+    assert evaluate(traced(name), found.assignment, found.best.mesh, CLUSTER).step_s == pytest.approx(
+        found.best.costs.step_s, rel=1e-9
+    )
 
 
 def test_the_best_fits_the_memory_limit():
@@ -63,13 +65,24 @@ def test_the_best_fits_the_memory_limit():
 def test_a_mesh_is_tried_with_each_choice_of_tensor_axes():
     mesh = parse_mesh("2x2x2")
     found = tuned(traced("llama"), folded("llama"), mesh, CPU)
-    assert {tried.plan.tensor_axes for tried in found.tried} == {(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)}
+    assert {tried.plan.tensor_axes for tried in found.tried} == {
+        (),
+        (0,),
+        (1,),
+        (2,),
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (0, 1, 2),
+    }
     assert len(found.tried) == 3 + 6 * 6 + 2
     check_assignment(found.assignment, traced("llama"), folded("llama"), annotated("llama", mesh), mesh)
 
 
 def test_kinds_are_tuned_apart():
-    data, tensor = (tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER, kinds=(kind,)) for kind in ("data", "tensor"))
+    data, tensor = (
+        tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER, kinds=(kind,)) for kind in ("data", "tensor")
+    )
     both = tuned(traced("llama"), folded("llama"), Devices(8), CLUSTER)
     assert {tried.name for tried in data.tried} == {"ddp", "zero2", "zero3"}
     assert sorted(map(str, data.tried + tensor.tried)) == sorted(map(str, both.tried))

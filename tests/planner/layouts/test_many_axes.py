@@ -21,7 +21,9 @@ def plan():
 
 
 def test_four_axes_are_no_worse_than_three(plan):
-    coarser = (make_plan(traced("mlp"), parse_mesh(mesh), CPU).costs.step_s for mesh in ("4x2x2", "2x4x2", "2x2x4", "4x4"))
+    coarser = (
+        make_plan(traced("mlp"), parse_mesh(mesh), CPU).costs.step_s for mesh in ("4x2x2", "2x4x2", "2x2x4", "4x4")
+    )
     assert floor_s(traced("mlp"), FOUR, CPU) <= plan.lower_bound_s <= plan.costs.step_s <= min(coarser) * (1 + 1e-9)
 
 

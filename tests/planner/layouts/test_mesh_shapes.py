@@ -24,7 +24,9 @@ def test_all_meshes_within_link_levels(num_devices, max_axes):
         for num_axes in range(1, max(max_axes, len(levels)) + 1)
         for shape in itertools.product(range(2, min(num_devices, 24) + 1), repeat=num_axes)
     )
-    expected = {shape for shape in shapes if math.prod(shape) == num_devices and _is_within_levels(shape, levels)} or {(1,)}
+    expected = {shape for shape in shapes if math.prod(shape) == num_devices and _is_within_levels(shape, levels)} or {
+        (1,)
+    }
     found = [mesh.shape for mesh in factorise(num_devices, H100, max_axes=max_axes)]
     assert len(found) == len(set(found)) and all(math.prod(shape) == num_devices for shape in found)
     assert [len(shape) for shape in found] == sorted(len(shape) for shape in found) and found[0] == tuple(levels)

@@ -1,4 +1,6 @@
-"""Optimizer state on the host: the least of it that makes a plan fit, and the best plan that has some, against every possibility."""
+"""Optimizer state on the host: the least of it that makes a plan fit, and the best plan that has some, against every
+possibility.
+"""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +47,9 @@ def test_no_subset_makes_it_fit_with_less(kind: str) -> None:
         (found,) = fill([part], MESH, CPU, limit)
         costs = evaluate(graph, found.assignment, MESH, CPU)
         assert costs.total_memory_bytes <= limit and found.costs == costs
-        assert costs.state_on_host_bytes == min(one.state_on_host_bytes for one in every if one.total_memory_bytes <= limit)
+        assert costs.state_on_host_bytes == min(
+            one.state_on_host_bytes for one in every if one.total_memory_bytes <= limit
+        )
         assert (fill([part], MESH, unknown, limit) is None) == (share > 0)
 
 
@@ -53,16 +57,25 @@ def test_stages_of_a_device_share_its_memory() -> None:
     """One of them may have all of the state that goes."""
     graph, kinds = traced("mlp"), ("ddp", "zero3")
     parts = [Part(graph, by_hand("mlp", kind), TRAINING) for kind in kinds]
-    every = [[evaluate(graph, replace(part.assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)] for part in parts]
+    every = [
+        [evaluate(graph, replace(part.assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)]
+        for part in parts
+    ]
     pairs = list(product(*every))
-    sizes = [tuple(sum(getattr(one, what) for one in pair) for what in ("total_memory_bytes", "state_on_host_bytes")) for pair in pairs]
+    sizes = [
+        tuple(sum(getattr(one, what) for one in pair) for what in ("total_memory_bytes", "state_on_host_bytes"))
+        for pair in pairs
+    ]
     most, least = max(sizes)[0], min(sizes)[0]
     for share in (0.2, 0.5, 0.9):
         limit = most - share * (most - least)
         found = fill(parts, MESH, CPU, limit)
         costs = [evaluate(graph, part.assignment, MESH, CPU) for part in found]
         assert sum(one.total_memory_bytes for one in costs) <= limit and [part.costs for part in found] == costs
-        moved, best = sum(one.state_on_host_bytes for one in costs), min(moved for size, moved in sizes if size <= limit)
+        moved, best = (
+            sum(one.state_on_host_bytes for one in costs),
+            min(moved for size, moved in sizes if size <= limit),
+        )
         brought = sum(one.memory_bytes.get("fetched", 0) for one in costs)
         assert best <= moved <= best + brought
     assert fill(parts, MESH, CPU, least - 1) is None
@@ -93,7 +106,8 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
         brought_s = s_per_byte(cluster) * 2 * 64 * 64 * 4
         num_chosen += bool(found.assignment.state_on_host)
         assert found.lower_bound_s <= min(each) * (1 + 1e-9)
-        # what the fastest without any is worth is known besides; ties and what is brought back for the update are not looked at
+        # what the fastest without any is worth is known besides; ties and what is brought back for the update are not
+        # looked at
         assert min(found.step_s, each[0]) <= (min(each) + brought_s) * 1.005
     assert bool(num_chosen) == (host_bandwidth > 1e6)
 

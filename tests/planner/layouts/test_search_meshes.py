@@ -98,7 +98,10 @@ def test_an_open_mesh_is_planned_no_worse_than_by_the_tuned_expert(name, time_li
 
 
 def test_it_is_said_what_the_bound_is_about():
-    limited, free = make_plan(traced("gpt2"), MESH, CPU), make_plan(traced("gpt2"), MESH, CPU, PlanRequest(memory_limit_bytes=float("inf")))
+    limited, free = (
+        make_plan(traced("gpt2"), MESH, CPU),
+        make_plan(traced("gpt2"), MESH, CPU, PlanRequest(memory_limit_bytes=float("inf"))),
+    )
     assert "no plan whose inner layers are alike takes less than" in limited.explain()
     assert "no plan takes less than" in free.explain()
     assert Plan.loads(limited.dumps(), traced("gpt2"), MESH).bound_of == limited.bound_of
@@ -114,5 +117,7 @@ def test_of_pins_that_leave_no_plan_those_that_bind_are_named():
     pins = {"features.0.weight": "BB", "classifier.3.weight": "BB", "features.17.weight": "BB"}
     with pytest.raises(InfeasibleError, match=r"; the pins of classifier\.3\.weight together leave no plan within it"):
         make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins=pins))
-    fitting = make_plan(traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins={"features.0.weight": "BB"}))
+    fitting = make_plan(
+        traced("vgg13"), MESH, CPU, PlanRequest(memory_limit_bytes=4.5e6, pins={"features.0.weight": "BB"})
+    )
     assert fitting.costs.total_memory_bytes <= 4.5e6

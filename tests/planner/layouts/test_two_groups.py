@@ -28,10 +28,7 @@ from autopar.search.table import CostTable, memory_of
 MESH, V100 = parse_mesh("4x2"), load_cluster("v100")
 
 
-SIZES = {
-    "gpt2": {"layers": 8, "batch": 32, "sequence": 512},
-    "llama3-8b": {"layers": 8, "batch": 8, "sequence": 2048},
-}
+SIZES = {"gpt2": {"layers": 8, "batch": 32, "sequence": 512}, "llama3-8b": {"layers": 8, "batch": 8, "sequence": 2048}}
 
 
 @functools.cache
@@ -64,7 +61,9 @@ def limited(table: CostTable, share: float) -> CostTable:
 def test_it_costs_no_more_than_a_plan_whose_layers_are_alike(share, name="gpt2"):
     table = limited(alike(name)[1].table, share)
     same = solve(table, deadline=Deadline.after(5.0), enough_gap=5e-3)
-    plan = make_plan(traced(name), MESH, V100, PlanRequest(memory_limit_bytes=table.memory_limit_bytes), budget=Budget.of(5.0))
+    plan = make_plan(
+        traced(name), MESH, V100, PlanRequest(memory_limit_bytes=table.memory_limit_bytes), budget=Budget.of(5.0)
+    )
     assert plan.costs.total_memory_bytes <= table.memory_limit_bytes
     assert plan.costs.step_s <= same.cost_s * (1 + 5e-3)
     assert plan.gap <= 0.02

@@ -1,4 +1,6 @@
-"""What crosses a cut is sent in the layout with which the pipeline is fastest: every choice tried, and what the whole plan gains by it."""
+"""What crosses a cut is sent in the layout with which the pipeline is fastest: every choice tried, and what the whole
+plan gains by it.
+"""
 
 import sys
 from dataclasses import replace
@@ -37,7 +39,9 @@ def traced(name: str, **sizes: int) -> Graph:
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, Graph]:
-    """The sequence of the first cannot be split in two: by hand, what crosses its cuts is whole. T5's decoder gets several values."""
+    """The sequence of the first cannot be split in two: by hand, what crosses its cuts is whole. T5's decoder gets
+    several values.
+    """
     return {
         "gpt2": traced("gpt2", layers=4, batch=8, sequence=127),
         "t5-large": traced("t5-large", layers=4, batch=8, sequence=128),
@@ -51,15 +55,23 @@ def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
 
 
 @pytest.mark.parametrize("cluster", [V100, SLOW], ids=["as it is", "slow"])
-@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pp=2,tp=2"), ("gpt2", "pp=2,dp=2,tp=2"), ("t5-large", "pp=2,tp=2")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gpt2", "pp=2,tp=2"), ("gpt2", "pp=2,dp=2,tp=2"), ("t5-large", "pp=2,tp=2")]
+)
 def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster: Cluster) -> None:
     cut, found = cut_of(graphs[name], mesh, cluster)
     budget = Budget.of(60.0)
     pipeline = _Pipeline(cut, found, found.mesh, cluster, REQUEST, budget)
-    chosen, by_hand, values = choose_crossing(cut, found, found.mesh, cluster, REQUEST, budget), crossing_layouts(cut), _values(cut)
+    chosen, by_hand, values = (
+        choose_crossing(cut, found, found.mesh, cluster, REQUEST, budget),
+        crossing_layouts(cut),
+        _values(cut),
+    )
     classes = _alike(cut, by_hand)
     offered = [even_layouts(values[names[0]].shape, found.mesh.shape) for names in classes]
-    choices = ({name: layout for names, layout in zip(classes, layouts) for name in names} for layouts in product(*offered))
+    choices = (
+        {name: layout for names, layout in zip(classes, layouts) for name in names} for layouts in product(*offered)
+    )
     best_s = min(pipeline.step_s(choice) for choice in choices)
     assert pipeline.least_s() <= best_s * (1 + 1e-9) <= pipeline.step_s(by_hand) * (1 + 2e-9)
     assert pipeline.step_s(chosen) <= best_s * (1 + 2 * _WORTH)
@@ -67,9 +79,7 @@ def test_as_good_as_any(graphs: dict[str, Graph], name: str, mesh: str, cluster:
 
 def test_the_whole_plan_gains_by_it(graphs: dict[str, Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     def plan() -> object:
-        return plan_in_stages(
-            graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, REQUEST, budget=Budget.of(20)
-        )
+        return plan_in_stages(graphs["gpt2"], parse_mesh("pp=2,tp=2"), SLOW, REQUEST, budget=Budget.of(20))
 
     chosen = plan()
     driver = sys.modules["autopar.planner.pipeline.search_pipeline"]

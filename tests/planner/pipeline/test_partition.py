@@ -22,7 +22,9 @@ def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
 
 def _stage(blocks: Blocks, a: int, b: int, kept: int, limit: float, waits: int = 0) -> float:
     """Seconds of a stage with as few blocks recomputed as fit, one after the other; infinite if all are not enough."""
-    state = blocks.state_bytes[a:b].sum() + sum(size for readers, size, _ in blocks.shared if any(a <= i < b for i in readers))
+    state = blocks.state_bytes[a:b].sum() + sum(
+        size for readers, size, _ in blocks.shared if any(a <= i < b for i in readers)
+    )
     time_s = (blocks.forward_s + blocks.backward_s)[a:b].sum()
     can = [i for i in range(a, b) if blocks.is_recomputable[i]]
     state += waits * blocks.waiting_bytes[a:b].sum()
@@ -46,7 +48,9 @@ def test_equals_brute_force(seed: int, limit: float, in_flight: tuple[int, ...],
     best = math.inf
     for cuts in itertools.combinations(range(1, 9), 2):
         ends = (0, *cuts, 9)
-        times = [_stage(blocks, a, b, kept, limit, waits) for a, b, kept, waits in zip(ends, ends[1:], in_flight, waiting)]
+        times = [
+            _stage(blocks, a, b, kept, limit, waits) for a, b, kept, waits in zip(ends, ends[1:], in_flight, waiting)
+        ]
         best = min(best, max(times))
     found = partition(blocks, in_flight, limit, waiting=waiting)
     if found is None:

@@ -57,7 +57,9 @@ def as_written(model: Model, point: Staged, graph: Graph) -> StagedPlan:
     crossing = crossing_layouts(cut)
     stages = []
     for number, stage in enumerate(cut.stages):
-        regions = tuple(r for r in cut.regions if r[0] in {op.name for op in stage.graph.ops})[: point.partition.num_recomputed[number]]
+        regions = tuple(r for r in cut.regions if r[0] in {op.name for op in stage.graph.ops})[
+            : point.partition.num_recomputed[number]
+        ]
         assignment = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=regions)
         counts = in_flight(point.schedule)[number], waiting(point.schedule)[number]
         training = Training("adamw", point.schedule.num_microbatches, *counts)
@@ -104,14 +106,19 @@ def test_zero_bubble_stages_recompute_where_that_frees_memory(gpt: Graph) -> Non
     assert max(plan.memory_bytes) <= limit
     recomputed = [len(stage.assignment.recomputed) for stage in plan.stages]
     # all of the last stage's microbatches wait for the gradients of weights: there it would free nothing
-    assert sum(recomputed) > 0 == recomputed[-1] and plan.stages[-1].training.num_in_flight == plan.stages[-1].training.num_waiting
+    assert (
+        sum(recomputed) > 0 == recomputed[-1]
+        and plan.stages[-1].training.num_in_flight == plan.stages[-1].training.num_waiting
+    )
     with pytest.raises(InfeasibleError, match=r"takes least, pp=4,.*zero-bubble") as caught:
         plan_in_stages(gpt, mesh, V100, request(limit / 2, **asked), budget=Budget.of(20))
     assert int(str(caught.value).split("needs ")[1].split(" bytes")[0]) > limit / 2
 
 
 def test_stages_of_a_rank_share_its_memory_by_what_they_need(gpt: Graph) -> None:
-    """The first stage has the embedding and most microbatches in flight: with an even share it would have to save memory."""
+    """The first stage has the embedding and most microbatches in flight: with an even share it would have to save
+    memory.
+    """
     mesh, asked = parse_mesh("pp=2,dp=4"), {"num_microbatches": 4, "schedule": "interleaved"}
 
     def plan(limit: float) -> StagedPlan:
@@ -138,7 +145,9 @@ def test_blocks_wait_on_the_host_where_the_link_is_fast(gpt: Graph) -> None:
     limit = 0.7 * max(plan(0.0, float("inf")).memory_bytes)
     fast, slow = plan(1e13, limit), plan(1e8, limit)
     assert sum(len(stage.assignment.offloaded) for stage in fast.stages) > 0
-    assert not any(stage.assignment.offloaded for stage in slow.stages) and any(stage.assignment.recomputed for stage in slow.stages)
+    assert not any(stage.assignment.offloaded for stage in slow.stages) and any(
+        stage.assignment.recomputed for stage in slow.stages
+    )
     assert fast.step_s < slow.step_s and max(*fast.memory_bytes, *slow.memory_bytes) <= limit
 
 
@@ -146,7 +155,8 @@ def test_nothing_fits_says_the_least(gpt: Graph) -> None:
     with pytest.raises(InfeasibleError, match=r"needs (\d+) bytes") as caught:
         plan_in_stages(gpt, parse_mesh("pp=2,dp=2"), V100, request(GIB / 4), budget=Budget.of(5))
     assert "pp=2" in str(caught.value)
-    # the optimizer's state, eight bytes an element, takes more than anything else; the last rank has the head besides its blocks
+    # the optimizer's state, eight bytes an element, takes more than anything else; the last rank has the head besides
+    # its blocks
     assert "rank 1 of the pipeline (stage 1) binds, which holds optimizer" in str(caught.value)
     assert "whatever the batch" in str(caught.value)
     least = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
@@ -156,7 +166,9 @@ def test_nothing_fits_says_the_least(gpt: Graph) -> None:
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (2, 1), (3, 3), (6, 3)])
 def test_batches_too_small_for_every_axis_are_planned(batch: int, most: int) -> None:
-    """Of two stages times two ranks of data: fewer microbatches where they help, else the search splits something else."""
+    """Of two stages times two ranks of data: fewer microbatches where they help, else the search splits something
+    else.
+    """
     example = build_model("gpt2", layers=4, batch=batch, sequence=512)
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
     plan = choose_plan(graph, parse_mesh("pp=2,dp=2,tp=2"), H100, PlanRequest(time_limit_s=10))
@@ -185,7 +197,12 @@ def test_activations_that_do_not_fit_are_named_with_the_microbatches_in_flight(g
 
     least = int(refused(GIB).split("needs ")[1].split(" bytes")[0])
     said = refused(0.97 * least)
-    assert "binds, which holds" in said and ", activations" in said and "(microbatches in flight: 1)" in said and "smaller batches" in said
+    assert (
+        "binds, which holds" in said
+        and ", activations" in said
+        and "(microbatches in flight: 1)" in said
+        and "smaller batches" in said
+    )
 
 
 def test_files_keep_all_of_it(gpt: Graph) -> None:
@@ -224,7 +241,9 @@ def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
     cut = cut_as(model, found[0])
     for stage in cut.stages:
         seen = within(cut.folded, stage.graph, (*stage.receives, *stage.sends))
-        assert set(seen.representative) == {op.name for op in stage.graph.ops} | {x.value.name for x in stage.graph.inputs}
+        assert set(seen.representative) == {op.name for op in stage.graph.ops} | {
+            x.value.name for x in stage.graph.inputs
+        }
         own = fold(stage.graph)
         for repeat in seen.repeats:
             assert any(other.count == repeat.count and len(other.ops) == len(repeat.ops) for other in own.repeats)

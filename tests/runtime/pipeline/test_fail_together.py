@@ -46,7 +46,9 @@ def death() -> None:
 
 
 def step_with(strike: Callable[[], None], when: str, name: str, is_patient: bool, folder: str) -> None:
-    """One good step and one in which the third microbatch strikes rank 2. Ranks that raise write what; a patient rank then lives on."""
+    """One good step and one in which the third microbatch strikes rank 2. Ranks that raise write what; a patient rank
+    then lives on.
+    """
     path = Path(folder) / str(dist.get_rank())
     os.dup2(os.open(path.with_suffix(".err"), os.O_CREAT | os.O_WRONLY), 2)
     mesh = device_mesh((4,), ("pp",))
@@ -83,7 +85,9 @@ def _let_strike(works: dict, strike: Callable[[], None], when: str) -> None:
     works[index] = type(works[index])(body, works[index].leaves)
 
 
-def met(folder: Path, strike: Callable[[], None], when: str, name: str, is_patient: bool) -> dict[int, tuple[float, str, str]]:
+def met(
+    folder: Path, strike: Callable[[], None], when: str, name: str, is_patient: bool
+) -> dict[int, tuple[float, str, str]]:
     """Per rank: seconds until it ended or raised, the error's class ("exit": the process was ended), what it said."""
     ranks = Ranks(4)
     try:
@@ -115,7 +119,11 @@ def test_a_stage_that_raises_ends_all_ranks(tmp_path, when, name):
     for rank, (seconds, kind, text) in found.items():
         assert seconds < SOON_S, (rank, seconds)
         if rank != FAILING:
-            assert kind == "PeerFailed" and f"rank {FAILING} failed first, ValueError: no luck today" in text, (rank, kind, text)
+            assert kind == "PeerFailed" and f"rank {FAILING} failed first, ValueError: no luck today" in text, (
+                rank,
+                kind,
+                text,
+            )
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -22,8 +22,8 @@ Cut = tuple[int, ...]  # the first block of each stage but the first
 
 
 class Model(nn.Module):
-    """Blocks, and what goes past them: a mask and word numbers, an embedding that nobody reads after the first block, and another one, made
-    after it, that the last stage reads."""
+    """Blocks, and what goes past them: a mask and word numbers, an embedding that nobody reads after the first block,
+    and another one, made after it, that the last stage reads."""
 
     def __init__(self, num_blocks: int, num_frozen: int = 0) -> None:
         super().__init__()
@@ -68,7 +68,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def pipeline(model: Model, ids: torch.Tensor, cut: Cut, mesh: Any, schedule: Schedule) -> tuple[StageRunner, dict[int, Work]]:
+def pipeline(
+    model: Model, ids: torch.Tensor, cut: Cut, mesh: Any, schedule: Schedule
+) -> tuple[StageRunner, dict[int, Work]]:
     """The stages of this rank; the batch is split over the axis "dp", if there is one."""
     num_data = mesh["dp"].size() if "dp" in mesh.mesh_dim_names else 1
     part = ids.chunk(num_data)[mesh.get_local_rank("dp") if num_data > 1 else 0]
@@ -103,8 +105,16 @@ def work(model: Model, index: int, blocks: range, batches: Sequence[torch.Tensor
     return Work(body, [p for module in modules for p in module.parameters() if p.requires_grad])
 
 
-def steps(cases: Sequence[tuple[str, Cut, int]], shape: tuple[int, ...], axes: tuple[str, ...], num_blocks: int, num_frozen: int) -> Any:
-    """For each (schedule, cut, microbatches) on this rank: the loss, the gradients, what was computed, in the second of two steps."""
+def steps(
+    cases: Sequence[tuple[str, Cut, int]],
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    num_blocks: int,
+    num_frozen: int,
+) -> Any:
+    """For each (schedule, cut, microbatches) on this rank: the loss, the gradients, what was computed, in the second of
+    two steps.
+    """
     mesh = device_mesh(shape, axes)
     found = []
     for name, cut, num_microbatches in cases:
@@ -123,7 +133,9 @@ def steps(cases: Sequence[tuple[str, Cut, int]], shape: tuple[int, ...], axes: t
     return found
 
 
-def check(ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axes: tuple, num_blocks: int, num_frozen: int = 0) -> None:
+def check(
+    ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axes: tuple, num_blocks: int, num_frozen: int = 0
+) -> None:
     loss, expected = truth(num_blocks, num_frozen)
     results = ranks.run(steps, cases, shape, axes, num_blocks, num_frozen)
     for i, (name, cut, num_microbatches) in enumerate(cases):
@@ -133,14 +145,18 @@ def check(ranks: Ranks, cases: Sequence[tuple[str, Cut, int]], shape: tuple, axe
             found_loss, found, order, rank = result[i]
             assert found_loss == pytest.approx(loss, rel=1e-12), (name, cut, num_microbatches)
             for fqn, gradient in found.items():
-                torch.testing.assert_close(gradient, expected[fqn], rtol=1e-10, atol=1e-13, msg=f"{name} {cut} {num_microbatches} {fqn}")
+                torch.testing.assert_close(
+                    gradient, expected[fqn], rtol=1e-10, atol=1e-13, msg=f"{name} {cut} {num_microbatches} {fqn}"
+                )
             assert tuple(order) == rows[rank], (name, cut, num_microbatches)
             seen |= found.keys()
         assert seen == expected.keys()
 
 
 def most_alive(name: str, cut: Cut, num_microbatches: int) -> dict[int, tuple[int, int]]:
-    """For each stage of this rank, of how many microbatches it has held what it received, and what it sent, at one time."""
+    """For each stage of this rank, of how many microbatches it has held what it received, and what it sent, at one
+    time.
+    """
     mesh = device_mesh((2,), ("pp",))
     model, ids = build(5)
     schedule = Schedule(name, len(cut) + 1, 2, num_microbatches)
@@ -197,14 +213,17 @@ def test_stages_on_data_parallel_ranks(ranks4):
     check(ranks4, cases_of((3,), (2, 3, 4), 2, BATCH // 2), (2, 2), ("pp", "dp"), num_blocks=5)
 
 
-@pytest.mark.parametrize("name, cut", [("1f1b", (3,)), ("gpipe", (3,)), ("zero-bubble", (3,)), ("interleaved", (2, 3, 4))])
+@pytest.mark.parametrize(
+    "name, cut", [("1f1b", (3,)), ("gpipe", (3,)), ("zero-bubble", (3,)), ("interleaved", (2, 3, 4))]
+)
 def test_what_crosses_lives_as_long_as_its_microbatch_is_in_flight(ranks2, name, cut):
     schedule, last = Schedule(name, len(cut) + 1, 2, 8), len(cut)
     most = {stage: count for found in ranks2.run(most_alive, name, cut, 8) for stage, count in found.items()}
     for stage, found in most.items():
         in_flight = num_in_flight(schedule, stage)
         torch_holds = name == "1f1b"  # the last one sent, until it sends another
-        assert found == (in_flight if stage else 0, 8 if stage == last else in_flight + torch_holds), stage  # the losses are kept
+        # the losses are kept
+        assert found == (in_flight if stage else 0, 8 if stage == last else in_flight + torch_holds), stage
 
 
 def test_frozen_stages(ranks2):

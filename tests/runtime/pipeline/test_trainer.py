@@ -1,4 +1,6 @@
-"""train_step of a plan in stages: gradients of several steps add up, tied parameters' too, and a failure of one rank is that of all."""
+"""train_step of a plan in stages: gradients of several steps add up, tied parameters' too, and a failure of one rank is
+that of all.
+"""
 
 import os
 from pathlib import Path
@@ -18,7 +20,10 @@ pytestmark = pytest.mark.multirank
 def compiled(name: str):
     case = build(name)
     options = {"cluster": "free-links", "num_microbatches": 4, "schedule": "1f1b"}
-    return autopar.compile(case.model, device_mesh((2, 2), ("pp", "dp")), args=case.args, kwargs=case.kwargs, **options), case
+    return (
+        autopar.compile(case.model, device_mesh((2, 2), ("pp", "dp")), args=case.args, kwargs=case.kwargs, **options),
+        case,
+    )
 
 
 def steps_without_zero_grad(name: str, num_steps: int) -> dict[str, torch.Tensor]:
@@ -41,11 +46,15 @@ def test_gradients_of_steps_add_up_where_parameters_are_tied(ranks4: Ranks) -> N
     assert {fqn for found in results for fqn in found} == truth.keys()
     for found in results:
         for fqn, gradient in found.items():
-            torch.testing.assert_close(gradient, truth[fqn], rtol=1e-4, atol=1e-6 * float(truth[fqn].abs().max()), msg=fqn)
+            torch.testing.assert_close(
+                gradient, truth[fqn], rtol=1e-4, atol=1e-6 * float(truth[fqn].abs().max()), msg=fqn
+            )
 
 
 def fails_on_one(folder: str) -> None:
-    """Write what this rank raised in a step in which rank 1's stage fails; each process ends after that, as a script would."""
+    """Write what this rank raised in a step in which rank 1's stage fails; each process ends after that, as a script
+    would.
+    """
     model, case = compiled("gpt2")
     model.train_step(*case.args, **case.kwargs)
     if dist.get_rank() == 1:
@@ -74,5 +83,7 @@ def test_an_error_within_a_step_is_everybodys(tmp_path: Path) -> None:
     cause = "rank 1 failed first, ValueError: no luck today"
     for rank in range(4):
         first, second = (tmp_path / str(rank)).read_text().split("\n")
-        assert first == "ValueError: no luck today" if rank == 1 else first.startswith("PeerFailed") and cause in first, first
+        assert (
+            first == "ValueError: no luck today" if rank == 1 else first.startswith("PeerFailed") and cause in first
+        ), first
         assert second.startswith("AutoparError") and "failed before" in second and cause in second, second

@@ -70,7 +70,10 @@ def plans_of(name: str, shape: tuple[int, ...], kind: str, dropout: float) -> di
     assert len(regions) >= 2
     changes: dict[str, Any] = {"kept": {}, "offloaded": {"offloaded": regions}}
     changes["both"] = {"offloaded": regions, "recomputed": (regions[0], regions[1][:9])}
-    return {key: plan_of(graph, replace(plan.assignment, **change), plan.mesh, plan.cluster) for key, change in changes.items()}
+    return {
+        key: plan_of(graph, replace(plan.assignment, **change), plan.mesh, plan.cluster)
+        for key, change in changes.items()
+    }
 
 
 def train_each(name: str, plans: dict[str, Plan], dropout: float) -> dict[str, dict[str, Any]]:
@@ -82,7 +85,13 @@ def train_each(name: str, plans: dict[str, Plan], dropout: float) -> dict[str, d
         first = {key: x.clone() for key, x in forward_backward(case).items()}
         last = finish(case, 3)
         case.model.zero_grad()
-        reports[key] = {"first": first, "last": last, "issued": issued(case, mesh), "bytes": kept_bytes(case), "code": case.model.code}
+        reports[key] = {
+            "first": first,
+            "last": last,
+            "issued": issued(case, mesh),
+            "bytes": kept_bytes(case),
+            "code": case.model.code,
+        }
     return reports
 
 
@@ -104,7 +113,9 @@ def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ..
         (kept, none), (left, moved), (least, few) = (reports[key]["bytes"] for key in plans)
         assert none == 0 and left + moved == kept and moved > kept / 2
         assert few < moved and least + few < kept
-        assert (moved, few) == tuple(pytest.approx(plans[key].costs.moved_bytes, rel=0.1) for key in ("offloaded", "both"))
+        assert (moved, few) == tuple(
+            pytest.approx(plans[key].costs.moved_bytes, rel=0.1) for key in ("offloaded", "both")
+        )
 
 
 def saved_by(function, *inputs: torch.Tensor, stay: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, Offload]:

@@ -1,4 +1,6 @@
-"""Recomputed blocks: the same numbers to the bit, their collectives once more in backward, and only what enters them is kept."""
+"""Recomputed blocks: the same numbers to the bit, their collectives once more in backward, and only what enters them is
+kept.
+"""
 
 import gc
 from collections import Counter
@@ -50,18 +52,22 @@ def train_both(name: str, plans: tuple[Plan, Plan], dropout: float) -> list[dict
         torch.manual_seed(3)
         first = {key: x.clone() for key, x in forward_backward(case).items()}
         last = finish(case, 3)
-        reports.append({"first": first, "last": last, "issued": issued(case, mesh), "saved": saved_bytes(case), "code": case.model.code})
+        reports.append(
+            {
+                "first": first,
+                "last": last,
+                "issued": issued(case, mesh),
+                "saved": saved_bytes(case),
+                "code": case.model.code,
+            }
+        )
     return reports
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("name", "shape", "kind", "dropout"),
-    [
-        ("llama", (4,), "zero3", 0.0),
-        ("gpt2", (2, 2), "megatron:dp=2,tp=2,sp", 0.1),
-        ("bert", (2, 2), "random:5", 0.1),
-    ],
+    [("llama", (4,), "zero3", 0.0), ("gpt2", (2, 2), "megatron:dp=2,tp=2,sp", 0.1), ("bert", (2, 2), "random:5", 0.1)],
     ids=str,
 )
 def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], kind: str, dropout: float) -> None:
@@ -86,7 +92,9 @@ def accumulate_both(name: str, plans: tuple[Plan, Plan], count: int) -> list[dic
         case, mesh = logits_case(name), device_mesh(plan.mesh.shape, plan.mesh.axis_names)
         loaded = load_program(plan, case.model, mesh, is_split=True)
         loss = step(loaded, case, count)
-        reports.append({"loss": torch.tensor(loss)} | {key: p.grad.to_local() for key, p in case.model.named_parameters()})
+        reports.append(
+            {"loss": torch.tensor(loss)} | {key: p.grad.to_local() for key, p in case.model.named_parameters()}
+        )
     return reports
 
 

@@ -1,4 +1,6 @@
-"""Parameters gathered again for backward: the same numbers to the bit, the collectives that were priced, and less memory in between."""
+"""Parameters gathered again for backward: the same numbers to the bit, the collectives that were priced, and less
+memory in between.
+"""
 
 import time
 from collections import Counter
@@ -23,7 +25,9 @@ from tests.zoo import Case, build
 
 
 def twice(name: str, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
-    """A plan that stores parameters split and keeps what it gathers of them, and the one that gathers again whatever it can."""
+    """A plan that stores parameters split and keeps what it gathers of them, and the one that gathers again whatever it
+    can.
+    """
     plan = plans_for(name, shape, ("zero3",))["zero3"]
     graph, layouts = plan.graph, plan.assignment.layouts
     again = regatherable(graph, {name: name for name in (*layouts, *plan.assignment.strategies)})
@@ -63,13 +67,19 @@ def train_both(name: str, plans: tuple[Plan, Plan]) -> list[dict[str, Any]]:
         case = under(plan, build(name), mesh)
         first = forward_backward(case)
         kept = gathered_bytes_after_forward(case)
-        found = {"first": {name: tensor.clone() for name, tensor in first.items()}, "issued": issued(case, mesh), "kept": kept}
+        found = {
+            "first": {name: tensor.clone() for name, tensor in first.items()},
+            "issued": issued(case, mesh),
+            "kept": kept,
+        }
         reports.append(found | {"code": case.model.code, "last": finish(under(plan, build(name), mesh), 3)})
     return reports
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("name", "shape"), [("mlp", (4,)), ("llama", (4,)), ("gpt2", (2, 2)), ("resnet", (4,))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mlp", (4,)), ("llama", (4,)), ("gpt2", (2, 2)), ("resnet", (4,))], ids=str
+)
 def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     plans = twice(name, shape)
     for kept, again in ranks4.run(train_both, name, plans):

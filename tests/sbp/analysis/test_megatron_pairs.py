@@ -10,8 +10,12 @@ def kinds_by_module(name):
 
 def test_products_pair_up():
     assert kinds_by_module("mlp") == {
-        "blocks.0.0": "column", "blocks.0.2": "row", "blocks.1.0": "column", "blocks.1.2": "row", "head": "column",
-    }  # fmt: skip
+        "blocks.0.0": "column",
+        "blocks.0.2": "row",
+        "blocks.1.0": "column",
+        "blocks.1.2": "row",
+        "head": "column",
+    }
 
 
 def test_patches_and_heads_stay_out_of_the_pairs():

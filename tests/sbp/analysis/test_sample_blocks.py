@@ -28,7 +28,9 @@ def deep(name: str) -> Graph:
         model = LlamaForCausalLM(config)
     else:
         sizes = {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 2 * HIDDEN, "num_layers": LAYERS}
-        config = T5Config(vocab_size=VOCABULARY, num_heads=HEADS, use_cache=False, decoder_start_token_id=0, pad_token_id=0, **sizes)
+        config = T5Config(
+            vocab_size=VOCABULARY, num_heads=HEADS, use_cache=False, decoder_start_token_id=0, pad_token_id=0, **sizes
+        )
         model = T5ForConditionalGeneration(config)
     tokens = torch.zeros(8, SEQUENCE, dtype=torch.long)
     return trace(skeleton(model), (), {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False})
@@ -37,7 +39,11 @@ def deep(name: str) -> Graph:
 def folds(graph: Graph) -> dict[str, Folded]:
     names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
     plain = fold(graph)
-    return {"none": Folded({name: name for name in names}, ()), "plain": plain, "ends": segmented(plain, graph, ends_apart(plain))}
+    return {
+        "none": Folded({name: name for name in names}, ()),
+        "plain": plain,
+        "ends": segmented(plain, graph, ends_apart(plain)),
+    }
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3", "megatron", "megatron:sp", "megatron:sp,zero3"])

@@ -35,10 +35,15 @@ def step(micro, inputs):
     graph, count = micro.graph, micro.num_microbatches
     whole = run_constants(graph, "cpu") | inputs
     for item in micro.counts:
-        (whole[item.input.value.name],), _ = run(item.graph, {v.value.name: whole[v.value.name] for v in item.graph.inputs})
+        (whole[item.input.value.name],), _ = run(
+            item.graph, {v.value.name: whole[v.value.name] for v in item.graph.inputs}
+        )
     parts = []
     for index in range(count):
-        own = {item.value.name: slice_of(whole[item.value.name], micro.placements[item.value.name], count, index) for item in graph.inputs}
+        own = {
+            item.value.name: slice_of(whole[item.value.name], micro.placements[item.value.name], count, index)
+            for item in graph.inputs
+        }
         for item in graph.inputs:
             assert tuple(own[item.value.name].shape) == item.value.shape, item.fqn
         outputs, _ = run(graph, own)
@@ -73,15 +78,19 @@ def check(model, args, kwargs, counts=(1, 2, 4, 8), tolerance=1e-12):
         model.zero_grad()
         found = [x for x in step(micro, bindings(graph, model, args, kwargs)) if isinstance(x, torch.Tensor)]
         torch.testing.assert_close(found, [x.detach() for x in results], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, grads, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            {n: p.grad for n, p in model.named_parameters()}, grads, rtol=tolerance, atol=tolerance
+        )
         assert_alone(micro)
     return micro
 
 
 def assert_alone(micro):
-    """No op of a microbatch has the size of the whole batch baked in: shapes are what the ops give on local inputs (`run` would fail), and
-    all values but inputs have one producer."""
-    made = [value.name for op in micro.graph.ops for value in op.outputs] + [item.value.name for item in micro.graph.inputs]
+    """No op of a microbatch has the size of the whole batch baked in: shapes are what the ops give on local inputs
+    (`run` would fail), and all values but inputs have one producer."""
+    made = [value.name for op in micro.graph.ops for value in op.outputs] + [
+        item.value.name for item in micro.graph.inputs
+    ]
     assert len(made) == len(set(made))
 
 
@@ -95,7 +104,9 @@ class WithLoss(nn.Module):
 
 
 def ignoring(labels):
-    """Labels of which most of the first samples' are ignored, fewer of the others': microbatches have unequal numbers of tokens."""
+    """Labels of which most of the first samples' are ignored, fewer of the others': microbatches have unequal numbers
+    of tokens.
+    """
     labels = labels.clone()
     for sample in range(len(labels)):
         labels[sample, : max(len(labels[0]) - 1 - sample, 0)] = -100
@@ -129,8 +140,21 @@ def test_padding_masks(name, exact):
 def test_classes_of_the_last_token():
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    sizes = {"vocab_size": zoo.VOCABULARY, "n_positions": zoo.SEQUENCE, "n_embd": zoo.HIDDEN, "n_layer": 1, "n_head": zoo.HEADS}
-    drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    sizes = {
+        "vocab_size": zoo.VOCABULARY,
+        "n_positions": zoo.SEQUENCE,
+        "n_embd": zoo.HIDDEN,
+        "n_layer": 1,
+        "n_head": zoo.HEADS,
+    }
+    drops = {
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     model = GPT2ForSequenceClassification(GPT2Config(**sizes, **drops, use_cache=False, num_labels=4)).double()
     tokens = torch.randint(1, zoo.VOCABULARY, (zoo.BATCH, zoo.SEQUENCE))
     tokens[2, 4:] = 0
@@ -148,7 +172,13 @@ def test_experts_sort_the_tokens_of_a_microbatch(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": zoo.VOCABULARY, "hidden_size": zoo.HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": zoo.SEQUENCE}
-    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 2}
+    experts = {
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 2,
+    }
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = getattr(transformers, f"{name}Config")(**sizes, **experts, **ends, use_cache=False)
     model = getattr(transformers, f"{name}ForCausalLM")(config)  # grouped products are not for float64
@@ -184,7 +214,9 @@ def test_losses(name):
 
 
 def test_stages_of_a_microbatch_in_turn():
-    """Cut after it is made for microbatches, a graph does the same: the tokens' count enters on the stage of the loss."""
+    """Cut after it is made for microbatches, a graph does the same: the tokens' count enters on the stage of the
+    loss.
+    """
     case = zoo.build("gpt2")
     graph = trace(case.model, case.args, case.kwargs)
     micro = microbatched(graph, 4)
@@ -192,7 +224,9 @@ def test_stages_of_a_microbatch_in_turn():
     count = micro.counts[0].input.value.name
     assert [count in stage.graph.arguments for stage in stages] == [False, False, False, True]
     inputs = bindings(graph, case.model, case.args, case.kwargs)
-    own = {name: slice_of(x, micro.placements[name], 4, 1) for name, x in inputs.items()} | {count: torch.tensor(1 / 56)}
+    own = {name: slice_of(x, micro.placements[name], 4, 1) for name, x in inputs.items()} | {
+        count: torch.tensor(1 / 56)
+    }
     own |= {name: slice_of(x, micro.placements[name], 4, 1) for name, x in run_constants(micro.graph, "cpu").items()}
     expected, _ = run(micro.graph, own)
     found, _ = run_stages(stages, own)

@@ -32,7 +32,9 @@ def test_it_is_as_good_as_the_best_of_what_the_choices_hold(table, random):
 
 def test_two_choices_give_one_that_fills_the_limit():
     table = block_table(num_nodes=20, num_strategies=6)
-    light, heavy = (tuple(int(getattr(node, term).argmin()) for node in table.nodes) for term in ("memory_bytes", "cost_s"))
+    light, heavy = (
+        tuple(int(getattr(node, term).argmin()) for node in table.nodes) for term in ("memory_bytes", "cost_s")
+    )
     limited = replace(table, memory_limit_bytes=(memory_of(table, light) + memory_of(table, heavy)) / 2)
     found, *_ = combine(limited, [light, heavy], deadline=NEVER)
     assert memory_of(limited, found) <= limited.memory_limit_bytes

@@ -29,7 +29,9 @@ def test_no_price_on_a_grid_beats_the_one_found(table):
     truth = brute_force(table)
     if truth is None:
         return
-    choices = np.array([(cost_of(table, c), memory_of(table, c)) for c in every_choice(table) if np.isfinite(cost_of(table, c))])
+    choices = np.array(
+        [(cost_of(table, c), memory_of(table, c)) for c in every_choice(table) if np.isfinite(cost_of(table, c))]
+    )
     prices = [0.0, *np.geomspace(1e-16, 1e-6, 60)]
     grid = max((choices[:, 0] + price * (choices[:, 1] - table.memory_limit_bytes)).min() for price in prices)
     dual = maximise(table, by_elimination(elimination_order(table)), feasible=truth[1])
@@ -65,7 +67,14 @@ def test_the_two_around_the_limit_cost_the_same_at_the_best_price(table, random)
     if truth is None:
         return
     allowed = [choice for choice in every_choice(table) if np.isfinite(cost_of(table, choice))]
-    start = next((choice for choice in random.sample(allowed, len(allowed)) if memory_of(table, choice) > table.memory_limit_bytes), None)
+    start = next(
+        (
+            choice
+            for choice in random.sample(allowed, len(allowed))
+            if memory_of(table, choice) > table.memory_limit_bytes
+        ),
+        None,
+    )
     dual = maximise(table, by_elimination(elimination_order(table)), feasible=truth[1], above=start)
     among = around_limit(table, allowed)
     free = min(cost_of(table, choice) for choice in allowed)

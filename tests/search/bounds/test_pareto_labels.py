@@ -38,7 +38,9 @@ def test_rounded_labels_are_bounds_and_their_choice_is_within_the_limit(table, m
     truth = brute_force(table)
     if truth is None or truth[0] == 0.0:
         return
-    front = eliminate_labels(table, eliminate(table, elimination_order(table)), 0.0, 2.0 * truth[0], most_labels=most_labels)
+    front = eliminate_labels(
+        table, eliminate(table, elimination_order(table)), 0.0, 2.0 * truth[0], most_labels=most_labels
+    )
     assert front.bound_s <= truth[0] * (1 + 1e-12)
     assert memory_of(table, front.choice) <= table.memory_limit_bytes
     assert truth[0] * (1 - 1e-12) <= cost_of(table, front.choice)
@@ -48,7 +50,11 @@ def test_rounded_labels_are_bounds_and_their_choice_is_within_the_limit(table, m
 @given(small_tables(limited=True))
 def test_closing_alone_is_brute_force(table):
     table = checked(table)
-    within = [c for c in every_choice(table) if memory_of(table, c) <= table.memory_limit_bytes and np.isfinite(cost_of(table, c))]
+    within = [
+        c
+        for c in every_choice(table)
+        if memory_of(table, c) <= table.memory_limit_bytes and np.isfinite(cost_of(table, c))
+    ]
     if not within:
         return
     worst = max(within, key=lambda choice: cost_of(table, choice))

@@ -17,7 +17,11 @@ from tests.search.tables import every_choice, random_table, small_tables
 def test_no_choice_is_below_the_bound_or_its_strategies_marginals(table, multiplier, most_sweeps, has_ceiling):
     table = checked(table)
     values = {choice: cost_of(table, choice) + multiplier * memory_of(table, choice) for choice in every_choice(table)}
-    ceiling = float(np.median([value for value in values.values() if np.isfinite(value)] or [np.inf])) if has_ceiling else np.inf
+    ceiling = (
+        float(np.median([value for value in values.values() if np.isfinite(value)] or [np.inf]))
+        if has_ceiling
+        else np.inf
+    )
     passed = pass_messages(table, multiplier=multiplier, ceiling=ceiling, most_sweeps=most_sweeps)
     within = {choice: value for choice, value in values.items() if value <= ceiling and np.isfinite(value)}
     for choice, value in within.items():
@@ -28,7 +32,11 @@ def test_no_choice_is_below_the_bound_or_its_strategies_marginals(table, multipl
 
 
 @settings(max_examples=100, deadline=None)
-@given(small_tables(limited=False), st.lists(st.sampled_from([0.0, 1e-12, 1e-9, 1e-6]), min_size=2, max_size=4), st.integers(1, 9))
+@given(
+    small_tables(limited=False),
+    st.lists(st.sampled_from([0.0, 1e-12, 1e-9, 1e-6]), min_size=2, max_size=4),
+    st.integers(1, 9),
+)
 def test_messages_of_other_prices_bound_this_one(table, prices, most_sweeps):
     table, passed = checked(table), None
     for price in prices:
@@ -43,7 +51,9 @@ def test_messages_of_other_prices_bound_this_one(table, prices, most_sweeps):
 @given(st.integers(0, 10**6), st.booleans())
 def test_on_a_tree_the_bound_is_the_optimum(seed, is_star):
     whole = checked(random_table(seed, num_nodes=6, num_edges=15, forbidden=0.0))
-    table = replace(whole, edges=tuple(edge for edge in whole.edges if (edge.a == 0 if is_star else edge.b == edge.a + 1)))
+    table = replace(
+        whole, edges=tuple(edge for edge in whole.edges if (edge.a == 0 if is_star else edge.b == edge.a + 1))
+    )
     truth = min(cost_of(table, choice) for choice in every_choice(table))
     passed = pass_messages(table, most_sweeps=100)
     assert passed.value == pytest.approx(truth, rel=1e-9, abs=1e-15)
@@ -65,7 +75,11 @@ def test_compact_edges_are_the_edges(seed, rows, columns):
     of_a, of_b = rng.integers(0, rows, 9), rng.integers(0, columns, 7)
     cost = rng.integers(0, 3, (rows, columns)).astype(float)[np.ix_(of_a, of_b)]
     memory = rng.integers(0, 2, (rows, columns)).astype(float)[np.ix_(of_a, of_b)]
-    nodes = (Node("a", np.zeros(9), np.zeros(9)), Node("b", np.zeros(7), np.zeros(7)), Node("c", np.zeros(7), np.zeros(7)))
+    nodes = (
+        Node("a", np.zeros(9), np.zeros(9)),
+        Node("b", np.zeros(7), np.zeros(7)),
+        Node("c", np.zeros(7), np.zeros(7)),
+    )
     first, second = compacted(CostTable(nodes, (Edge(0, 1, cost, memory), Edge(0, 2, cost, memory))))
     assert first.cost_s is second.cost_s
     np.testing.assert_array_equal(first.cost_s[np.ix_(first.of_a.index, first.of_b.index)], cost)

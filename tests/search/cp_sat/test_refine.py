@@ -17,7 +17,11 @@ from tests.search.tables import brute_force, random_table, small_tables
 pytestmark = pytest.mark.filterwarnings("error")
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
-ANSWERS_THEN_SLEEPS = (sys.executable, "-c", "import time; print('{\"strategies\": [1, 1]}', flush=True); time.sleep(60)")
+ANSWERS_THEN_SLEEPS = (
+    sys.executable,
+    "-c",
+    "import time; print('{\"strategies\": [1, 1]}', flush=True); time.sleep(60)",
+)
 FAILING = (sys.executable, "-c", "raise SystemExit('out of luck')")
 TWO = CostTable((Node("a", np.array([2.0, 1.0]), np.zeros(2)),) * 2, ())
 
@@ -53,7 +57,8 @@ def test_a_worker_that_hangs_is_killed_when_the_time_is_up():
 
 
 def test_a_worker_killed_before_it_has_read_its_problem_is_no_error():
-    nodes = tuple(Node(f"n{i}", np.array([2.0, 1.0]), np.zeros(2)) for i in range(2000))  # more bytes than a pipe holds
+    # more bytes than a pipe holds
+    nodes = tuple(Node(f"n{i}", np.array([2.0, 1.0]), np.zeros(2)) for i in range(2000))
     wide = CostTable(nodes, ())
     assert list(refine(wide, (0,) * 2000, 0.0, deadline=Deadline.after(0.3), worker=SLEEPING)) == []
 
@@ -78,8 +83,13 @@ def test_a_worker_that_fails_is_reported():
 def test_the_worker_imports_neither_torch_nor_this_package():
     import subprocess
 
-    script = f"import sys, runpy; runpy.run_path({WORKER[-1]!r}); print(sorted({{'torch', 'autopar'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+    script = (
+        f"import sys, runpy; runpy.run_path({WORKER[-1]!r}); print(sorted({{'torch', 'autopar'}} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 def test_the_same_problem_takes_the_same_path():

@@ -60,7 +60,9 @@ def test_nodes_with_one_strategy_left_do_not_make_too_many_dims(num_left):
     """A ring of them around a node that has two: a factor of as many dims as there are nodes, but of few entries."""
     hub = [Node("hub", np.array([1.0, 2.0]), np.zeros(2))]
     nodes = hub + [Node(f"n{i}", np.ones(1), np.zeros(1)) for i in range(num_left)]
-    pairs = [(0, i) for i in range(1, num_left + 1)] + [(i, j) for i in range(1, num_left + 1) for j in range(i + 1, num_left + 1)]
+    pairs = [(0, i) for i in range(1, num_left + 1)] + [
+        (i, j) for i in range(1, num_left + 1) for j in range(i + 1, num_left + 1)
+    ]
     edges = [Edge(a, b, np.ones((nodes[a].cost_s.size, 1)), np.zeros((nodes[a].cost_s.size, 1))) for a, b in pairs]
     table = CostTable(tuple(nodes), tuple(edges))
     order = elimination_order(table)

@@ -24,7 +24,9 @@ def random_chains(seed: int, *counts: int, most: int = 4, forbidden: float = 0.0
         return tuple(Node(f"{name}{i}", *draw(rng.integers(2, most + 1))) for i in range(3))
 
     def edges(left, right, among, chance=0.5):
-        return tuple(Edge(a, b, *draw(left[a].cost_s.size, right[b].cost_s.size)) for a, b in among if rng.random() < chance)
+        return tuple(
+            Edge(a, b, *draw(left[a].cost_s.size, right[b].cost_s.size)) for a, b in among if rng.random() < chance
+        )
 
     every, ordered = [(a, b) for a in range(3) for b in range(3)], [(0, 1), (0, 2), (1, 2)]
     outside = three("o")
@@ -59,7 +61,9 @@ def test_condensed_chains_cost_no_more_and_where_nothing_is_shared_as_much(seed,
 def _handing_on_node_0(chain: Chain) -> dict[str, tuple[Edge, ...]]:
     """Crossing and leaving edges, one of them at least."""
     size = chain.nodes[0].cost_s.size
-    crossing = tuple(edge for edge in chain.crossing if edge.a == 0) or (Edge(0, 0, np.eye(size), np.zeros((size, size))),)
+    crossing = tuple(edge for edge in chain.crossing if edge.a == 0) or (
+        Edge(0, 0, np.eye(size), np.zeros((size, size))),
+    )
     return {"crossing": crossing, "leaves": tuple(edge for edge in chain.leaves if edge.a == 0)}
 
 
