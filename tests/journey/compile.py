@@ -1,0 +1,1 @@
+"""How a model is compiled, and what is done with what comes out."""

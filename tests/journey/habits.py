@@ -1,0 +1,1 @@
+"""Habits from DDP and FSDP2."""

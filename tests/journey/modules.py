@@ -1,0 +1,1 @@
+"""Kinds of modules, and what their forwards do."""
