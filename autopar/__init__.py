@@ -1,9 +1,9 @@
-"""autopar: an unmodified model goes in, a sharded module that trains the same comes out."""
+"""autopar: an auto-parallelism compiler; it turns an unmodified `nn.Module` into a sharded one that trains the same."""
 
 import importlib
 from typing import Any
 
-# Loaded at first use, so that the solver's child process starts without importing torch.
+# Imported at first use, so that the solver's child process starts without importing torch.
 _HOMES = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.costmodel.cluster.load_cluster",

@@ -1,4 +1,4 @@
-"""The two calls, `plan` and `compile`: arguments are checked here, the stages of docs/architecture.md do the rest."""
+"""The two public calls, `plan` and `compile`: they check their arguments and run the stages of docs/architecture.md."""
 
 import math
 import os
@@ -49,17 +49,22 @@ def plan(
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
 ) -> Plan | StagedPlan:
-    """Plan `model` called with these (global) arguments on `mesh`; needs no process group, and no memory for a
-    meta-device model.
+    """The fastest plan found for `model`, called with these global arguments, on `mesh`.
 
+    Needs no process group, and no memory for a model on the meta device. AutoparError if there is no plan; it says what
+    to change.
+
+    `args`, `kwargs`: an example batch as the model is called with it; its shapes are global, tensors may be meta.
     `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to
-    factorise it. `cluster`: a preset's name, a JSON file or a Cluster; only a DeviceMesh says by itself which devices
-    it has. `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}. `memory_limit_bytes`: per device, by default
-    nine tenths of what the cluster's devices have. A mesh axis called "pp", the outermost, has the stages of a
-    pipeline; an open mesh gets one if that is faster. `num_microbatches`, `schedule` ("1f1b", "interleaved",
-    "zero-bubble", "gpipe"): by default those of the fastest plan that fits. `loss_fn`: of what the model returns and
-    the last of `args`, the target. `time_limit_s`: of searching, by default 30. Raises an AutoparError saying what to
-    change.
+        factorise it. An outermost axis called "pp" holds the stages of a pipeline; an open mesh gets one if that is
+        faster.
+    `cluster`: a preset's name, a JSON file or a Cluster; required unless `mesh` is a DeviceMesh.
+    `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}.
+    `memory_limit_bytes`: per device; by default nine tenths of the memory of the cluster's devices.
+    `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan
+        that fits.
+    `loss_fn`: called with the model's output and the target, which is then the last of `args`.
+    `time_limit_s`: seconds for planning after tracing, by default 30.
     """
     args, kwargs = _checked_call(model, args, kwargs)
     planar = _mesh(mesh)
@@ -83,19 +88,26 @@ def compile(
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
 ) -> ShardedModule:
-    """The same module, sharded over `mesh`; every rank calls this with the same model. `model` itself is left as it is.
+    """The module `model` sharded over `mesh`; every rank calls this with the same model, which is left unchanged.
 
-    Planned at once when example `args`/`kwargs` (global batch) are given, else at the first call. `cluster`: a preset's
-    name, a JSON file or a Cluster; by default the one that fits the mesh's devices. `plan`: one made before, or its
-    file; it brings its own cluster, and no planning options beside it. A `mesh` that is left open (see `autopar.plan`)
-    is known once there is a plan: it needs `plan` or example arguments. `loss_fn`, `num_microbatches`, `schedule`: as
-    in `autopar.plan`; they are about `train_step`, which runs every plan.
+    It is planned at once if example `args`/`kwargs` (the global batch) are given, else at its first call. AutoparError
+    says what to change.
+
+    `mesh`: as in `autopar.plan`; a mesh that is left open needs `plan` or example arguments, which decide it.
+    `cluster`: a preset's name, a JSON file or a Cluster; by default the preset of the mesh's devices.
+    `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
+        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`).
+    All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
+        without stages.
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     if plan is not None and (request != ANYTHING or cluster is not None):
-        raise AutoparError("plan= is given together with cluster=, pins= or another planning option; choose one")
+        raise AutoparError(
+            "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
+            " num_microbatches=, schedule=): give either the plan or the options"
+        )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
@@ -118,15 +130,16 @@ def compile(
 
 @dataclass
 class _Planner:
-    """Plans on the mesh's first rank and gives every rank the same plan, or the same error. One of `cluster` and
-    `given` is None.
+    """A planner that runs on the mesh's first rank and gives every rank the same plan, or the same error.
+
+    One of `cluster` and `given` is None.
     """
 
     mesh: DeviceMesh
     cluster: Cluster | None
     request: PlanRequest
     given: str | None  # JSON text of a plan made before
-    is_own: bool  # it was made by this run, as what is planned here is
+    is_own: bool  # the given plan was made by this run rather than read from a file
 
     def __call__(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
         text, is_own = self.given, self.is_own
@@ -143,7 +156,7 @@ class _Planner:
         request = replace(self.request, pins=pins, stored=fixed, trains=trains)
         if self.given is None:
             return _planned(graph, mesh_of(self.mesh), self.cluster, request)
-        # new shapes are planned for what the given plan was made for
+        # New shapes are planned for the cluster and the planning options of the given plan.
         cluster, asked = staged_plan.made_for(self.given)
         return _planned(graph, mesh_of(self.mesh), cluster, replace(request, **asked))
 
@@ -157,7 +170,7 @@ def _settled(
     plan: Plan | StagedPlan | str | None,
     loss_fn: LossFunction | None,
 ) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:
-    """The mesh of the plan and the plan, which is made on the first rank for all if there is none."""
+    """An open mesh settled: the plan's mesh and the plan, which the first rank makes for all if none is given."""
     flat = _device_mesh((devices.num_devices,))
     if plan is not None:
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
@@ -188,7 +201,7 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: Plan
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:
-    """Whether some axis, or one there may be, divides `size`; a mesh of one device has nothing to divide."""
+    """Whether an axis of the mesh, or a possible axis of an open one, divides `size`; true on a mesh of one device."""
     if isinstance(mesh, Devices):
         return mesh.num_devices == 1 or math.gcd(size, mesh.num_devices) > 1
     return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
@@ -201,7 +214,7 @@ def _request(
     num_microbatches: int | None,
     schedule: str | None,
 ) -> PlanRequest:
-    """The planning options, checked."""
+    """The planning options as a request; AutoparError for one of a wrong type or value."""
     request: dict[str, Any] = {}
     if pins:
         if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
@@ -288,7 +301,8 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
 def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
     if cluster is None and device_type is None:
         raise AutoparError(
-            "which devices is this mesh of? give cluster= (a preset's name, a JSON file or a Cluster), or a DeviceMesh"
+            "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or a"
+            " DeviceMesh as mesh"
         )
     try:
         return load_cluster(_preset_of(device_type) if cluster is None else cluster)

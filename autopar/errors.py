@@ -1,28 +1,28 @@
-"""Every error a user can meet: what failed, where, what was expected, what was found, what to do."""
+"""The exceptions that autopar raises on purpose; each message says what failed, where, why, and what to do."""
 
 
 class AutoparError(Exception):
-    """Base of all errors autopar raises on purpose."""
+    """Base class of all errors that autopar raises on purpose."""
 
 
 class TraceError(AutoparError):
-    """The model cannot be traced; the message names the model's line."""
+    """The model cannot be traced; the message names the line of the model."""
 
 
 class UnsupportedOp(AutoparError):
-    """A traced op cannot be run on shards or on a mesh at all."""
+    """An op of the graph cannot be run on shards, or not on a mesh at all."""
 
 
 class MeshError(AutoparError):
-    """The mesh is malformed or does not fit the world or the cluster."""
+    """The mesh is malformed, or does not match the number of ranks or the cluster."""
 
 
 class PinError(AutoparError):
-    """A user pin names an unknown parameter or axis, or a layout the parameter cannot have."""
+    """A pin names an unknown parameter or mesh axis, or a layout that the parameter cannot have."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan meets the constraints; the message says which binds and the least that would do."""
+    """No plan satisfies the constraints; the message says which one binds and the smallest limit that would do."""
 
 
 class PlanError(AutoparError):
@@ -34,10 +34,8 @@ class RankMismatch(AutoparError):
 
 
 class PeerFailed(AutoparError):
-    """Another rank failed or died while this one waited for it."""
+    """Another rank failed or died while this rank waited for it."""
 
 
 class MicrobatchError(AutoparError):
-    """The batch cannot be run in so many microbatches with the numbers of the whole; the message names the op and
-    why.
-    """
+    """The batch cannot be run in this number of microbatches with the same result; the message names the op and why."""

@@ -1,4 +1,4 @@
-"""The device mesh as plain data, so that planning needs no process group."""
+"""`Mesh`, a device mesh as plain data, so that planning needs no process group."""
 
 import math
 import reprlib
@@ -8,15 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 
-# What separates names, sizes and layouts wherever a mesh or a pin is written: "dp=2,tp=4", "dp+tp", "tp:S(0)".
+# Characters that separate names, sizes and layouts in the text of a mesh or a pin: "dp=2,tp=4", "dp+tp", "tp:S(0)".
 SEPARATORS = "=,:+"
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major. A name is any text that prints
-    on one line and holds none of `SEPARATORS`, so that what `str(mesh)` writes is read in one way. MeshError for other
-    names, or sizes below 1.
+    """Sizes and names of the mesh axes, outermost first; ranks are laid out row-major.
+
+    A name is any text that prints on one line and contains none of `SEPARATORS`, so that `str(mesh)` can be parsed in
+    only one way. MeshError for other names, or sizes below 1.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class Mesh:
         return self.axis_names.index(name)
 
     def name_of(self, axes: tuple[int, ...]) -> str:
-        """Several axes as one are written `dp+tp`."""
+        """The name of several axes taken as one, such as "dp+tp"."""
         return "+".join(self.axis_names[axis] for axis in axes)
 
     def __str__(self) -> str:
@@ -56,24 +57,24 @@ class Mesh:
 
 
 def _check_name(name: object) -> None:
-    """MeshError unless an axis may be called so; numbers, newlines and terminal control
-    characters are shown escaped.
-    """
+    """MeshError unless `name` is a valid axis name; the message escapes control characters."""
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
         raise MeshError(
-            f"a mesh axis is called by text without control characters or spaces around it, found {reprlib.repr(name)}"
+            "the name of a mesh axis is text without control characters or surrounding spaces, found"
+            f" {reprlib.repr(name)}"
         )
-    if found := set(SEPARATORS).intersection(name):
+    if separators := set(SEPARATORS).intersection(name):
         raise MeshError(
-            f"mesh axis {reprlib.repr(name)} holds {''.join(sorted(found))!r}, which stands between axes where meshes"
-            " and pins are written ('dp=2,tp=4', 'tp:S(0)', 'dp+tp'); call it e.g. 'dp-shard' or 'dp.shard'"
+            f"mesh axis {reprlib.repr(name)} contains {''.join(sorted(separators))!r}, which separates axes in the text"
+            " of a mesh or a pin ('dp=2,tp=4', 'tp:S(0)', 'dp+tp'); call it e.g. 'dp-shard' or 'dp.shard'"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices without a mesh: how they are factorised into axes is part of the plan. `per_node`: how many of them are
-    in a node, 0 for as many as the cluster has in one.
+    """A number of devices without a mesh: the search chooses how to factorise it into axes.
+
+    `per_node`: devices in a node; 0: as many as the cluster has in one.
     """
 
     num_devices: int
@@ -109,7 +110,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_devices(text: str) -> Mesh | Devices:
-    """As `parse_mesh`, but '64' and 'nodes=8,devices=8' leave the mesh open.
+    """The mesh of `text`, as `parse_mesh` reads it; '64' and 'nodes=8,devices=8' are `Devices` and leave the mesh open.
 
     >>> parse_devices("64")
     Devices(num_devices=64, per_node=0)
@@ -125,7 +126,10 @@ def parse_devices(text: str) -> Mesh | Devices:
 
 
 def as_mesh(mesh: "Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]") -> Mesh | Devices:
-    """Accept every way a user may write a mesh; `Devices` where it is left open."""
+    """The mesh that a user wrote in any of the accepted forms; `Devices` if it is left open.
+
+    TypeError for anything else, MeshError for a malformed mesh.
+    """
     if isinstance(mesh, Mesh | Devices):
         return mesh
     if isinstance(mesh, str):
@@ -138,6 +142,6 @@ def as_mesh(mesh: "Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]") -
 
 
 def mesh_of(mesh: DeviceMesh) -> Mesh:
-    """Sizes and names of a DeviceMesh."""
+    """The `Mesh` with the sizes and axis names of a DeviceMesh; axes without names are called a0, a1, ..."""
     names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
     return Mesh(tuple(mesh.shape), tuple(names))

@@ -1,6 +1,6 @@
-"""Everything of torch that is not public, in one place, each with why there is no public way.
+"""The names of torch that are not public, in one place, each with the reason why there is no public way.
 
-Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of it.
+Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of them.
 """
 
 from contextlib import AbstractContextManager
@@ -23,25 +23,25 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
-    # torch.export takes its fake tensors from an active one; and its tensors choose the kernels of their device
+    # torch.export takes its fake tensors from an active one; its tensors choose the kernels of their device
     "FakeTensorMode",
-    # targets of exported nodes are instances, of it and of OpOverload; torch.ops gives the instances only
+    # targets of exported nodes are instances of it and of OpOverload; torch.ops gives the instances only
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "below_autograd",
     "default_store",
-    # calls inside are left out of what torch.export records; torch.fx.experimental has no promise
+    # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",
     "has_hooks_of_all_modules",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
-    # of the specs in exported programs, the only registry torch.export reads; no public one is in all our torch
-    # versions
+    # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
+    # in all torch versions that autopar supports
     "pytree",
-    "stage_backward",  # what torch's pipeline stages run, whose memory is predicted by running it
+    "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
     "without_function_modes",
@@ -49,14 +49,14 @@ __all__ = [
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Ops called inside are not recorded by autograd, as in a kernel; unlike under no_grad, what views of leaves may do
-    stays as it is.
+    """A context in which autograd records no op, as inside a kernel; unlike no_grad it leaves the
+    rules of views alone.
     """
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def without_function_modes() -> AbstractContextManager[None]:
-    """No `TorchFunctionMode` and no `__torch_function__` sees what is called inside."""
+    """A context in which no `TorchFunctionMode` and no `__torch_function__` sees the calls."""
     return torch._C.DisableTorchFunction()
 
 
@@ -76,7 +76,5 @@ def is_in_backward() -> bool:
 
 
 def default_store() -> Store:
-    """The key-value store of the default process group; what `init_process_group` made of its `init_method` is not
-    given back otherwise.
-    """
+    """The key-value store of the default process group, which `init_process_group` made from its `init_method`."""
     return _get_default_store()

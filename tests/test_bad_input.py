@@ -138,7 +138,7 @@ TOLD = {
     "other model": "PlanError: .*another model",
     "other batch": "PlanError: .*other input shapes",
     "other mesh": r"PlanError: .*\(2, 2\), this mesh is dp=4",
-    "plan and pins": "together with",
+    "plan and pins": "cannot be combined",
     "plan of a wrong type": "expects a Plan or the path of its file, found builtins.int",
     "mesh too large": "MeshError: .*needs 8 ranks, the world has 4",
     "untraceable": r"TraceError: test_bad_input.py:\d+: `if x.sum",

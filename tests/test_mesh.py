@@ -42,7 +42,7 @@ def test_names_that_are_no_text_or_do_not_print_are_refused(name):
 
 @pytest.mark.parametrize("name", ["a=b", "a,b", "tp:S", "dp+tp"])
 def test_names_that_hold_what_separates_axes_are_refused(name):
-    with pytest.raises(MeshError, match="stands between axes"):
+    with pytest.raises(MeshError, match="separates axes"):
         Mesh((2, 4), (name, "tp"))
 
 

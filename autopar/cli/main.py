@@ -1,4 +1,4 @@
-"""Arguments of the `autopar` command, and how its errors look."""
+"""The `autopar` command: its arguments, its two subcommands `explain` and `verify`, and the form of its errors."""
 
 import argparse
 import json
@@ -60,7 +60,10 @@ Tell = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done and, for verify, equal; 1: not equal; 2: cannot be done, the reason is on stderr."""
+    """Run one command; returns its exit status.
+
+    0: done and, for verify, equal; 1: not equal; 2: failed, the reason is on stderr.
+    """
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
@@ -86,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing"
     )
     explain.add_argument(
-        "--watch", metavar="DIR", help="write what planning makes on the way, step by step, as text files"
+        "--watch", metavar="DIR", help="write every artifact of planning (graph, prices, choice, ...) as a text file"
     )
     explain.add_argument("--save", metavar="FILE", help="write the plan")
     explain.set_defaults(run=_explain)
@@ -115,25 +118,31 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
         help=f"a preset's name or a JSON file{cluster}",
     )
     parser.add_argument(
-        "--hand", metavar="PLAN", help="take ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching"
+        "--hand",
+        metavar="PLAN",
+        help="use the hand plan ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching",
     )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated"
     )
-    limit_help = f"per device, e.g. 16GiB (default: what the cluster's devices have, less {SPARE_MEMORY:.0%}%)"
+    limit_help = f"per device, e.g. 16GiB (default: the memory of the cluster's devices less {SPARE_MEMORY:.0%}%)"
     parser.add_argument("--memory-limit", type=_argument(parse_bytes), metavar="SIZE", help=limit_help)
     parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="cut the batch into so many (default: as many as is best)"
+        "--microbatches", type=int, metavar="N", help="number of microbatches of a step (default: the fastest)"
     )
     parser.add_argument(
         "--schedule", choices=SCHEDULES, help="the order in which stages run microbatches (default: the fastest)"
     )
-    parser.add_argument("--optimizer", default="adamw", help="whose state counts as memory (default adamw)")
-    parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds of search (default 30)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="the optimizer whose state counts as memory (default adamw)"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning after tracing (default 30)"
+    )
 
 
 def _argument(read: Callable) -> Callable:
-    """`read` for argparse, which shows the text of only this kind of error."""
+    """`read` with its errors as ArgumentTypeError, the only kind whose text argparse shows."""
 
     def checked(text: str) -> object:
         try:
@@ -145,7 +154,7 @@ def _argument(read: Callable) -> Callable:
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes of a size as people write it.
+    """The number of bytes of a size such as "16GiB"; ValueError if `text` is none.
 
     >>> parse_bytes("16GiB") == 16 * 2**30
     True
@@ -198,7 +207,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _watching(options: argparse.Namespace) -> Watch | None:
-    """Writes each artifact to a file of its own, numbered in order; None if nobody asked."""
+    """A function that writes each artifact of planning to a numbered file; None without --watch."""
     if not getattr(options, "watch", None):
         return None
     folder, numbers = Path(options.watch), count(1)
@@ -206,7 +215,7 @@ def _watching(options: argparse.Namespace) -> Watch | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AutoparError(
-            f"--watch {options.watch}: expected a folder, or a name for one; {error.strerror}: {error.filename}"
+            f"--watch {options.watch}: expected a folder or the name of a new one; {error.strerror}: {error.filename}"
         ) from error
 
     def watch(name: str, artifact: Any) -> None:
@@ -247,9 +256,9 @@ def _check_whole(options: argparse.Namespace) -> None:
         or (isinstance(options.mesh, Mesh) and PIPELINE in options.mesh.axis_names)
     ):
         raise AutoparError(
-            f"--hand {options.hand} is a plan without stages and microbatches, but a mesh with a pipeline axis,"
-            " --microbatches or --schedule is given; leave out --hand: a plan in stages shows the best ones by hand"
-            " beside it"
+            f"--hand {options.hand} is a plan without stages and microbatches and cannot be combined with a pipeline"
+            " axis in --mesh, --microbatches or --schedule; leave out --hand: a plan in stages is shown beside the best"
+            " hand plans"
         )
 
 
@@ -274,7 +283,7 @@ def _pin(text: str) -> tuple[str, str]:
 
 @contextmanager
 def _status() -> Iterator[Tell]:
-    """Shows the stage at work if stderr is a terminal."""
+    """A context whose value shows a text, the current stage of planning, if stderr is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None

@@ -1,5 +1,6 @@
-"""Built-in models to plan by name. Each is built on the meta device, so that size costs nothing, with an example
-training batch; language models and vit-l come from transformers.
+"""Built-in models to plan by name, each on the meta device, so that size costs nothing, with an example training batch.
+
+Language models and vit-l come from transformers.
 
 | name | from | parameters | batch |
 |---|---|---|---|
@@ -38,7 +39,7 @@ from autopar.models.vision import Classifier, resnet50, vgg13
 
 @dataclass(frozen=True)
 class Example:
-    """A model and one global training batch; the model returns its loss first."""
+    """A model and one global training batch, its arguments; the model returns its loss first."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -48,10 +49,10 @@ class Example:
 def build_model(
     name: str, *, layers: int | None = None, batch: int | None = None, sequence: int | None = None
 ) -> Example:
-    """The built-in model called `name`, with its usual sizes where none is given.
+    """The built-in model called `name`, with its default sizes where none is given.
 
-    `layers`: blocks, of the encoder and of the decoder where there are both; `batch`: samples in all; `sequence`:
-    tokens of each. AutoparError if there is no such model or it has no such size.
+    `layers`: number of blocks, in the encoder and in the decoder each if it has both; `batch`: global number of
+    samples; `sequence`: tokens of a sample. AutoparError if there is no such model or it has no such size.
     """
     if name not in MODELS:
         known = ", ".join(MODELS)
@@ -73,7 +74,7 @@ def _sizes_of(name: str) -> list[str]:
 
 
 def _tokens(batch: int, sequence: int, **kwargs: Any) -> dict[str, Any]:
-    """Inputs and labels are two tensors: tracing takes one tensor given twice for one argument."""
+    """Input tokens and labels, as two tensors: tracing would take one tensor given twice for one argument."""
     return {
         "input_ids": torch.zeros(batch, sequence, dtype=torch.long),
         "labels": torch.zeros(batch, sequence, dtype=torch.long),
@@ -82,10 +83,10 @@ def _tokens(batch: int, sequence: int, **kwargs: Any) -> dict[str, Any]:
 
 
 def _attention() -> str:
-    """The name under which transformers knows attention that is told of causality by a flag.
+    """The name of an attention registered with transformers that gets `is_causal` instead of a mask.
 
-    Models called without padding run so, but transformers writes [batch, 1, sequence, sequence] masks out while it is
-    exported, except for kinds of attention for which it has no mask.
+    A model called without padding runs so. While it is exported, however, transformers writes [batch, 1, sequence,
+    sequence] masks, except for kinds of attention that it has no mask function for.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -187,7 +188,7 @@ _ALPA: Mapping[str, Any] = {
     "attn_pdrop": 0.0,
 }
 
-# Only sizes that are named here can be asked for.
+# The default sizes of each model; only sizes that are named here can be set.
 MODELS: Mapping[str, partial[Example]] = {
     "gpt2": partial(_gpt2, layers=12, batch=64, sequence=1024),
     "gpt2-xl": partial(_gpt2, layers=48, batch=64, sequence=1024, n_embd=1600, n_head=25),

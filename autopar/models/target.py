@@ -1,4 +1,4 @@
-"""What a command works on: a built-in model, or a function of the user's file."""
+"""The target of a command: a built-in model, or a function in the user's file."""
 
 import importlib.util
 import sys
@@ -17,8 +17,8 @@ _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 
 
 def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
-    """The model and batch that `spec` names, floating tensors as `dtype` if given; AutoparError says what is wrong with
-    it.
+    """The model and batch that `spec` names, with floating tensors cast to `dtype` if given;
+    AutoparError if it cannot.
     """
     example = build_model(spec) if ":" not in spec else _called(spec)
     if dtype is None:
@@ -33,10 +33,10 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _called(spec: str) -> Example:
     path, _, name = spec.rpartition(":")
-    found = _function(path, name)()
-    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)):
-        raise AutoparError(f"{spec} returned {_describe(found)}, expected (model, args, kwargs); {_HOW}")
-    model, args, kwargs = found
+    result = _function(path, name)()
+    if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
+        raise AutoparError(f"{spec} returned {_describe(result)}, expected (model, args, kwargs); {_HOW}")
+    model, args, kwargs = result
     return Example(model, tuple(args), dict(kwargs))
 
 
@@ -55,5 +55,5 @@ def _function(path: str, name: str) -> Callable[[], Any]:
     return getattr(module, name)
 
 
-def _describe(found: Any) -> str:
-    return f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+def _describe(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__

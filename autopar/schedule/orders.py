@@ -1,10 +1,11 @@
-"""In which order each rank of a pipeline computes its stages' microbatches.
+"""Pipeline schedules: the order in which each rank computes its stages' microbatches.
 
-The orders are those of torch.distributed.pipelining, which runs them: 1f1b          PipeDream-flush (Narayanan et al.
-  2021, arXiv:2104.04473): one stage a rank interleaved   the same paper's interleaved schedule, with torch's rounds:
-  several stages a rank, stage i on rank i mod p zero-bubble   ZB1P (Qi et al. 2024, arXiv:2401.10241): the gradients of
-  weights ("W") wait until there is nothing else to do gpipe         all forwards, then all backwards accumulate    one
-  stage: gradient accumulation
+The orders are those of torch.distributed.pipelining, which runs them:
+  1f1b          PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473): one stage a rank
+  interleaved   the same paper: the schedule of several stages a rank, stage i on rank i mod p, in torch's rounds
+  zero-bubble   ZB1P (Qi et al. 2024, arXiv:2401.10241): weight gradients ("W") fill what would be bubbles
+  gpipe         all forwards, then all backwards
+  accumulate    one stage: gradient accumulation
 """
 
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from autopar.schedule.timeline import Action
 NAMES = ("accumulate", "gpipe", "1f1b", "interleaved", "zero-bubble")
 IN_ROUNDS = ("interleaved", "zero-bubble")
 
-Row = tuple[Action, ...]  # what one rank does, in order
+Row = tuple[Action, ...]  # the actions of one rank, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of `NAMES` for so many stages on so many ranks (the size of the pipeline axis). ValueError where torch has no
-    such schedule.
+    """A schedule called `name`, one of `NAMES`, with its numbers of stages, ranks and microbatches.
+
+    `num_ranks` is the size of the pipeline axis. ValueError if torch has no such schedule.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Schedule:
 
 
 def can_run(name: str, num_stages: int, num_ranks: int, num_microbatches: int) -> bool:
-    """Whether there is such a `Schedule`."""
+    """Whether a `Schedule` of these arguments exists."""
     return not _refusal(name, num_stages, num_ranks, num_microbatches)
 
 
@@ -54,7 +56,7 @@ def _refusal(name: str, num_stages: int, num_ranks: int, num_microbatches: int) 
     if name not in NAMES:
         return f"expected one of {', '.join(NAMES)}"
     if min(num_stages, num_ranks, num_microbatches) < 1 or num_stages % num_ranks:
-        return "expected positive numbers, and as many stages on each rank"
+        return "expected positive numbers, and the same number of stages on each rank"
     per_rank, num_rounds = num_stages // num_ranks, _num_rounds(num_ranks, num_microbatches)
     if name == "accumulate":
         return "" if num_stages == 1 else "accumulation has one stage"
@@ -72,9 +74,9 @@ def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
 
 
 def actions(schedule: Schedule) -> tuple[Row, ...]:
-    """What each rank of the pipeline axis does, in order.
+    """The actions of each rank of the pipeline axis, in order.
 
-    Kinds: "F" forward, "B" backward, "I" its part for the inputs, "W" its part for the weights.
+    Kinds: "F" forward, "B" backward, "I" the part of backward for the inputs, "W" the part for the weights.
     """
     return tuple(_row(schedule, rank) for rank in range(schedule.num_ranks))
 
@@ -94,8 +96,9 @@ def _row(schedule: Schedule, rank: int) -> Row:
 
 
 def _rounds(schedule: Schedule, rank: int) -> Row:
-    """Each stage of the rank in turn runs a round of microbatches. A rank has `ahead` forwards done before its first
-    backward.
+    """The row of a schedule in rounds: each stage of the rank in turn runs one round of microbatches.
+
+    The rank does `ahead` forwards before its first backward.
     """
     is_split = schedule.name == "zero-bubble"
     num_microbatches, num_ranks = schedule.num_microbatches, schedule.num_ranks
@@ -119,8 +122,9 @@ def _rounds(schedule: Schedule, rank: int) -> Row:
 
 
 def num_waiting(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of which `stage` still has the gradients of weights to make. The first stage makes all of
-    its own at once.
+    """The most microbatches whose weight gradients `stage` has put off at one time.
+
+    The first stage puts off none: it does all of its backward in "W".
     """
     waiting = most = 0
     for action in _row(schedule, schedule.rank_of(stage)) if stage else ():
@@ -131,7 +135,7 @@ def num_waiting(schedule: Schedule, stage: int) -> int:
 
 
 def num_in_flight(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of which `stage` holds what its backward needs at one time."""
+    """The most microbatches whose activations `stage` holds at one time."""
     held = most = 0
     for action in _row(schedule, schedule.rank_of(stage)):
         if action.stage == stage:

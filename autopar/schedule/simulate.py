@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes when each stage takes its own time."""
+"""Simulation of a pipeline's step from the times of its stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,11 @@ KINDS = "FBIW"
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one stage for one microbatch. `backward_s` is its part for the inputs, `weight_s` that for the
-    weights; a backward that is not split takes both. `send_s`: its outputs to the next stage; `send_back_s`: its
-    inputs' gradients to the one before.
+    """Seconds of one stage for one microbatch.
+
+    `backward_s`: the part of backward for the inputs, `weight_s`: the part for the weights; a backward that is not
+    split takes both. `send_s`: p2p of the outputs to the next stage; `send_back_s`: p2p of the inputs' gradients to the
+    previous stage.
     """
 
     forward_s: float
@@ -28,22 +30,22 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A schedule's actions as arrays, in waves: an action's two predecessors are in earlier waves, so that a wave is
-    computed at once.
+    """A schedule's actions as arrays, in waves: both predecessors of an action are in earlier waves.
 
-    Row `i` of the arrays is an action; its predecessors are rows, `len(actions)` if it has none.
+    So numpy computes a wave at once. Row `i` of the arrays is an action; its predecessors are given by their rows,
+    `len(actions)` if it has none.
     """
 
     schedule: Schedule
     actions: Row
     waves: tuple[slice, ...]
-    before: np.ndarray  # the action before on the same rank
-    source: np.ndarray  # the action that makes what this one reads
+    before: np.ndarray  # the previous action on the same rank
+    source: np.ndarray  # the action whose result this one reads
     kind: np.ndarray  # column of the durations and transfers
 
 
 def ordered(schedule: Schedule) -> Order:
-    """The schedule, ready to be simulated with any times."""
+    """The `Order` of `schedule`, which can be simulated with any times."""
     rows = actions(schedule)
     wave: dict[Action, int] = {}
     before = {action: previous for row in rows for previous, action in zip((None, *row), row)}
@@ -75,7 +77,7 @@ def _as_arrays(schedule: Schedule, flat: Row, before: dict, waves: list[int]) ->
 
 
 def _source(schedule: Schedule, action: Action) -> Action | None:
-    """The action whose result `action` reads and that may be another rank's (its own rank's order holds anyway)."""
+    """The action, possibly of another rank, whose result `action` reads; None if its rank's order implies it anyway."""
     kind, stage, microbatch = action
     if kind == "W" or (kind == "F" and stage == 0) or (kind != "F" and stage == schedule.num_stages - 1):
         return None
@@ -95,8 +97,8 @@ def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_early = order.schedule.name in IN_ROUNDS
     for wave in order.waves:
         free, made = end[order.before[wave]], end[order.source[wave]]
-        # torch posts the receives of these two as soon as the sender's turn comes; the others' when they are needed, so
-        # that they hold up their rank for as long as they take.
+        # torch posts the receives of the schedules in rounds when the sender sends; those of the others when they are
+        # needed, so that the rank waits for the whole transfer.
         ready = np.maximum(free, made + transfer[wave]) if is_early else np.maximum(free, made) + transfer[wave]
         start[wave] = ready
         end[wave] = ready + duration[wave]
@@ -104,10 +106,10 @@ def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _durations(schedule: Schedule, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each kind of action of each stage, [stages, kinds, ...], and of what it waits for to arrive."""
+    """Seconds of each kind of action of each stage, and of the transfer of its input, both [stages, kinds, ...]."""
     forward, backward, weight, send, send_back = np.moveaxis(times, 1, 0)
     durations = np.stack([forward, backward + weight, backward, weight], axis=1)
-    # torch's first stage, which has no input to differentiate, does all its backward in "W".
+    # The first stage has no input to differentiate: torch does all of its backward in "W".
     durations[0, 2:] = np.stack([np.zeros_like(backward[0]), backward[0] + weight[0]])
     arriving, returning, nothing = np.zeros_like(send), np.zeros_like(send), np.zeros_like(send)
     arriving[1:], returning[:-1] = send[:-1], send_back[1:]
@@ -123,7 +125,7 @@ def step_s(order: Order, times: np.ndarray) -> np.ndarray:
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
-    """When each rank computes what, if every stage takes its `times` for every microbatch."""
+    """The timeline of a step in which every microbatch takes each stage's `times`, one for each stage."""
     order = ordered(schedule)
     start, end = ends(order, as_array(times))
     rows: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
@@ -133,5 +135,5 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
 
 
 def as_array(times: Sequence[StageTimes]) -> np.ndarray:
-    """[stages, 5] seconds."""
+    """The fields of `times` as f64[stages, 5], in seconds."""
     return np.array([[x.forward_s, x.backward_s, x.weight_s, x.send_s, x.send_back_s] for x in times])

@@ -1,4 +1,4 @@
-"""A pipeline's step as it was simulated or measured: who computes what, and when; as text and for trace viewers."""
+"""`Timeline`: when each rank of a pipeline computes what, simulated or measured; as text and as a trace file."""
 
 import json
 import string
@@ -14,14 +14,14 @@ from autopar.explain.text import format_seconds
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 WIDTH = 100  # columns of a row of text
-# A microbatch is shown by its last digit: forwards as it is, backwards as the letter that stands for it.
+# A microbatch is drawn by its last digit: a forward as the digit, a backward as the letter of that position.
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "wwwwwwwwww"}
 DIGITS = string.digits + string.ascii_lowercase + "+"
 LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a weight gradient put off, . waiting"
 
 
 class Action(NamedTuple):
-    """One computation: kind "F", "B", "I" or "W" (see schedule.actions) of a stage and a microbatch."""
+    """One computation of a stage for a microbatch; kind "F", "B", "I" or "W" (see `orders.actions`)."""
 
     kind: str
     stage: int
@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action and its seconds since the step began."""
+    """An action with its start and end, in seconds since the step began."""
 
     action: Action
     start_s: float
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A rank computes nothing, and why."""
+    """A time in which a rank computes nothing, and the reason."""
 
     reason: str
     start_s: float
@@ -55,17 +55,19 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank has done its last action."""
+        """Seconds until the last action of any rank ends."""
         return max(row[-1].end_s for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they compute nothing."""
+        """The bubble: the share of the ranks' time in which they compute nothing."""
         busy_s = sum(span.end_s - span.start_s for row in self.rows for span in row)
         return 1 - busy_s / (self.step_s * len(self.rows))
 
     def waits(self, rank: int) -> Iterator[Wait]:
-        """When `rank` computes nothing. It waits for what the next action reads, and at the end for the other ranks."""
+        """The times in which `rank` computes nothing: it waits for the input of its next action, or
+        for the step's end.
+        """
         row, free_s = self.rows[rank], 0.0
         for action, start_s, end_s in row:
             if start_s > free_s:
@@ -76,7 +78,7 @@ class Timeline:
 
 
 def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
-    """A row of `width` columns for each rank, and what its time goes to."""
+    """The timeline as text: a row of `width` columns for each rank, and a table of where its time goes."""
     num_digits = len(str(len(timeline.rows) - 1))
     drawn = [
         f"rank {rank:>{num_digits}} |{_drawn(row, timeline.step_s, width)}|" for rank, row in enumerate(timeline.rows)
@@ -91,8 +93,9 @@ def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
 
 
 def format_counts(rows: Sequence[Sequence[tuple[float, int]]], step_s: float, width: int = WIDTH) -> str:
-    """A row of `width` columns for each rank: a number that changes at these times, in the middle of each column; above
-    9, letters.
+    """Step functions as text: a row of `width` columns for each rank, above 9 in letters.
+
+    `rows`: for each rank (time in seconds, number from then on); a column shows the number at its middle.
     """
     num_digits = len(str(len(rows) - 1))
     return "\n".join(f"rank {rank:>{num_digits}} |{_counted(row, step_s, width)}|" for rank, row in enumerate(rows))
@@ -100,20 +103,20 @@ def format_counts(rows: Sequence[Sequence[tuple[float, int]]], step_s: float, wi
 
 def _counted(row: Sequence[tuple[float, int]], step_s: float, width: int) -> str:
     times = [time_s for time_s, _ in row]
-    found = (row[bisect_right(times, (column + 0.5) * step_s / width) - 1][1] for column in range(width))
-    return "".join(DIGITS[min(number, len(DIGITS) - 1)] for number in found)
+    numbers = (row[bisect_right(times, (column + 0.5) * step_s / width) - 1][1] for column in range(width))
+    return "".join(DIGITS[min(number, len(DIGITS) - 1)] for number in numbers)
 
 
 def _drawn(row: tuple[Span, ...], step_s: float, width: int) -> str:
-    """Each column shows what the rank does in the middle of it."""
-    spans, found = list(reversed(row)), []
+    """One rank's row: each column shows the action at its middle."""
+    spans, columns = list(reversed(row)), []
     for column in range(width):
         now_s = (column + 0.5) * step_s / width
         while spans and spans[-1].end_s <= now_s:
             spans.pop()
         action, is_running = spans[-1].action if spans else None, bool(spans) and spans[-1].start_s <= now_s
-        found.append(LETTERS[action.kind][action.microbatch % 10] if action and is_running else ".")
-    return "".join(found)
+        columns.append(LETTERS[action.kind][action.microbatch % 10] if action and is_running else ".")
+    return "".join(columns)
 
 
 def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
@@ -131,10 +134,9 @@ def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
 def trace_json(
     timelines: Mapping[str, Timeline], memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None
 ) -> str:
-    """The timelines as a trace file for Perfetto or chrome://tracing, one above the other: a process for each, a thread
-    for each rank.
+    """The timelines as a trace file for Perfetto or chrome://tracing: a process for each, a thread for each rank.
 
-    memory: of ranks of the first timeline, bytes by kind from each time on.
+    `memory`: for ranks of the first timeline, (time in seconds, bytes by kind from then on).
     """
     events = [
         event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)
@@ -148,7 +150,7 @@ def trace_json(
 
 
 def _events(process: int, name: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Trace Event Format: complete events "X" in microseconds, metadata "M"; counters are "C"."""
+    """The events of one timeline in Trace Event Format: complete events "X" in microseconds, metadata "M"."""
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     for rank, row in enumerate(timeline.rows):
         at = {"pid": process, "tid": rank}

@@ -1,8 +1,8 @@
-"""An independent check of generated code: `spmd_types`' checker infers every variable's placement and compares it with
-the layout claimed.
+"""A type check of generated code by `spmd_types`, which infers every variable's placement independently of autopar.
 
-The checker knows S only as V (varying). It cannot know that a product contracted over a split dim is a pending sum, so
-a claim "P" turns an inferred V into P; every other disagreement is an error.
+The inferred placement is compared with the claimed layout. The checker knows S only as V (varying). It cannot know that
+a product contracted over a split dim is a pending sum, so a claim "P" turns an inferred V into P; every other
+disagreement is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,9 @@ from autopar.sbp.placement import I, Layout, Placement, R, local_shape
 from autopar.torch_compat import pytree
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
-# Ops linear in what may be pending, for which the checker has no entry: a pending operand makes the result pending,
-# else a varying one makes it varying. Our rules claim the linearity and are checked against the real ops.
+# Ops that are linear in an operand that may be pending and that the checker has no entry for: a pending operand makes
+# the result pending, else a varying one makes it varying. The op rules claim the linearity; tests check them against
+# the real ops.
 _LINEAR = {
     "adaptive_avg_pool2d",
     "avg_pool1d",
@@ -49,20 +50,21 @@ _LINEAR = {
     "where",
 }
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
-# Ops that add a bias to a product: where the bias is. Contracted over a split dim, the product alone turns from V to P.
+# Ops that add a bias to a product -> position of the bias. If the contracted dim is split, only the product turns from
+# V to P.
 _BIAS = {"linear": 2, "turned_linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
 
 
 def check(program: Program, mesh: DeviceMesh) -> None:
-    """Run the program once on zeros under the checker's strict mode; SpmdTypeError on the first disagreement.
+    """Run `program` once on zeros under the checker's strict mode; SpmdTypeError on the first disagreement.
 
-    Needs a process group, which may be the fake one: no numbers are compared.
+    Needs a process group, possibly torch's fake one: no numbers are compared.
     """
     check_source(emit(program, is_typed=True), program, mesh)
 
 
 def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
-    """`check` of typed source that was made from `program`."""
+    """`check` of the typed source `source`, generated from `program`."""
     referee = _Referee(program, mesh)
     names = namespace() | _names(referee)
     forward = compile_source(source, names)
@@ -78,7 +80,7 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 
 
 def _names(referee: "_Referee") -> dict[str, Any]:
-    """What generated code calls, as the checker can follow it."""
+    """The functions that generated code calls, by name, replaced by ones that the checker can follow."""
     return {
         "aten": _Ops(torch.ops.aten, "aten", referee),
         "autopar": _Ops(torch.ops.autopar, "autopar", referee),
@@ -125,33 +127,33 @@ class _Referee:
     local_copy = local
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:
-        """Numbers are not compared."""
+        """Does nothing: numbers are not compared."""
 
     def declare(self, x: torch.Tensor, *layout: Placement) -> torch.Tensor:
-        """`x`, inferred to lie as `layout` says; a value not typed yet is given that type."""
+        """`x` if the checker infers `layout` for it, else SpmdTypeError; a value without a type is given that one."""
         types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.mesh_axes, layout) if axis.size > 1}
         is_expanded = id(x) in self.expanded
         known = spmd.get_local_type(x) if spmd.has_local_type(x) else {}
         if not known:
             return spmd.assert_type(x, types)
         for group, wanted in types.items():
-            found = spmd.get_axis_local_type(x, group)
-            if wanted is spmd.P and found is spmd.V:
+            inferred = spmd.get_axis_local_type(x, group)
+            if wanted is spmd.P and inferred is spmd.V:
                 x = spmd.reinterpret(x, group, src=spmd.V, dst=spmd.P)
-            elif wanted is spmd.V and is_expanded and (found is spmd.R or not x.requires_grad):
-                # each rank's part of copies of one whole value is that many copies
-                x = spmd.reinterpret(x, group, src=found, dst=spmd.V, expert_mode=True)
-            elif wanted is not found and not ({wanted, found} == {spmd.R, spmd.I} and not x.requires_grad):
-                raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {found}")
+            elif wanted is spmd.V and is_expanded and (inferred is spmd.R or not x.requires_grad):
+                # a part of an expanded whole value is the whole value expanded less
+                x = spmd.reinterpret(x, group, src=inferred, dst=spmd.V, expert_mode=True)
+            elif wanted is not inferred and not ({wanted, inferred} == {spmd.R, spmd.I} and not x.requires_grad):
+                raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {inferred}")
         return x
 
     def convert(self, x: torch.Tensor, axis: Axis | tuple[Axis, ...], src: Placement, dst: Placement) -> torch.Tensor:
-        """The checker's own conversion of the same name, which knows one axis at a time."""
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        for one in axes if dst.is_split else reversed(axes):  # parts are nested outermost first
-            if one.size > 1:
+        """`x` converted by the checker's own functions, which take one mesh axis at a time."""
+        joint = axis if isinstance(axis, tuple) else (axis,)
+        for single in joint if dst.is_split else reversed(joint):  # parts are nested outermost first
+            if single.size > 1:
                 function, options = _conversion(src.kind, dst.kind)
-                x = function(x.contiguous(), one.group, src=_spmd(src), dst=_spmd(dst), **options)
+                x = function(x.contiguous(), single.group, src=_spmd(src), dst=_spmd(dst), **options)
         return x
 
 
@@ -170,13 +172,13 @@ def _conversion(src: str, dst: str) -> tuple[Callable[..., torch.Tensor], dict[s
 
 
 class _Ops:
-    """`aten` for generated code: the Python function the checker knows in place of the op, where there is one."""
+    """`aten` for generated code: each op is replaced by the Python function that the checker knows, if there is one."""
 
-    def __init__(self, found: Any, path: str, referee: _Referee) -> None:
-        self._found, self._path, self._referee = found, path, referee
+    def __init__(self, ops: Any, path: str, referee: _Referee) -> None:
+        self._ops, self._path, self._referee = ops, path, referee
 
     def __getattr__(self, name: str) -> Any:
-        return _Ops(getattr(self._found, name), f"{self._path}.{name}", self._referee)
+        return _Ops(getattr(self._ops, name), f"{self._path}.{name}", self._referee)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self._path.split(".")[1]
@@ -205,13 +207,13 @@ class _Ops:
             g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index)
             for g in groups
         }
-        result = _Untyped.call(self._found, args, kwargs)
+        result = _Untyped.call(self._ops, args, kwargs)
         for x in pytree.tree_leaves(result):
             spmd.assert_type(x, types)
         return result
 
     def _with_bias(self, name: str, slot: int, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The product, claimed to be pending where its bias is, and then the bias."""
+        """The product, claimed to be pending on the axes on which its bias is, plus the bias."""
         bias = args[slot]
         if slot == 0:
             product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
@@ -225,7 +227,7 @@ class _Ops:
 
 
 class _Untyped:
-    """Local implementations issue collectives of their own; their rules are checked against the real op instead."""
+    """Functions run without type check: local ops issue their own collectives; tests check their rules otherwise."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions

@@ -1,6 +1,4 @@
-"""The collectives a rank really issues, counted where they reach the process group, whoever issued them and in
-whichever pass.
-"""
+"""Counts of the collectives that a rank really issues, taken where they reach the process group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from autopar.runtime.process_groups import find_joint_axes
 from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import TorchDispatchMode, is_in_backward, is_traceable_wrapper_subclass_type, pytree
 
-# Names of c10d and functional ops, less leading and trailing underscores, where they differ from ours.
+# Names of c10d and functional ops, without leading and trailing underscores, where they differ from autopar's.
 KINDS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -39,10 +37,10 @@ WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", 
 
 @contextmanager
 def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
-    """Collect every collective this rank issues inside the block, in order, as the plan would write it.
+    """A context whose value is the list of the collectives that this rank issues inside, in order.
 
-    `axes` are the axes of `mesh` whose process group was used, () for any other group. What autograd issues has phase
-    "backward", all else "forward". Barriers and waits move no tensor and are left out.
+    A collective's `axes` are the axes of `mesh` whose process group was used, () for any other group; its phase is
+    "backward" if autograd issued it, else "forward". Barriers and waits move no tensor and are left out.
     """
     issued: list[Collective] = []
     with _Counter(mesh, issued):
@@ -50,7 +48,8 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
 
 
 class _Counter(TorchDispatchMode):
-    # Below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all pass here.
+    # This mode is below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all
+    # pass through it.
     def __init__(self, mesh: DeviceMesh, issued: list[Collective]) -> None:
         super().__init__()
         self.axes = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
@@ -59,7 +58,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # DTensor and the like: their inner, plain ops come by once more
+            return NotImplemented  # DTensor and the like: their ops on plain tensors come through here later
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name.partition("::")[2].strip("_"), (*args, *(kwargs or {}).values()), out)
@@ -73,7 +72,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _group_name(arguments: tuple[Any, ...]) -> str:
-    """c10d ops carry the process group itself, functional ones its name as their last string."""
+    """The name of a collective's process group: c10d ops carry the group, functional ones its name as last string."""
     groups = [arg for arg in arguments if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
     if groups:
         return dist.ProcessGroup.unbox(groups[0]).group_name
@@ -81,7 +80,7 @@ def _group_name(arguments: tuple[Any, ...]) -> str:
 
 
 def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
-    """Larger side: inputs and outputs are different arguments, or the outputs are the result."""
+    """Bytes of the larger side of a collective, whose outputs are arguments or its result."""
     return max(
         sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor))
         for side in (*arguments, out)

@@ -1,4 +1,4 @@
-"""One training step on the ranks of a mesh beside the same step on one device."""
+"""`verify`: one training step on the ranks of a mesh, compared with the same step on one device."""
 
 import copy
 import multiprocessing
@@ -33,20 +33,20 @@ from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import pytree
 from autopar.verify.count_collectives import count_collectives
 
-# Largest relative difference that still counts as equal. Losses of transformers compute in float32 even in a float64
-# model, so float64 is not held to its own precision.
+# The largest relative difference that counts as equal. The losses of transformers compute in float32 even in a float64
+# model, so float64 is not compared to its full precision.
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
-# Gradients that are zero but for rounding are compared with this share of the largest gradient instead of with
-# themselves, and AdamW's epsilon is a share of it too, so that such a gradient does not turn into a whole step.
+# A gradient that is zero but for rounding is compared relative to this share of the largest gradient instead of to
+# itself. AdamW's epsilon is a share of the largest gradient too, so that rounding does not become a full step.
 FLOOR = 1e-4
 LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on whole tensors: loss, gradients before the optimizer's step,
-    parameters and buffers after it.
+    """A training step on whole tensors: loss, gradients before the optimizer's step, parameters and
+    buffers after it.
     """
 
     loss: torch.Tensor
@@ -56,16 +56,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether the ranks computed what one device computes and issued what was planned, and the tables that show it."""
+    """The result of `verify`: whether numbers and collectives are those of one device and of the
+    plan, and the tables.
+    """
 
     is_equal: bool
     text: str
 
 
 def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = None) -> Outcome:
-    """Start a gloo process a device, run `target` (as `dtype`) under `plan` and compare.
+    """Run a step of `target` under `plan` on a gloo process for each device and compare it with one device.
 
-    AutoparError with the reason of the rank that failed first.
+    `target` is cast to `dtype` if given. AutoparError with the reason of the rank that failed first.
     """
     tolerance = _tolerance(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
@@ -74,41 +76,40 @@ def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = Non
             _start_ranks(plan.mesh, target, dtype, folder)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
-        found, issued = pickle.loads((Path(folder) / "result").read_bytes())
+        sharded, issued = pickle.loads((Path(folder) / "result").read_bytes())
     truth = train_step(_seeded(target, dtype))
     planned, mesh = planned_collectives(plan)
-    return _judge(found, truth, planned, issued, mesh, tolerance)
+    return _judge(sharded, truth, planned, issued, mesh, tolerance)
 
 
 def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
-    """What the first rank should issue in a step but for what stages send one another, and the mesh whose axes they
-    name.
+    """The collectives that `plan` expects of the first rank in a step, and the mesh whose axes they name.
+
+    The p2p transfers between stages are not among them.
     """
     stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
-    found = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
-    return list(chain.from_iterable(found)), stages[0].mesh
+    issued = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
+    return list(chain.from_iterable(issued)), stages[0].mesh
 
 
 def _tolerance(plan: Plan | StagedPlan) -> float:
     dtypes = {item.value.dtype for item in plan.graph.of_kind("parameter")}
     if not dtypes <= TOLERANCES.keys():
-        found = ", ".join(sorted(map(str, dtypes)))
+        names = ", ".join(sorted(map(str, dtypes)))
         raise AutoparError(
-            f"the model has parameters of {found}, too coarse to compare; pass --dtype float32 or float64"
+            f"the model has parameters of {names}, too coarse to compare; pass --dtype float32 or float64"
         )
     return max((TOLERANCES[dtype] for dtype in dtypes), default=min(TOLERANCES.values()))
 
 
 def _first_cause(folder: Path) -> str:
-    """What the rank that failed first wrote; the others fail for want of it."""
+    """The error text of the rank that failed first, whose failure made the others fail; "" if no rank wrote one."""
     written = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
     return f"rank {written[0].name.removeprefix('error')} failed: {written[0].read_text()}" if written else ""
 
 
 def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
-    """Run `_run_rank` for each device and wait: forks of a process that has imported all once, the modules of the model
-    among it.
-    """
+    """Run `_run_rank` for each device and wait for all; the processes are forks of one that has imported everything."""
     of_models = [name for name in sys.modules if name.startswith("transformers.models.")]
     multiprocessing.set_forkserver_preload([__name__, *of_models])
     mp.start_processes(_run_rank, (mesh, target, dtype, folder), nprocs=mesh.num_devices, start_method="forkserver")
@@ -141,7 +142,7 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
             " to 0"
         )
     with count_collectives(parts[0].mesh) as issued:
-        # train_step has made the loss and the gradients whole
+        # the loss and the gradients that train_step gives are whole
         summed = (
             [model.train_step(*example.args, **example.kwargs)]
             if isinstance(loaded, Trainer)
@@ -154,10 +155,10 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
 
 
 def _of_all_stages(step: Step) -> Step:
-    """On the first rank, what the stages of all ranks hold."""
-    found: list = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((step.gradients, step.state), found)
-    parts = found or [(step.gradients, step.state)]
+    """The step with the gradients and the state of all ranks' stages; other ranks than the first keep their own."""
+    gathered: list = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((step.gradients, step.state), gathered)
+    parts = gathered or [(step.gradients, step.state)]
     gradients, state = ({name: x for part in reversed(parts) for name, x in part[which].items()} for which in (0, 1))
     return Step(step.loss, gradients, state)
 
@@ -168,14 +169,15 @@ def _seeded(target: str, dtype: torch.dtype | None) -> Example:
 
 
 def train_step(example: Example) -> Step:
-    """The step on one device."""
+    """The training step of `example` on one device."""
     model = copy.deepcopy(example.model)
     return _finish(model, backward(model, example))
 
 
 def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
-    """Run forward and backward; returns the outputs whose sum is the loss: the first scalar,
-    or all if there is none.
+    """Run forward and backward of `example`; returns the outputs whose sum is the loss.
+
+    These are the first scalar or, if there is none, all floating outputs. AutoparError if there is no floating output.
     """
     outputs = model(*example.args, **example.kwargs)
     floating = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -183,7 +185,7 @@ def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
         raise AutoparError("the model returns no floating tensor to compute gradients of; return a loss")
     scalars = [x for x in floating if x.ndim == 0]
     summed = [scalars[0]] if scalars else floating
-    # Each rank's part of a split output is a term of the sum, and needs no collective for its gradient.
+    # A rank's part of a split output is a term of the sum; its gradient needs no collective.
     sum(_local(x).sum() for x in summed).backward()
     return [x.detach() for x in summed]
 
@@ -193,7 +195,9 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """A DTensor put together, innermost axis first as its parts are nested; a plain tensor as it is."""
+    """The whole tensor of a DTensor, gathered innermost axis first as its parts are nested; a plain
+    tensor unchanged.
+    """
     if not isinstance(x, DTensor):
         return x
     for axis in reversed(range(x.device_mesh.ndim)):
@@ -212,18 +216,18 @@ def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
 def _of_all_ranks(largest: float) -> float:
     if not dist.is_initialized():
         return largest
-    found = torch.tensor(largest, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    of_all = torch.tensor(largest, dtype=torch.float64)
+    dist.all_reduce(of_all, dist.ReduceOp.MAX)
+    return float(of_all)
 
 
 def _judge(
-    found: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float
+    sharded: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float
 ) -> Outcome:
     rows = [
-        ["loss", *difference({"loss": found.loss}, {"loss": truth.loss})],
-        ["gradients", *difference(found.gradients, truth.gradients)],
-        ["parameters and buffers after AdamW", *difference(found.state, truth.state)],
+        ["loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})],
+        ["gradients", *difference(sharded.gradients, truth.gradients)],
+        ["parameters and buffers after AdamW", *difference(sharded.state, truth.state)],
     ]
     close = all(row[1] <= tolerance for row in rows)
     counted, same = _compare(planned, issued, mesh)
@@ -235,14 +239,15 @@ def _judge(
     )
 
 
-def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest difference of any tensor relative to its largest entry, and the tensor's name; infinity where one side
-    lacks it.
+def difference(sharded: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest difference of any tensor, relative to its largest entry in `truth`, and the tensor's name.
+
+    It is infinity if one side lacks a tensor.
     """
-    if missing := sorted(found.keys() ^ truth.keys()):
+    if missing := sorted(sharded.keys() ^ truth.keys()):
         return float("inf"), missing[0]
     floor = FLOOR * max((float(x.abs().max()) for x in truth.values() if x.numel()), default=0.0)
-    pairs = {name: (found[name].double(), x.double()) for name, x in truth.items() if x.numel()}
+    pairs = {name: (sharded[name].double(), x.double()) for name, x in truth.items() if x.numel()}
     worst = {
         name: float((a - b).abs().max()) / max(float(b.abs().max()), floor, 1e-300) for name, (a, b) in pairs.items()
     }
@@ -251,7 +256,7 @@ def difference(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tens
 
 
 def _compare(planned: list[Collective], issued: list[Collective], mesh: Mesh) -> tuple[str, bool]:
-    """Planned beside counted by phase, axis and kind; equal only if each single collective is."""
+    """A table of planned and counted collectives by phase, axis and kind, and whether both are the same multiset."""
     keys = sorted({_key(c) for c in (*planned, *issued)}, key=lambda key: (key[0] != "forward", *key[1:]))
     rows = [
         [key[0], mesh.name_of(key[1]) or "other", key[2], *_sums(planned, key), *_sums(issued, key)] for key in keys
@@ -266,5 +271,5 @@ def _key(collective: Collective) -> tuple[str, tuple[int, ...], str]:
 
 
 def _sums(collectives: Iterable[Collective], key: tuple[str, tuple[int, ...], str]) -> list[Any]:
-    found = [collective.num_bytes for collective in collectives if _key(collective) == key]
-    return [len(found), sum(found)]
+    sizes = [collective.num_bytes for collective in collectives if _key(collective) == key]
+    return [len(sizes), sum(sizes)]

@@ -132,7 +132,7 @@ def test_in_flight_of_the_papers():
     "wrong, match",
     [
         (("1F1B", 2, 2, 4), "expected one of accumulate, gpipe"),
-        (("1f1b", 3, 2, 4), "as many stages on each rank"),
+        (("1f1b", 3, 2, 4), "the same number of stages on each rank"),
         (("1f1b", 4, 2, 4), "one stage a rank"),
         (("1f1b", 4, 4, 3), "at least 4 microbatches"),
         (("interleaved", 2, 2, 4), "several stages a rank"),
