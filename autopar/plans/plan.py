@@ -28,9 +28,8 @@ from autopar.sbp.signature import Candidates
 @dataclass(frozen=True)
 class Plan:
     """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0
-    when nothing was proven). bound_of: "plan" without a memory limit and on up to two mesh axes, where the inner copies
-    of a repeat are read alike and hand on one value; else plans whose inner layers are alike, all or in the segments
-    that were searched.
+    when nothing was proven). bound_of: "plan" for a model without repeated layers; else plans whose inner layers are
+    alike, all or in the segments that were searched.
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim. found_by: "search",

@@ -3,7 +3,6 @@ other.
 """
 
 import math
-from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import Cluster
@@ -15,12 +14,10 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.handwritten.tune import Tried, Tuned, tuned
-from autopar.planner.layouts.bound_unrolled import bound_unfolded
 from autopar.planner.layouts.many_axes import solve_any_mesh
 from autopar.planner.layouts.mesh_shapes import as_used, factorise
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
-from autopar.planner.problem import Setting
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
@@ -62,10 +59,6 @@ def make_plan(
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, request, to_beat_s, budget)
     best = min(found.values(), key=lambda solved: solved.cost_s)
-    if request.memory_limit_bytes == math.inf and not budget.is_spent:
-        of_all_s = bound_unfolded(Setting(graph, best.mesh, cluster, request, budget))
-        if of_all_s < math.inf:
-            best = replace(best, lower_bound_s=min(best.lower_bound_s, of_all_s), bound_of=ANY)
     return plan_of(
         graph,
         best.assignment,
