@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autopar.codegen.emit import emit
+from autopar.codegen.generated_self import Forward, Gather
 from autopar.codegen.program import Program
 from autopar.costmodel.activations.count_storages import Storages
 from autopar.ir.graph import Input
@@ -26,13 +27,13 @@ from autopar.torch_compat import stage_backward, stage_backward_input, stage_bac
 
 @dataclass
 class Rank:
-    """`self` of the generated functions, as `load.Loaded`, with tensors that have no data. `receives`: names of the
+    """`self` of the generated functions (`GeneratedSelf`), with tensors that have no data. `receives`: names of the
     arguments that come from another stage, for each microbatch anew.
     """
 
     program: Program
-    function: Any
-    gather: Any
+    function: Forward
+    gather: Gather | None
     axes: tuple[Axis, ...]
     receives: Collection[str]
     state: dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.codegen.emit import emit
+from autopar.codegen.generated_self import Forward, Gather
 from autopar.codegen.names import local_name
 from autopar.codegen.program import Program
 from autopar.ir.graph import Graph
@@ -33,8 +34,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A program ready to run: `self` of the generated functions. `owners`: FQN -> (module, attribute) that holds the
-    tensor.
+    """A program ready to run: `self` of the generated functions (`GeneratedSelf`). `owners`: FQN -> (module, attribute)
+    that holds the tensor.
 
     gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results
     (`step.open_step`).
@@ -44,15 +45,20 @@ class Loaded:
     graph: Graph
     program: Program
     source: str
-    function: Any
+    function: Forward
     mesh: DeviceMesh
     axes: tuple[Axis, ...]
     constants: Mapping[str, torch.Tensor]
     owners: Mapping[str, tuple[nn.Module, str]]
-    gather: Any = None
+    gather: Gather | None = None
     used: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    draw_seed = staticmethod(draw_seed)
+    @property
+    def step_seed(self) -> int:
+        raise AssertionError("only microbatches have random ops that draw alike: a `Pass` runs them")
+
+    def draw_seed(self) -> int:
+        return draw_seed()
 
     def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Loaded":
         """The same for a copy of the module, whose tensors have these owners."""
@@ -84,7 +90,7 @@ def load(program: Program, **fields: Any) -> Loaded:
     )
 
 
-def compile_source(source: str, names: dict[str, Any]) -> Any:
+def compile_source(source: str, names: dict[str, Any]) -> Forward:
     """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its
     lines.
     """

@@ -112,6 +112,10 @@ class _Referee:
             if item.kind == "constant"
         }
 
+    @property
+    def step_seed(self) -> int:
+        return 0
+
     def draw_seed(self) -> int:
         return 0
 

@@ -25,7 +25,7 @@ from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
 from autopar.runtime.process_groups import with_axis_of_one
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.seeded_rng import draw_seed
-from autopar.sbp.convert import move
+from autopar.sbp.convert import Axis, move
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 from autopar.sbp.placement import I, Layout, local_shape
 
@@ -46,7 +46,8 @@ def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | Non
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a generated function runs with in one microbatch: `self` of it. The rest is as in `Loaded`.
+    """`self` of a generated function in one microbatch (`GeneratedSelf`): its own constants and seeds, and the rest of
+    `loaded`.
 
     seed: of this microbatch's random ops; step_seed: of those that draw alike in all microbatches.
     """
@@ -56,11 +57,25 @@ class Pass:
     seed: int
     step_seed: int
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loaded, name)
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.loaded.axes
+
+    @property
+    def used(self) -> Mapping[str, torch.Tensor]:
+        return self.loaded.used
 
     def draw_seed(self) -> int:
         return self.seed
+
+    def local(self, fqn: str) -> torch.Tensor:
+        return self.loaded.local(fqn)
+
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        return self.loaded.local_copy(fqn)
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        self.loaded.write_back(fqn, value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,62 @@
+"""What emitted source may ask of its first argument, `self`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from autopar.sbp.convert import Axis
+
+
+class GeneratedSelf(Protocol):
+    """The `self` of the functions that `emit` prints: this rank's tensors and axes. `forward` may use all of it,
+    `gather` only `axes` and `local`.
+    """
+
+    @property
+    def axes(self) -> Sequence[Axis | tuple[Axis, ...]]:
+        """The mesh's axes, then each of `Program.joint_axes`; the conversions of the namespace take them."""
+        ...
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Values that no input changes, by variable."""
+        ...
+
+    @property
+    def used(self) -> Mapping[str, torch.Tensor]:
+        """Of a split program, the results of `gather` that a microbatch reads, by variable."""
+        ...
+
+    @property
+    def step_seed(self) -> int:
+        """Seed of the random ops that draw the same numbers in all microbatches of a step."""
+        ...
+
+    def draw_seed(self) -> int:
+        """Seed of all other random ops of one call, the same on every rank."""
+        ...
+
+    def local(self, fqn: str) -> torch.Tensor:
+        """This rank's part of a parameter or buffer."""
+        ...
+
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        """`local` of a buffer that is written back to: what autograd saves of it must not change."""
+        ...
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        """Store the new content of this rank's part of a buffer."""
+        ...
+
+
+class Forward(Protocol):
+    """The emitted `forward(self, *arguments)`."""
+
+    def __call__(self, generated_self: GeneratedSelf, /, *arguments: Any) -> tuple[Any, ...]:
+        """This rank's parts of the graph's outputs."""
+        ...
+
+
+# the emitted `gather(self)`: variable -> tensor
+Gather = Callable[[GeneratedSelf], dict[str, torch.Tensor]]
