@@ -1,4 +1,4 @@
-"""Nested call arguments: taking the tensors out as `Slot`s, and putting something back."""
+"""Nested call arguments: replacing the tensors in them by `Slot`s, and the `Slot`s by other values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def take_slots(
 
 
 def call(op: Op, inputs: Sequence[torch.Tensor], **extra: Any) -> tuple[torch.Tensor, ...]:
-    """Run the op on `inputs`; `extra` are further keyword arguments, such as the device of a factory."""
+    """The outputs of `op` run on `inputs`; `extra`: further keyword arguments, such as the device of a factory op."""
     kwargs = {name: fill(value, inputs) for name, value in op.kwargs}
     with torch.set_grad_enabled(torch.is_grad_enabled() and not op.is_no_grad):
         result = resolve(op.target)(*fill(op.args, inputs), **kwargs, **extra)
@@ -49,5 +49,5 @@ def call(op: Op, inputs: Sequence[torch.Tensor], **extra: Any) -> tuple[torch.Te
 
 
 def takes_device(op: Op) -> bool:
-    """Whether the op makes its output from no tensor, on a device that it must be told."""
+    """Whether `op` is a factory: it reads no tensor and takes the device of its output as an argument."""
     return not op.inputs and any(arg.name == "device" for arg in resolve(op.target)._schema.arguments)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph, named once; shapes are global."""
+    """A tensor of the graph with its unique name; shapes are global."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,14 +27,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands in an op's args for its `index`-th tensor input."""
+    """A placeholder in an op's args for the op's `index`-th tensor input."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call. `args` and `kwargs` are nested tuples of constants with `Slot(i)` for `inputs[i]`."""
+    """One call of a torch op; `args` and `kwargs` are nested tuples of constants with `Slot(i)` for `inputs[i]`."""
 
     name: str
     target: str  # "aten.linear.default": the path below torch.ops
@@ -50,7 +50,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder: kind is "parameter", "buffer", "constant" or "argument"."""
+    """An input of the graph; kind is "parameter", "buffer", "constant" or "argument"."""
 
     kind: str
     value: Value
@@ -61,13 +61,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Graph:
-    """Invariants: ops in topological order; each value has one producer (an op or an input); no op mutates.
+    """The forward of a model. Invariants: ops in topological order; each value has one producer; no op mutates.
 
-    `constant_ops` depend on no input: they run once at load, on the device in use, and yield the "constant" inputs
-    (`constants` holds those that were tensors in the model). `outputs` are the flat outputs: a Value or a Python
-    constant. `mutations` pairs a buffer's FQN with the value to write back after the call. `argument_spec` and
-    `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each flat leaf its Input
-    name or the constant baked in.
+    A producer is an op or an input. `constant_ops` depend on no input: they run once at load, on the device in use, and
+    yield the "constant" inputs (`constants` holds those that are tensors of the model). `outputs` are the flat outputs,
+    each a Value or a Python constant. `mutations` pairs a buffer's FQN with the value to write back after the call.
+    `argument_spec` and `output_spec` are pytree specs of (args, kwargs) and of the result; `arguments` gives for each
+    flat leaf of the call the name of its Input, or the constant that the graph has in its place.
     """
 
     inputs: tuple[Input, ...]
@@ -85,7 +85,7 @@ class Graph:
 
 
 def nameless(op: Op) -> Op:
-    """The op without its names and where it was called, so that equal calls are looked up."""
+    """`op` without the names of op and values, module and line; equal for equal calls, so usable as a cache key."""
     inputs, outputs = (tuple(replace(value, name="") for value in values) for values in (op.inputs, op.outputs))
     return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
 
@@ -94,12 +94,12 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", to
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """f32, bf16, i64, b8 ..."""
+    """The short name of a dtype: f32, bf16, i64, b8, ..."""
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.").replace("uint", "u").replace("int", "i")
 
 
 def resolve(target: str) -> Any:
-    """The torch op behind `Op.target`."""
+    """The torch op that `target`, an `Op.target`, names."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part)
@@ -107,7 +107,7 @@ def resolve(target: str) -> Any:
 
 
 def arguments_of(op: Op) -> dict[str, Any]:
-    """All arguments of the call by schema name, defaults filled in; tensors stay `Slot`s."""
+    """All arguments of `op` by their names in its schema, with defaults; tensors stay `Slot`s."""
     schema = resolve(op.target)._schema
     bound = {arg.name: arg.default_value for arg in schema.arguments if arg.has_default_value()}
     bound.update(zip((arg.name for arg in schema.arguments), op.args))

@@ -1,4 +1,4 @@
-"""The values of a graph's constant inputs."""
+"""Evaluation of a graph's constant inputs."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,7 @@ from autopar.ir.graph import Graph, Op
 
 
 def run_constants(graph: Graph, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Name of each "constant" input -> its value on `device`: tensors of the model moved there, the rest computed
-    there.
-    """
+    """Value name of each "constant" input -> its tensor on `device`, moved there from the model or computed there."""
     env = {name: tensor.to(device) for name, tensor in graph.constants.items()}
     with torch.no_grad():
         for op in graph.constant_ops:
@@ -22,7 +20,7 @@ def run_constants(graph: Graph, device: torch.device | str) -> dict[str, torch.T
 
 
 def constants_for(graph: Graph, names: Iterable[str]) -> tuple[tuple[Op, ...], dict[str, torch.Tensor]]:
-    """Those `constant_ops` and `constants` that the constant inputs called `names` are made of."""
+    """The `constant_ops` and `constants` that the constant inputs called `names` depend on."""
     wanted, kept = set(names), []
     for op in reversed(graph.constant_ops):
         if any(value.name in wanted for value in op.outputs):

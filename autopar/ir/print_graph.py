@@ -1,4 +1,4 @@
-"""A Graph as text for people, and as a fingerprint for plans."""
+"""A Graph as readable text, and its fingerprint, by which a plan recognises its graph."""
 
 import hashlib
 from typing import Any
@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph, Input, Op, Value, short_dtype
 
 
 def format_graph(graph: Graph) -> str:
-    """One line for each input, op, mutation and output, in order."""
+    """The text of `graph`: one line for each input, op and mutation, in order, and one for the outputs."""
     return "\n".join(
         (
             *(_format_input(item) for item in graph.inputs),
@@ -23,7 +23,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def format_op(op: Op) -> str:
-    """`%add: f32[4] = aten.add.Tensor(%x, 1)  # block.0 model.py:41`."""
+    """The line of one op, such as `%add: f32[4] = aten.add.Tensor(%x, 1)  # block.0 model.py:41`."""
     args = [_format_leaf(item) for item in fill(op.args, op.inputs)]
     args += [f"{name}={_format_leaf(fill(value, op.inputs))}" for name, value in op.kwargs]
     outputs = ", ".join(str(value) for value in op.outputs)
@@ -50,8 +50,7 @@ def _format_leaf(leaf: Any) -> str:
 
 
 def printable(text: str, most: int = 0) -> str:
-    r"""`text` as a terminal may show it, on one line: whatever else it holds is escaped. `most`: characters, the rest
-    is left out.
+    r"""`text` on one line without control characters, which are escaped; only the first `most` characters if not 0.
 
     >>> printable("a\x1b[2J\nb")
     'a\\x1b[2J\\nb'
@@ -66,8 +65,9 @@ def printable(text: str, most: int = 0) -> str:
 
 
 def fingerprint(graph: Graph) -> str:
-    """sha256 of what a plan depends on: targets, arguments, shapes, dtypes, wiring, FQNs and outputs; not model lines
-    or value names.
+    """sha256 of all that a plan depends on: targets, arguments, shapes, dtypes, dataflow, FQNs and outputs.
+
+    Model lines and value names do not enter.
     """
     index: dict[str, int] = {}
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Runs a Graph on one device: what every sharded program must equal."""
+"""Reference interpreter: a Graph run on one device, whose results every sharded program must equal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from autopar.ir.interpret import run_constants
 
 
 def run(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """(flat outputs, new value of each mutated buffer by FQN). `inputs` holds a tensor for each parameter, buffer and
-    argument by value name, all on one device; constants that are missing are computed. Autograd records it as it would
-    the model.
+    """(flat outputs, FQN of each mutated buffer -> its new value) of `graph`, recorded by autograd like the model.
+
+    `inputs`: value name of each parameter, buffer and argument -> tensor, all on one device; missing constants are
+    computed.
     """
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
     env = run_constants(graph, device) | dict(inputs)

@@ -1,10 +1,10 @@
-"""A graph cut into consecutive stages, as the pipeline runs them.
+"""The cut of a graph into consecutive stages of a pipeline.
 
-What a stage makes and a later one reads crosses every cut between them: it is an output of the stages before each cut
-and an input of those after, also of a stage that only passes it on. Arguments, buffers and constants are on every stage
-that reads them, parameters too (a tied one on several). What follows from arguments, buffers and constants alone
-(masks, rotary angles, shifted labels) is small and needs no gradient: it does not cross but is made again on each stage
-that reads it.
+A boundary tensor, made by one stage and read by a later one, crosses every cut between them: it is an output of each
+stage before a cut and an input of the stage behind it, even of a stage that only passes it on. Arguments, buffers,
+constants and parameters are on every stage that reads them (a tied parameter on several). Values that follow from
+arguments, buffers and constants alone (masks, rotary angles, shifted labels) are small and need no gradient: each stage
+that reads one computes it itself.
 """
 
 from collections import defaultdict
@@ -21,12 +21,12 @@ from autopar.ir.passes.rewire import is_random
 
 @dataclass(frozen=True)
 class StageGraph:
-    """One stage. `receives` and `sends` name the values that cross the cut before and after it; the next stage's
-    `receives` are `sends`.
+    """One stage as a valid Graph; `receives` and `sends` name the boundary tensors of the cuts before and behind it.
 
-    In `graph`, `inputs` begin with the received values (kind "argument", the value's name as FQN) and hold the inputs
-    the stage reads; `arguments` names the arguments among them, in that order. `outputs` are what is sent, of the last
-    stage the model's own outputs. Parameters and buffers that no op reads are on the first stage.
+    The next stage's `receives` equal `sends`. The `inputs` of `graph` begin with the received values (kind "argument",
+    the value's name as FQN), followed by the inputs that the stage reads; `arguments` names the arguments among them,
+    in that order. `outputs` are the sent values, for the last stage the model's outputs. Parameters and buffers that no
+    op reads are on the first stage.
     """
 
     graph: Graph
@@ -35,7 +35,7 @@ class StageGraph:
 
 
 def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
-    """`graph` as len(starts) + 1 stages; `starts` names the first op of each stage but the first, in graph order.
+    """The len(starts) + 1 stages of `graph`; `starts` names the first op of each stage but the first, in graph order.
 
     ValueError for starts that are no ops or out of order. UnsupportedOp for a buffer that one stage writes and another
     reads.
@@ -51,13 +51,14 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
     blocks = [_block(graph, made, remade, index, len(starts)) for index in range(len(starts) + 1)]
     readers = _readers(graph, blocks, made)
     _check_buffers(graph, readers)
-    crossing = _crossing(graph, made, readers, remade, len(blocks))
-    return tuple(_stage(graph, index, blocks, made, readers, crossing) for index in range(len(blocks)))
+    boundaries = _boundaries(graph, made, readers, remade, len(blocks))
+    return tuple(_stage(graph, index, blocks, made, readers, boundaries) for index in range(len(blocks)))
 
 
 def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
-    """Ops at which a stage may start, in graph order: the first of each copy of each repeat, and what comes after the
-    last repeat.
+    """Names of the ops at which a stage may start, in graph order.
+
+    These are the first op of each copy of each repeat, and the first op behind the last repeat.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     points, end = set(), 0
@@ -69,7 +70,7 @@ def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
 
 
 def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
-    """Positions between which the stages lie: 0, where each later one starts, the number of ops."""
+    """The positions of the stages' first ops, and the number of ops; ValueError if they are not increasing."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     unknown = [name for name in starts if name not in position]
     if unknown:
@@ -84,8 +85,8 @@ def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _made_of_arguments(graph: Graph) -> frozenset[str]:
-    """Values that follow from arguments, constants and buffers that are not written, without a gradient and without a
-    random number.
+    """Names of values that follow from arguments, constants and unwritten buffers, without gradient
+    or random numbers.
     """
     written = {fqn for fqn, _ in graph.mutations}
     known = {
@@ -93,32 +94,34 @@ def _made_of_arguments(graph: Graph) -> frozenset[str]:
         for item in graph.inputs
         if item.kind != "parameter" and item.fqn not in written and not item.value.needs_grad
     }
-    found: set[str] = set()
+    remade: set[str] = set()
     for op in graph.ops:
         if all(v.name in known for v in op.inputs) and not is_random(op) and not any(v.needs_grad for v in op.outputs):
             names = [value.name for value in op.outputs]
-            found.update(names)
+            remade.update(names)
             known.update(names)
-    return frozenset(found)
+    return frozenset(remade)
 
 
 def _block(graph: Graph, made: Mapping[str, int], remade: frozenset[str], index: int, last: int) -> tuple[Op, ...]:
-    """The ops of stage `index`, in graph order: its own, and those of `remade` values that it needs."""
+    """The ops of stage `index`, in graph order: those at its positions, and those of the `remade` values it needs."""
     wanted = {value.name for value in graph.outputs if isinstance(value, Value)} if index == last else set()
     wanted |= {value.name for _, value in graph.mutations if made.get(value.name) == index}
     chosen = []
     for op in reversed(graph.ops):
         names = [value.name for value in op.outputs]
-        is_own = not remade.issuperset(names) and made[names[0]] == index
-        if is_own or (remade.issuperset(names) and not wanted.isdisjoint(names)):
+        is_of_stage = not remade.issuperset(names) and made[names[0]] == index
+        if is_of_stage or (remade.issuperset(names) and not wanted.isdisjoint(names)):
             chosen.append(op)
             wanted.update(value.name for value in op.inputs)
     return tuple(reversed(chosen))
 
 
 def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, int]) -> dict[str, set[int]]:
-    """Stages that need each value. The last needs the outputs, the one that makes what is written to a buffer needs the
-    buffer (the first, where that is an input); parameters and buffers that nothing reads are left to the first.
+    """Value name -> the stages that need it.
+
+    The last stage needs the outputs. A written buffer is needed by the stage that makes its new value (the first, if
+    that is an input). Parameters and buffers that no op reads belong to the first stage.
     """
     readers: dict[str, set[int]] = defaultdict(set)
     for index, ops in enumerate(blocks):
@@ -139,15 +142,15 @@ def _readers(graph: Graph, blocks: Sequence[Sequence[Op]], made: Mapping[str, in
     return readers | {name: {0} for name in unread}
 
 
-def _crossing(
+def _boundaries(
     graph: Graph, made: Mapping[str, int], readers: Mapping[str, set[int]], remade: frozenset[str], num_stages: int
 ) -> list[tuple[Value, ...]]:
-    """The values that enter each stage and, at the end, none, in the order in which they are made."""
-    crossing: list[list[Value]] = [[] for _ in range(num_stages + 1)]
+    """The boundary tensors that enter each stage, in graph order, and an empty last entry."""
+    boundaries: list[list[Value]] = [[] for _ in range(num_stages + 1)]
     for value in (value for op in graph.ops for value in op.outputs if value.name not in remade):
         for stage in range(made[value.name] + 1, max(readers.get(value.name, {0})) + 1):
-            crossing[stage].append(value)
-    return [tuple(values) for values in crossing]
+            boundaries[stage].append(value)
+    return [tuple(values) for values in boundaries]
 
 
 def _stage(
@@ -156,9 +159,9 @@ def _stage(
     blocks: Sequence[tuple[Op, ...]],
     made: Mapping[str, int],
     readers: Mapping[str, set[int]],
-    crossing: Sequence[tuple[Value, ...]],
+    boundaries: Sequence[tuple[Value, ...]],
 ) -> StageGraph:
-    is_last, receives, sends = index == len(blocks) - 1, crossing[index], crossing[index + 1]
+    is_last, receives, sends = index == len(blocks) - 1, boundaries[index], boundaries[index + 1]
     read = tuple(item for item in graph.inputs if index in readers.get(item.value.name, ()))
     inputs = tuple(Input("argument", value, value.name) for value in receives) + read
     constant_ops, constants = constants_for(graph, {item.value.name for item in read})
@@ -177,12 +180,12 @@ def _stage(
 
 
 def _check_buffers(graph: Graph, readers: Mapping[str, set[int]]) -> None:
-    """What a stage writes does not reach the copies that others hold."""
+    """UnsupportedOp for a written buffer on several stages: the write would not reach the other stages' copies."""
     written = {fqn for fqn, _ in graph.mutations}
     for item in graph.of_kind("buffer"):
-        found = sorted(readers[item.value.name])
-        if item.fqn in written and len(found) > 1:
+        stages = sorted(readers[item.value.name])
+        if item.fqn in written and len(stages) > 1:
             raise UnsupportedOp(
-                f"buffer {item.fqn} is written by the forward and read on stages {found}; expected one stage, as the"
-                " others would not see what is written: start the stages elsewhere"
+                f"buffer {item.fqn} is written by the forward and read on stages {stages}; expected one stage, as the"
+                " other stages would not see the written value: start the stages elsewhere"
             )

@@ -1,4 +1,4 @@
-"""From a model and example inputs to a normalised Graph."""
+"""`trace`: the normalised Graph of a model for example inputs."""
 
 from typing import Any
 
@@ -15,35 +15,35 @@ from autopar.ir.passes.normalise import normalise
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The forward of `model` in its present mode for inputs like these; the model may be on the meta device.
+    """The graph of `model`'s forward, in its present mode, for inputs such as `args` and `kwargs`.
 
-    Tensors become inputs of fixed shape, all other leaves are baked in; keywords count in any order. Raises TraceError
-    naming the model's line.
+    The model may be on the meta device. Tensors become inputs of fixed shape, all other leaves constants of the graph;
+    the order of keywords does not matter. TraceError names the line of the model.
     """
     return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
 
 
 def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The exported forward as functional ops, nothing simplified yet."""
+    """The exported forward as functional ops, before any pass."""
     return outline_to_graph(export_outline(model, args, kwargs), model, args, kwargs)
 
 
 def outline_to_graph(outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """`to_graph` of what was exported of the model for this call."""
+    """The graph of `model`, called with `args` and `kwargs`, from its exported `outline`, before any pass."""
     program, emitter = outline.program, Emitter()
     spec = program.call_spec
-    found = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), emitter)
-    region = Region(program.graph_module, found.env, False, expander(outline, found.state))
+    placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), emitter)
+    region = Region(program.graph_module, placeholders.env, False, expander(outline, placeholders.state))
     results = convert_region(region, emitter)
     outputs = tuple(read(item, emitter, Origin("output")) if isinstance(item, View) else item for item in results)
     return Graph(
-        inputs=tuple(found.inputs),
+        inputs=tuple(placeholders.inputs),
         ops=tuple(emitter.ops),
         outputs=outputs,
-        mutations=found.mutations(),
+        mutations=placeholders.mutations(),
         constant_ops=(),
-        constants=found.constants,
-        arguments=tuple(found.arguments),
+        constants=placeholders.constants,
+        arguments=tuple(placeholders.arguments),
         argument_spec=spec.in_spec,
         output_spec=spec.out_spec,
     )

@@ -1,4 +1,4 @@
-"""A model and its loss function as one graph that knows the model's own names only."""
+"""The graph of a model together with its loss function, with the FQNs of the model."""
 
 import inspect
 from collections.abc import Callable
@@ -17,11 +17,10 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of `loss_fn(model(*args[:-1], **kwargs), args[-1])`, whose only output is the loss; as `trace`
-    otherwise.
+    """The graph of `loss_fn(model(*args[:-1], **kwargs), args[-1])`, whose only output is the loss.
 
-    Tensors that `loss_fn` holds (class weights) are constants. AutoparError if it has parameters to train, writes to
-    its buffers or gives anything but a floating scalar.
+    Otherwise as `trace`. Tensors of `loss_fn` (class weights) are constants. AutoparError if it has parameters to
+    train, writes to its buffers or returns anything but a floating scalar.
     """
     if not args:
         raise AutoparError("with loss_fn= a call ends in the target, as its last positional argument; found none")
@@ -42,13 +41,13 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
 
 
 def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """`trace_loss`, or `trace` without a loss function."""
+    """The graph of `model` with `loss_fn` as `trace_loss` gives it, or as `trace` if that is None."""
     return trace(model, args, kwargs) if loss_fn is None else trace_loss(model, loss_fn, args, kwargs)
 
 
 class _WithLoss(nn.Module):
-    """Has the model's parameters, buffers and submodules as its own, so that they keep their names; a loss module
-    stands beside them.
+    """A module with the model's parameters, buffers and submodules under their names, and the loss
+    module beside them.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, num_args: int) -> None:
@@ -64,8 +63,8 @@ class _WithLoss(nn.Module):
             self._modules[self.loss_name] = loss_fn
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            # Not model(...): tracing refuses calls of modules that it does not find among those of the traced one.
-            # Hooks run all the same.
+            # Not model(...): export refuses a call of a module that is not a submodule of the traced one. Hooks run
+            # nevertheless.
             return loss_fn(model._call_impl(*args[:-1], **kwargs), args[-1])
 
         forward.__signature__ = _signature(model, num_args)
@@ -73,9 +72,7 @@ class _WithLoss(nn.Module):
 
 
 def _signature(model: nn.Module, num_args: int) -> inspect.Signature:
-    """That of the model's forward with the target behind the positional arguments: inputs of the graph are named by
-    it.
-    """
+    """The signature of the model's forward with the target behind the positional arguments; it names the inputs."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     inputs, others = parameters[: num_args - 1], parameters[num_args - 1 :]
     is_plain = len(inputs) == num_args - 1 and all(
@@ -91,9 +88,7 @@ def _signature(model: nn.Module, num_args: int) -> inspect.Signature:
 
 def _check_loss_function(loss_fn: LossFunction) -> None:
     if not callable(loss_fn):
-        raise AutoparError(
-            f"loss_fn= expects a function of (what the model returns, target), found {type(loss_fn).__name__}"
-        )
+        raise AutoparError(f"loss_fn= expects a function of (model output, target), found {type(loss_fn).__name__}")
     trained = (
         [name for name, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
     )
@@ -104,25 +99,27 @@ def _check_loss_function(loss_fn: LossFunction) -> None:
 
 
 def _constant_state(graph: Graph, whole: _WithLoss) -> Graph:
-    """Buffers and frozen parameters of the loss module as constants; the model knows nothing of them."""
+    """`graph` with the buffers and frozen parameters of the loss module, which the model lacks, as constants."""
     prefix = f"{whole.loss_name}."
-    own = {item.fqn for item in graph.inputs if item.kind in ("parameter", "buffer") and item.fqn.startswith(prefix)}
-    written = sorted(fqn for fqn, _ in graph.mutations if fqn in own)
+    of_loss = {
+        item.fqn for item in graph.inputs if item.kind in ("parameter", "buffer") and item.fqn.startswith(prefix)
+    }
+    written = sorted(fqn for fqn, _ in graph.mutations if fqn in of_loss)
     if written:
         raise AutoparError(
             f"loss_fn writes to its buffers ({', '.join(written)}): make it part of the model, which returns the loss"
         )
-    inputs = tuple(Input("constant", item.value, item.fqn) if item.fqn in own else item for item in graph.inputs)
+    inputs = tuple(Input("constant", item.value, item.fqn) if item.fqn in of_loss else item for item in graph.inputs)
     state = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
-    tensors = {item.value.name: state[item.fqn].detach() for item in inputs if item.fqn in own}
+    tensors = {item.value.name: state[item.fqn].detach() for item in inputs if item.fqn in of_loss}
     return replace(graph, inputs=inputs, constants={**graph.constants, **tensors})
 
 
 def _check_loss(graph: Graph) -> None:
-    found = [f"{value}" if isinstance(value, Value) else repr(value) for value in graph.outputs]
+    outputs = [f"{value}" if isinstance(value, Value) else repr(value) for value in graph.outputs]
     loss, *others = graph.outputs or (None,)
     is_scalar = isinstance(loss, Value) and loss.shape == () and loss.dtype.is_floating_point
     if others or not is_scalar or not loss.needs_grad:
         raise AutoparError(
-            f"loss_fn= must give one floating scalar that depends on the model's parameters, found {', '.join(found)}"
+            f"loss_fn= must give one floating scalar that depends on the model's parameters, found {', '.join(outputs)}"
         )

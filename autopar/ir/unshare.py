@@ -1,4 +1,4 @@
-"""The checkpoint of a model whose layers share parameters, for the model whose layers have their own."""
+"""`unshare`: the checkpoint of a model whose layers share parameters, converted for the model without sharing."""
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -20,17 +20,16 @@ def unshare(
     args: tuple = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """State dict of `model` from `state`, that of `shared`: each tensor under the names of all parameters in whose
-    places it is used.
+    """The state dict of `model`, whose layers have parameters of their own, from `state`, the state dict of `shared`.
 
-    `model` computes what `shared` does with more parameters; both are traced for the call `args`, `kwargs`, and matched
-    op by op, whatever their parameters are called. They may be on the meta device. What no op reads keeps its name. A
-    tensor under several names is copied for each. AutoparError if the models compute different things or `state` lacks
-    a tensor.
+    Both models are traced for the call `args`, `kwargs` and matched op by op, whatever the names of their parameters;
+    they may be on the meta device. Each tensor is copied to all parameters of `model` that are used in its places; a
+    tensor that no op reads keeps its name. AutoparError if the models differ in more than their parameters or `state`
+    lacks a tensor.
     """
     graphs = [to_graph(skeleton(each), tuple(args), dict(sorted((kwargs or {}).items()))) for each in (shared, model)]
     sources = _sources(*graphs)
-    found: dict[str, torch.Tensor] = {}
+    unshared: dict[str, torch.Tensor] = {}
     given: set[int] = set()
     for item in (*graphs[1].of_kind("parameter"), *graphs[1].of_kind("buffer")):
         names = sources.get(item.value.name, _names(item))
@@ -42,8 +41,8 @@ def unshare(
         if tensor is not None and item.is_persistent:
             own = tensor.detach().clone() if id(tensor) in given else tensor
             given.add(id(tensor))
-            found.update(dict.fromkeys(_names(item), own))
-    return found
+            unshared.update(dict.fromkeys(_names(item), own))
+    return unshared
 
 
 def _names(item: Input) -> tuple[str, ...]:
@@ -51,25 +50,29 @@ def _names(item: Input) -> tuple[str, ...]:
 
 
 def _sources(shared: Graph, model: Graph) -> dict[str, tuple[str, ...]]:
-    """Value of each parameter and buffer that `model` reads -> names of the one that `shared` reads in its places."""
+    """Value name of each parameter and buffer that `model` reads -> names of that which `shared`
+    reads in its places.
+    """
     items = {item.value.name: item for item in shared.inputs if item.kind in ("parameter", "buffer")}
-    own = {item.value.name: item for item in model.inputs if item.kind in ("parameter", "buffer")}
-    found: dict[str, tuple[str, ...]] = {}
+    inputs = {item.value.name: item for item in model.inputs if item.kind in ("parameter", "buffer")}
+    names: dict[str, tuple[str, ...]] = {}
     for theirs, ours in _read_alike(shared, model):
-        if ours.name not in own:
+        if ours.name not in inputs:
             continue
-        if theirs.name not in items or found.setdefault(ours.name, _names(items[theirs.name])) != _names(
+        if theirs.name not in items or names.setdefault(ours.name, _names(items[theirs.name])) != _names(
             items[theirs.name]
         ):
             raise AutoparError(
-                f"{own[ours.name].fqn} is used where the model that shares uses %{theirs.name} and"
-                f" {' '.join(found.get(ours.name, ()))}: expected one parameter in all its places"
+                f"{inputs[ours.name].fqn} is used where the model that shares uses %{theirs.name} and"
+                f" {' '.join(names.get(ours.name, ()))}: expected one parameter in all its places"
             )
-    return found
+    return names
 
 
 def _read_alike(shared: Graph, model: Graph) -> Iterator[tuple[Value, Value]]:
-    """What the two read in the same places. AutoparError at the first op in which they differ."""
+    """Pairs of values that the two graphs read in the same places; AutoparError at the first op in
+    which they differ.
+    """
     for theirs, ours in zip_longest(shared.ops, model.ops):
         if theirs is None or ours is None or _call(theirs) != _call(ours):
             raise AutoparError(

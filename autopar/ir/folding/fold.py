@@ -1,9 +1,9 @@
-"""Which ops and inputs of a graph repeat: layers are found by structure alone, never by their names.
+"""The fold of a graph: its repeated blocks (layers), recognised by structure alone, never by names.
 
-A block of ops repeats when consecutive copies call the same ops on the same shapes (some with numbers of their own, see
-`_SCALED`), and each input of copy k comes from one of: the same place in copy k; the same place in copy k-1 (for copy
-0: one value from before the region, which stands for it); one value that all copies share; or an input of the graph
-that each copy has for itself.
+A block of ops repeats if consecutive copies call the same ops on the same shapes (some scalars may differ, see
+`_SCALED`), and each input of copy k is one of: a value of copy k at the same position in every copy; a value of copy
+k-1 at the same position (for copy 0: one value from before the region in its place); one value that all copies read; or
+an input of the graph that only copy k reads.
 """
 
 import math
@@ -18,13 +18,12 @@ from autopar.ir.folding.match_blocks import Wiring, match_blocks, wire
 from autopar.ir.folding.periods import Run, find_runs
 from autopar.ir.graph import Graph, Op
 
-# With fewer products a block could not alternate column and row split, as a plan for two equal linear layers must.
+# A block with fewer products could not alternate column and row split, as the plan of two equal linear layers must.
 _MIN_PRODUCTS = 2
 
 
-# What layers may do with a number of their own (1 / sqrt(layer), a dropout rate) and be planned alike: neither what may
-# be split nor what it costs depends on how large the number is, only on whether it is nought. Each op is run with its
-# own number.
+# Ops whose scalars may differ between the copies of a block (1 / sqrt(layer), a dropout rate): neither the valid
+# strategies nor the cost depend on the scalar, only on whether it is zero. Each copy runs with its own scalar.
 _PRODUCTS = frozenset(("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"))
 _SCALED = frozenset(
     f"aten.{name}"
@@ -46,7 +45,7 @@ _SCALED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`count` consecutive copies of a block; `ops` are the names in the first copy."""
+    """`count` consecutive copies of a block; `ops` are the names of the first copy's ops."""
 
     ops: tuple[str, ...]
     count: int
@@ -54,8 +53,10 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Folded:
-    """`representative` maps the name of each op and each input value to the member of its class in the first copy, or
-    to itself.
+    """The classes of repeated ops and inputs of a graph, and the repeats that they come from.
+
+    `representative`: name of each op and each input value -> name of the member of its class in the first copy; itself
+    if it does not repeat.
     """
 
     representative: Mapping[str, str]
@@ -64,7 +65,7 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """`count` copies of `block` ops from op `first` on, and the classes they put ops and inputs into."""
+    """A repeat by positions: `count` copies of `block` ops from op `first` on, with the classes of ops and inputs."""
 
     first: int
     block: int
@@ -77,9 +78,9 @@ class _Region:
 
 
 def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
-    """Find the repeated blocks: the one that folds most first, then in the rest of the graph on both sides of it.
+    """The fold of `graph`: the repeat that saves most ops first, then those of the ops before and behind it.
 
-    `labels`: input value -> text; what reads differently labelled inputs is not the same.
+    `labels`: name of an input value -> text; ops that read differently labelled inputs are not of one class.
     """
     names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
     representative = {name: name for name in names}
@@ -100,7 +101,7 @@ def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
 
 
 def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
-    """Name of every value of `ops` and `inputs` -> name of the value that stands for it."""
+    """Name of every op output and input value -> name of the value that represents its class."""
     by_name = {op.name: op for op in graph.ops}
     classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
     for op in graph.ops:
@@ -110,7 +111,7 @@ def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
 
 
 def _signatures(graph: Graph, labels: Mapping[str, str]) -> np.ndarray:
-    """One number per op, equal for ops that are alike apart from where their inputs come from."""
+    """i64[ops]: a number for each op, equal for ops that differ only in the producers of their inputs."""
     known: dict[Any, int] = {}
     return np.array([known.setdefault(_signature(op, labels), len(known)) for op in graph.ops], dtype=np.int64)
 
@@ -133,7 +134,7 @@ def _signature(op: Op, labels: Mapping[str, str]) -> Any:
 
 
 def _kind_of(target: str, leaf: Any) -> Any:
-    """The argument, or of a number that is only multiplied, compared with random ones or kept from nought: its sign."""
+    """The argument itself; of a scalar that may differ between copies (see `_SCALED`) its type and sign."""
     is_scaled = (type(leaf) is float and target in _SCALED) or (type(leaf) in (int, float) and target in _PRODUCTS)
     return leaf if not is_scaled or leaf == 0 or not math.isfinite(leaf) else (type(leaf).__name__, leaf > 0)
 
@@ -141,14 +142,14 @@ def _kind_of(target: str, leaf: Any) -> Any:
 def _best_region(
     graph: Graph, wiring: Wiring, signatures: np.ndarray, start: int, stop: int, representative: Mapping[str, str]
 ) -> _Region | None:
-    """The repeat within [start, stop) that leaves the fewest ops to decide, None if there is none."""
+    """The repeat within [start, stop) that saves the most ops, None if there is none."""
     best: _Region | None = None
     for run in find_runs(signatures[start:stop]):
         if best is not None and best.num_folded >= run.stop - run.start - run.period:
             continue
-        found = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
-        if found is not None and (best is None or found.num_folded > best.num_folded):
-            best = found
+        region = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
+        if region is not None and (best is None or region.num_folded > best.num_folded):
+            best = region
     return best
 
 

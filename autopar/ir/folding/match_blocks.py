@@ -1,4 +1,4 @@
-"""Who feeds whom, by position, and whether consecutive blocks of ops are wired alike."""
+"""Dataflow of a graph by positions, and the test whether consecutive blocks of ops have the same dataflow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ Source = tuple[int, int]
 
 @dataclass(frozen=True)
 class Wiring:
-    """Per op the sources of its inputs, whether it multiplies by a parameter, and the number of values alive just
-    before it.
+    """The dataflow of a graph: for each op the sources of its inputs and whether it reads a parameter matrix.
+
+    `num_alive`: number of live values just before each op, and after the last.
     """
 
     sources: tuple[tuple[Source, ...], ...]
@@ -21,7 +22,7 @@ class Wiring:
 
 
 def wire(graph: Graph) -> Wiring:
-    """The wiring of all ops; `num_alive` has one entry more than there are ops."""
+    """The `Wiring` of `graph`; its `num_alive` has one entry more than there are ops."""
     where: dict[str, Source] = {item.value.name: (-1, i) for i, item in enumerate(graph.inputs)}
     for i, op in enumerate(graph.ops):
         where.update((value.name, (i, j)) for j, value in enumerate(op.outputs))
@@ -48,12 +49,14 @@ def _num_alive(sources: Sequence[Sequence[Source]]) -> tuple[int, ...]:
 def match_blocks(
     graph: Graph, wiring: Wiring, first: int, block: int, count: int
 ) -> tuple[int, int, dict[str, str]] | None:
-    """(first op, copies, classes) of the longest part of these copies that is wired alike; None if fewer than two
-    are.
+    """(first op, copies, classes) of the longest run of copies with the same dataflow; None if it is shorter than two.
+
+    The candidates are `count` copies of `block` ops from op `first` on. `classes`: name of an op or input -> name of
+    its representative.
     """
     places = [_places(wiring, first + k * block, block) for k in range(count)]
     start, stop = _longest_alike(places)
-    # The copy before a steady stretch takes part when only what it reads of "the copy before" comes from elsewhere.
+    # The copy before a run joins it if it differs only in the producers of what the others read of "the copy before".
     if start > 0 and _inherits(_first_places(wiring, first + (start - 1) * block, block), places[start]):
         start -= 1
     first, count = first + start * block, stop - start
@@ -64,12 +67,12 @@ def match_blocks(
 
 
 def _places(wiring: Wiring, start: int, block: int) -> list[tuple[str, int, int]]:
-    """For each input of each op of a copy, where it comes from as seen from the copy."""
+    """For each input of each op of a copy, its producer relative to the copy."""
     return [_place(source, start, block) for sources in wiring.sources[start : start + block] for source in sources]
 
 
 def _first_places(wiring: Wiring, start: int, block: int) -> list[tuple[str, int, int]]:
-    """The places of a copy that has none before it."""
+    """The places of a copy that no other copy precedes."""
     return [_place(source, start, 0) for sources in wiring.sources[start : start + block] for source in sources]
 
 
@@ -83,7 +86,7 @@ def _place(source: Source, start: int, block: int) -> tuple[str, int, int]:
 
 
 def _longest_alike(places: list[list[tuple[str, int, int]]]) -> tuple[int, int]:
-    """[start, stop) of the copies whose places are all equal. Copy 0 is left to `_inherits`."""
+    """[start, stop) of the longest run of copies with equal places, copy 0 left out: `_inherits` decides it."""
     best, start = (0, 0), 1
     for k in range(2, len(places) + 1):
         if k == len(places) or places[k] != places[start]:
@@ -97,9 +100,7 @@ def _inherits(before: list[tuple[str, int, int]], steady: list[tuple[str, int, i
 
 
 def _classes(graph: Graph, wiring: Wiring, first: int, block: int, count: int) -> dict[str, str] | None:
-    """Class of every op of the copies and of the inputs that each copy has for itself; None if they contradict each
-    other.
-    """
+    """The class of every op of the copies and of every input that one copy reads alone; None on a contradiction."""
     classes: dict[str, str] = {}
     before: dict[tuple[int, int], Source] = {}
     owner: dict[int, tuple[int, int]] = {}
@@ -132,8 +133,10 @@ def _match_inputs(
     before: dict[tuple[int, int], Source],
     owner: dict[int, tuple[int, int]],
 ) -> bool:
-    """Check the inputs of op j of copy k. `before`: what stands for an output of copy -1; `owner`: input -> (its class,
-    its copy).
+    """Whether the inputs of op j of copy k match those of the other copies.
+
+    `before`: output of copy -1 -> the value that is in its place; `owner`: input -> (its class, its copy). Both are
+    extended.
     """
     steady, zero, now = (wiring.sources[first + c * block + j] for c in (1, 0, k))
     for later, original, source in zip(steady, zero, now):

@@ -1,17 +1,16 @@
-"""Where a sequence of numbers repeats itself."""
+"""Periodic runs in a sequence of numbers."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# A period shows as the distance of a number to one of its next occurrences; within a period a number may occur a few
-# times.
+# A period is the distance of a number to one of its next occurrences; within a period a number may occur a few times.
 _NUM_NEXT = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Run:
-    """`sequence[i] == sequence[i + period]` for all i in [start, stop - period), as far as that goes both ways."""
+    """A maximal periodic run: `sequence[i] == sequence[i + period]` for all i in [start, stop - period)."""
 
     start: int
     stop: int
@@ -19,7 +18,7 @@ class Run:
 
 
 def find_runs(sequence: np.ndarray) -> list[Run]:
-    """Every maximal run of at least two periods, longest first, then shortest period.
+    """Every maximal run of at least two periods in i64[n], longest first, then shortest period.
 
     >>> find_runs(np.array([7, 1, 2, 1, 2, 1, 9]))
     [Run(start=1, stop=6, period=2)]

@@ -1,20 +1,18 @@
-"""Folds in which the copies of a repeat need not all be planned alike: the first and the last may differ from those
-between them.
-"""
+"""Segments: consecutive copies of a repeat that are planned alike, each segment apart from the others."""
 
 from collections.abc import Sequence
 
 from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 
-# Per repeat of a Folded, how many consecutive copies are of one kind.
+# For each repeat of a Folded, the numbers of consecutive copies that form a segment.
 Segments = tuple[tuple[int, ...], ...]
-# (repeat, segment) pairs to which an op or input belongs.
+# The (repeat, segment) pairs that an op or input belongs to.
 Places = frozenset[tuple[int, int]]
 
 
 def ends_apart(folded: Folded) -> Segments:
-    """The first copy, those between, and the last.
+    """The usual segments of each repeat: the first copy, the interior copies, the last copy.
 
     >>> from autopar.ir.folding.fold import Repeat
     >>> ends_apart(Folded({}, (Repeat(("a",), 2), Repeat(("b",), 32))))
@@ -26,17 +24,17 @@ def ends_apart(folded: Folded) -> Segments:
 def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
     """`folded` with the copies of each repeat split into consecutive segments that are classes of their own.
 
-    `segments`: one tuple of positive sizes per repeat, summing to its count; (count,) leaves a repeat as it is. A class
-    is represented by its member in the first copy of the segment; what all copies share stays one class. ValueError for
-    sizes that do not fit.
+    `segments`: one tuple of positive sizes for each repeat, summing to its count; (count,) leaves a repeat unchanged. A
+    class is represented by its member in the first copy of the segment; an input that all copies read stays one class.
+    ValueError for sizes that do not sum to the count.
     """
     _check(folded, segments)
     copies = copies_of(folded, graph)
     starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in segments]
     first: dict[tuple[str, Places], str] = {}
     classes: dict[str, tuple[str, Places]] = {}
-    for name, found in sorted(copies.items(), key=lambda item: min(item[1])):
-        places = frozenset((repeat, _segment(starts[repeat], copy)) for repeat, copy in found)
+    for name, pairs in sorted(copies.items(), key=lambda item: min(item[1])):
+        places = frozenset((repeat, _segment(starts[repeat], copy)) for repeat, copy in pairs)
         classes[name] = folded.representative[name], places
         first.setdefault(classes[name], name)
     representative = {
@@ -58,8 +56,8 @@ def _segment(starts: Sequence[int], copy: int) -> int:
 def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     """Name of each op and input that has a class of several members -> the (repeat, copy) pairs it belongs to.
 
-    An input belongs to the copies that read it, also when it is not by that reading that it has its class: that only
-    makes finer classes.
+    An input belongs to all copies that read it, even where another of its readers gives it its class; that only makes
+    finer classes.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     inputs = {item.value.name for item in graph.inputs}
@@ -68,18 +66,18 @@ def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     for number, repeat in enumerate(folded.repeats):
         first, block = position[repeat.ops[0]], len(repeat.ops)
         for i, op in enumerate(graph.ops[first : first + block * repeat.count]):
-            own = [
+            repeated_inputs = [
                 value.name
                 for value in op.inputs
                 if value.name in inputs and folded.representative[value.name] in repeated
             ]
-            for name in (op.name, *own):
+            for name in (op.name, *repeated_inputs):
                 copies.setdefault(name, set()).add((number, i // block))
     return copies
 
 
 def _repeats(folded: Folded, graph: Graph, segments: Segments) -> tuple[Repeat, ...]:
-    """Each segment of more than one copy."""
+    """A Repeat for each segment of more than one copy."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     repeats = []
     for repeat, sizes in zip(folded.repeats, segments):

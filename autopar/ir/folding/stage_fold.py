@@ -1,4 +1,4 @@
-"""The fold of a whole graph as it is seen within one of its stages."""
+"""The fold of a stage, derived from the fold of the whole graph."""
 
 from collections.abc import Collection
 
@@ -6,19 +6,18 @@ from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 
 
-def within(folded: Folded, stage: Graph, received: Collection[str]) -> Folded:
-    """`folded`, of a graph of which `stage` has some ops and inputs: the copies of a repeat that lie in the stage stay
-    alike.
+def fold_of_stage(folded: Folded, stage: Graph, received: Collection[str]) -> Folded:
+    """The fold of `stage`: copies of a repeat of the whole graph's `folded` that lie in the stage stay one class.
 
-    A class is represented by its first member in the stage; what is `received` from the stage before is like no other
-    value.
+    A class is represented by its first member in the stage. A value `received` from the previous stage is a class of
+    its own.
     """
     first: dict[str, str] = {}
     representative = {
         op.name: first.setdefault(folded.representative.get(op.name, op.name), op.name) for op in stage.ops
     }
     for name in (item.value.name for item in stage.inputs):
-        # what is received has the name of the op that makes it elsewhere
+        # a received value has the name of an op of another stage
         representative[name] = (
             name if name in received else first.setdefault(folded.representative.get(name, name), name)
         )

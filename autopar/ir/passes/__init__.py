@@ -1,1 +1,1 @@
-"""Passes: Graph -> Graph, each valid in, valid out; their order is in ir/passes/normalise.py."""
+"""Passes: functions from a valid Graph to a valid Graph; ir/passes/normalise.py has their order."""

@@ -1,5 +1,6 @@
-"""`broadcast_tensors`, which losses call, as an `expand` of each tensor: those that have the shape already then drop
-out.
+"""The pass that writes `broadcast_tensors`, which losses call, as an `expand` of each tensor.
+
+An `expand` to the shape that a tensor has already is dropped by a later pass.
 """
 
 from dataclasses import replace
@@ -10,7 +11,7 @@ _TARGET = "aten.broadcast_tensors.default"
 
 
 def unfold_broadcasts(graph: Graph) -> Graph:
-    """Values keep their names."""
+    """`graph` with an `expand` for each output of each `broadcast_tensors`; values keep their names."""
     return replace(
         graph, ops=tuple(single for op in graph.ops for single in (_expands(op) if op.target == _TARGET else (op,)))
     )

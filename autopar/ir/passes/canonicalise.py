@@ -1,6 +1,7 @@
-"""One spelling for each thing: all views that regroup dims are `reshape`, all that reorder them `permute`, all casts
-`to.dtype`, all cuts `split_with_sizes`, `slice` or `select`; sizes, dims and bounds are resolved, so that no -1 is
-left.
+"""The pass that gives each operation one spelling.
+
+All views that regroup dims are `reshape`, all that reorder them `permute`, all casts `to.dtype`, all cuts
+`split_with_sizes`, `slice` or `select`. Sizes, dims and bounds are resolved, so that no -1 is left.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
 
 
 def canonicalise(graph: Graph) -> Graph:
-    """Rewrite each op by itself; values stay as they are."""
+    """`graph` with each op in its one spelling; values are unchanged."""
     return replace(graph, ops=tuple(_canonical(op) for op in graph.ops))
 
 
@@ -40,7 +41,7 @@ def _cast(op: Op) -> Op:
 
 
 def _permute(op: Op) -> Op:
-    # Sizes that are all different tell where each dim went.
+    # If all sizes differ, they tell the new position of each dim.
     probe = torch.empty(tuple(range(2, 2 + len(op.inputs[0].shape))), device="meta")
     moved = resolve(op.target)(*fill(op.args, (probe,)), **dict(op.kwargs))
     return _unary(op, "aten.permute.default", tuple(size - 2 for size in moved.shape))
@@ -82,7 +83,7 @@ def _select(op: Op) -> Op:
 
 
 def _fill_new(op: Op) -> Op:
-    """`x.new_zeros(...)` depends on nothing of x but its dtype, which is known."""
+    """`x.new_zeros(...)` without x: only its dtype matters, and that is known."""
     value = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1}.get(op.target, arguments_of(op).get("fill_value"))
     output = op.outputs[0]
     return replace(
@@ -91,14 +92,14 @@ def _fill_new(op: Op) -> Op:
 
 
 def _cat(op: Op) -> Op:
-    """Empty tensors, such as a cache before its first token, add nothing."""
+    """`cat` without its empty tensors, such as a cache before its first token."""
     parts = tuple(value for value in op.inputs if 0 not in value.shape) or op.inputs[:1]
     dim = arguments_of(op)["dim"] % len(parts[0].shape)
     return replace(op, args=(tuple(Slot(i) for i in range(len(parts))), dim), kwargs=(), inputs=parts)
 
 
 def _resolve_dims(op: Op) -> Op:
-    """Count dims from the front. Ops that add a dim count differently and are left alone."""
+    """The op with dims counted from the front; an op that adds a dim counts differently and is left unchanged."""
     if not op.inputs or op.target == "aten.stack.default":
         return op
     ndim = len(op.inputs[0].shape)

@@ -1,4 +1,4 @@
-"""Common subexpressions, computed once."""
+"""The pass that computes common subexpressions once."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,10 +11,10 @@ from autopar.ir.passes.rewire import is_random, rewire
 
 
 def merge_duplicates(graph: Graph) -> Graph:
-    """Merge equal constants and equal deterministic ops.
+    """`graph` with equal constants and equal deterministic ops merged.
 
-    A merged op moves up to right after what it reads: left inside the first of several layers that share it, it would
-    make that layer unlike the others.
+    A merged op moves up to just behind the producers of its inputs: inside the first of the layers that read it, it
+    would make that layer differ from the others.
     """
     replaced = _equal_constants(graph.of_kind("constant"), graph.constants)
     seen: dict[Any, Op] = {}

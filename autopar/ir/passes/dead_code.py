@@ -1,4 +1,4 @@
-"""Ops whose results nobody uses."""
+"""The pass that removes ops whose results are not used."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from autopar.ir.graph import Graph, Op, Value
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """Keep what an output or a mutation needs. Unused parameters, buffers and arguments stay, unused constants go."""
+    """`graph` with only the ops and constants that an output or a mutation needs; its other inputs all stay."""
     wanted = {item.name for item in graph.outputs if isinstance(item, Value)} | {
         value.name for _, value in graph.mutations
     }
@@ -18,7 +18,7 @@ def drop_dead(graph: Graph) -> Graph:
 
 
 def _needed(ops: tuple[Op, ...], wanted: set[str]) -> tuple[Op, ...]:
-    """The ops that lead to `wanted`, to which their inputs are added."""
+    """The ops that the values called `wanted` depend on; adds the names of their inputs to `wanted`."""
     kept = []
     for op in reversed(ops):
         if any(value.name in wanted for value in op.outputs):

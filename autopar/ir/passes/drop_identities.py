@@ -1,4 +1,4 @@
-"""Ops that return their input, drop out."""
+"""The pass that removes ops that return their input."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,9 +7,7 @@ from autopar.ir.passes.rewire import rewire
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """Use the input wherever an op only copies it: in a graph without in-place ops copies and memory formats mean
-    nothing.
-    """
+    """`graph` without ops that only copy their input: without in-place ops, copies and memory formats do not matter."""
     replaced: dict[str, Value] = {}
     kept = []
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""The graph that training runs: all it gives is the loss."""
+"""The pass that reduces the outputs of a graph to its loss, for training."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from autopar.torch_compat import pytree
 
 
 def loss_only(graph: Graph) -> Graph:
-    """`graph` with its loss for its only output: the first that is a single number and has a gradient. AutoparError if
-    there is none.
+    """`graph` with its loss as only output: the first output that is a single number and has a gradient.
+
+    AutoparError if there is none.
     """
     losses = [value for value in graph.outputs if isinstance(value, Value) and value.needs_grad and value.shape == ()]
     if not losses:

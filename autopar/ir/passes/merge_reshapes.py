@@ -1,4 +1,4 @@
-"""Chains of regroupings as one."""
+"""The pass that merges chains of reshapes into one."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ _MERGED = "aten.reshape.default"
 
 
 def merge_reshapes(graph: Graph) -> Graph:
-    """A reshape of a reshape reads the first one's input: only the last shape counts."""
+    """`graph` in which a reshape of a reshape reads the first one's input; only the last shape matters."""
     made: dict[str, Op] = {}
     ops = []
     for op in graph.ops:

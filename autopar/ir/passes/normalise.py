@@ -1,5 +1,6 @@
-"""The passes that make traced graphs small and alike; each takes a valid Graph and returns a valid Graph that computes
-the same.
+"""`normalise`: the tuple of passes that make traced graphs small and uniform.
+
+Each pass takes a valid Graph and returns a valid Graph that computes the same.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     drop_identities,
     unflatten_products,
     merge_reshapes,
-    drop_identities,  # a merged reshape may lead back to where it began
+    drop_identities,  # a merged reshape may have the shape of its input
     read_own_rows,
     drop_dead,
     merge_duplicates,
@@ -31,7 +32,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 
 
 def normalise(graph: Graph) -> Graph:
-    """Run all passes in order."""
+    """`graph` after all passes, in order."""
     for function in PASSES:
         graph = function(graph)
     return graph

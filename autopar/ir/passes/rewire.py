@@ -1,4 +1,4 @@
-"""What every pass needs: putting values in the place of others, and knowing which ops draw random numbers."""
+"""Functions that all passes use: replacing values, and recognising ops that draw random numbers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph, Op, Value, arguments_of, resolve
 
 
 def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Graph:
-    """`graph` with `ops`, and every use of a value named in `replaced` turned into a use of what replaces it."""
+    """`graph` with `ops` as its ops, and every use of a value named in `replaced` replaced by the value given there."""
 
     def now(leaf: Any) -> Any:
         while isinstance(leaf, Value) and leaf.name in replaced:
@@ -26,12 +26,12 @@ def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Gr
 
 
 def is_random(op: Op) -> bool:
-    """Whether the op draws random numbers with these arguments. Attention is not tagged as such, but drops out if told
-    to.
+    """Whether `op` draws random numbers with its arguments; attention does, with dropout, though torch has no tag for
+    it.
     """
     arguments = arguments_of(op)
     if op.target == "aten.scaled_dot_product_attention.default":
         return arguments["dropout_p"] > 0
-    # of dropout and of recurrent layers
+    # arguments of dropout and of recurrent layers
     drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
     return drops and torch.Tag.nondeterministic_seeded in resolve(op.target).tags

@@ -1,8 +1,8 @@
-"""`x[rows, columns]` where `rows` counts the rows of x, 0, 1, 2, ...: as `x[:, columns]` if the columns are the same
-for all of them, and as a `gather` if each row has one of its own.
+"""The pass that rewrites `x[rows, columns]` where `rows` is 0, 1, 2, ..., all rows of x.
 
-So transformers reads a padding mask, and the last token of each sample. Indexed, the rows could not be split: an index
-counts over the whole of them.
+It becomes `x[:, columns]` if the columns are the same for all rows, and a `gather` if each row has a column of its own.
+transformers reads a padding mask and the last token of each sample in this way. As an index the rows could not be
+split, since an index counts over all of them.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from autopar.ir.passes.rewire import is_random
 
 
 def read_own_rows(graph: Graph) -> Graph:
-    """Rewrite each such index; the value keeps its name."""
+    """`graph` with each such index rewritten; its result keeps its name."""
     made = {value.name: op for op in graph.ops for value in op.outputs}
     names = set(made) | {op.name for op in graph.ops} | {item.value.name for item in graph.inputs}
     return replace(graph, ops=tuple(new for op in graph.ops for new in _rewritten(op, made, names)))
@@ -41,13 +41,13 @@ def _rewritten(op: Op, made: Mapping[str, Op], names: set[str]) -> tuple[Op, ...
 
 
 def _counts(rows: Value, made: Mapping[str, Op]) -> bool:
-    """Whether the value is 0, 1, 2, ... whatever the model is called with."""
+    """Whether `rows` is 0, 1, 2, ... for every call of the model."""
     numbers = _constant(rows, made)
     return numbers is not None and torch.equal(numbers.flatten(), torch.arange(numbers.numel()))
 
 
 def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
-    """The value, if ops that read nothing make it."""
+    """The tensor of `value` if it follows from ops without inputs, else None."""
     op = made.get(value.name)
     if op is None or len(op.inputs) > 1 or is_random(op):
         return None
@@ -59,9 +59,7 @@ def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
 
 
 def _column_each(op: Op, names: set[str]) -> tuple[Op, ...]:
-    """`gather` along dim 1 with the column repeated for every number that the row has there; a column may count from
-    the end.
-    """
+    """A `gather` along dim 1 with the column index expanded over the further dims; a column may count from the end."""
     (x, _, column), (output,) = op.inputs, op.outputs
     rest = x.shape[2:]
     front = replace(column, name=_unique(f"{column.name}_front", names))
@@ -69,20 +67,15 @@ def _column_each(op: Op, names: set[str]) -> tuple[Op, ...]:
     steps.append(_reshape(op, front, (x.shape[0], 1, *(1 for _ in rest)), _unique(f"{column.name}_each", names)))
     wide = replace(front, name=_unique(f"{column.name}_wide", names), shape=(x.shape[0], 1, *rest))
     steps.append(_call(op, "aten.expand.default", (wide.shape,), steps[-1].outputs, wide))
-    found = replace(output, name=_unique(f"{output.name}_kept", names), shape=wide.shape)
+    kept = replace(output, name=_unique(f"{output.name}_kept", names), shape=wide.shape)
     gathered = replace(
-        op,
-        name=found.name,
-        target="aten.gather.default",
-        args=(Slot(0), 1, Slot(1)),
-        inputs=(x, wide),
-        outputs=(found,),
+        op, name=kept.name, target="aten.gather.default", args=(Slot(0), 1, Slot(1)), inputs=(x, wide), outputs=(kept,)
     )
-    return (*steps, gathered, _reshape(op, found, output.shape, output.name))
+    return (*steps, gathered, _reshape(op, kept, output.shape, output.name))
 
 
 def _same_columns(op: Op, names: set[str]) -> tuple[Op, ...]:
-    """The columns without the dim of the rows, the index, and its result with the dims of 1 that the rows had."""
+    """`x[:, columns]`: the columns without the dim of the rows, the index, and a reshape to the original shape."""
     x, (output,) = op.inputs[0], op.outputs
     ndim = max(len(value.shape) for value in op.inputs[1:])
     steps, columns = [], []
@@ -110,9 +103,9 @@ def _call(op: Op, target: str, args: tuple, inputs: tuple[Value, ...], output: V
     )
 
 
-def _unique(wish: str, names: set[str]) -> str:
+def _unique(stem: str, names: set[str]) -> str:
     name = next(
-        name for name in itertools.chain((wish,), (f"{wish}_{i}" for i in itertools.count(1))) if name not in names
+        name for name in itertools.chain((stem,), (f"{stem}_{i}" for i in itertools.count(1))) if name not in names
     )
     names.add(name)
     return name

@@ -1,4 +1,4 @@
-"""What depends on no input of the model is computed once at load."""
+"""The pass that moves ops that depend on no input of the model out of the graph, to be computed once at load."""
 
 from dataclasses import replace
 
@@ -8,8 +8,9 @@ from autopar.ir.passes.rewire import is_random
 
 
 def split_constants(graph: Graph) -> Graph:
-    """Move the maximal deterministic part that reads only constants to `constant_ops`; what the rest reads of it become
-    inputs.
+    """`graph` with all deterministic ops that depend on constants alone in `constant_ops`.
+
+    Their values that other ops read become "constant" inputs. TraceError for a constant without contents.
     """
     known = {item.value.name: item.value for item in graph.of_kind("constant")}
     constant_ops, ops = [], []
@@ -33,7 +34,7 @@ def _used(graph: Graph, ops: list[Op]) -> set[str]:
 
 
 def _check_contents(graph: Graph, constant_ops: list[Op], frontier: list[Value]) -> None:
-    """A tensor written as numbers in the forward has lost them if it was made on the meta device."""
+    """TraceError for a tensor that the forward makes from numbers on the meta device, where the numbers are lost."""
     for name, tensor in graph.constants.items():
         if not tensor.is_meta or tensor.numel() == 0:
             continue

@@ -1,9 +1,10 @@
-"""Products of flattened tensors as products of the tensors themselves.
+"""The pass that rewrites products of flattened tensors as products of the tensors themselves.
 
-`reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. Flattened, the dims in
-front of K are one, which can only be split by the outermost of them. It is one op that reads the weight as it is
-stored: with the transposed weight as a value between, that could be converted on its own, which gains nothing, and no
-one op would save the parameter (`probe.regatherable`).
+`reshape(addmm(bias, reshape(x, [-1, K]), weight), [..., M])` is `linear(x, weight.T, bias)`. In the flattened tensor
+the dims in front of K are one dim, which can be split along the outermost of them only. The result is one op that reads
+the weight as it is stored. With `linear` and a transposed weight as a value between, that value would have a layout of
+its own, which gains nothing, and no single op would save the parameter (see `regatherable` in
+costmodel/activations/autograd_footprint.py).
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ _LIBRARY.impl("turned_linear", _turned_linear, "CompositeImplicitAutograd")
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """`op` multiplies `x`, flattened, by `weight`; `result` is its output with the dims of `x` again."""
+    """A match: `op` multiplies the flattened `x` by `weight`; `result` reshapes its output to the dims of `x`."""
 
     op: Op
     x: Value
@@ -41,7 +42,7 @@ class _Flat:
 
 
 def unflatten_products(graph: Graph) -> Graph:
-    """Rewrite each such product. The reshapes around it are left to die."""
+    """`graph` with each such product rewritten; a later pass removes the reshapes around it, which are dead code."""
     made = {value.name: op for op in graph.ops for value in op.outputs}
     users: dict[str, list[Op]] = {}
     for op in graph.ops:
@@ -50,16 +51,16 @@ def unflatten_products(graph: Graph) -> Graph:
     external = {item.name for item in graph.outputs if isinstance(item, Value)} | {
         value.name for _, value in graph.mutations
     }
-    found = {
+    matches = {
         op.name: flat for op in graph.ops if (flat := _match(op, made, users)) and op.outputs[0].name not in external
     }
-    results = {flat.result.name for flat in found.values()}
+    results = {flat.result.name for flat in matches.values()}
     replaced: dict[str, Value] = {}
     ops: list[Op] = []
     for op in graph.ops:
-        if op.name in found:
-            ops.append(_product(found[op.name]))
-            replaced[found[op.name].result.outputs[0].name] = ops[-1].outputs[0]
+        if op.name in matches:
+            ops.append(_product(matches[op.name]))
+            replaced[matches[op.name].result.outputs[0].name] = ops[-1].outputs[0]
         elif op.name not in results:
             ops.append(op)
     return rewire(graph, ops, replaced)
@@ -90,7 +91,7 @@ def _operands(op: Op) -> tuple[Value, Value, Value | None] | None:
 
 
 def _product(flat: _Flat) -> Op:
-    """Under the name of the flat product."""
+    """The product of the unflattened tensors, which keeps the name of the flat product."""
     inputs = (flat.x, flat.weight) if flat.bias is None else (flat.x, flat.weight, flat.bias)
     output = replace(flat.result.outputs[0], name=flat.op.outputs[0].name)
     slots = tuple(Slot(i) for i in range(len(inputs)))

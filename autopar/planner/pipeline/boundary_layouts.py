@@ -14,7 +14,7 @@ from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import value_classes
 from autopar.ir.folding.segments import ends_apart, segmented
-from autopar.ir.folding.stage_fold import within
+from autopar.ir.folding.stage_fold import fold_of_stage
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
@@ -170,7 +170,7 @@ class _Pipeline:
         stage = self.cut.stages[number]
         names = (*stage.receives, *stage.sends)
         setting = Setting(stage.graph, self.mesh, self.cluster, self._request(number), self.budget)
-        folded = within(self.cut.folded, stage.graph, names)
+        folded = fold_of_stage(self.cut.folded, stage.graph, names)
         problem = setting.problem(segmented(folded, stage.graph, ends_apart(folded)))
         node_of = {(entity.kind, entity.name): node for node, entity in enumerate(problem.priced.entities)}
         classes = value_classes(stage.graph, problem.folded)

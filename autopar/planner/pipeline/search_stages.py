@@ -15,7 +15,7 @@ from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import segmented
-from autopar.ir.folding.stage_fold import within
+from autopar.ir.folding.stage_fold import fold_of_stage
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
@@ -353,7 +353,7 @@ class Solver:
         return _Found(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, self.cluster))
 
     def _problem(self, setting: Setting) -> Problem:
-        folded = within(self.cut.folded, setting.graph, setting.request.crossing)
+        folded = fold_of_stage(self.cut.folded, setting.graph, setting.request.crossing)
         saved = len(setting.request.recomputed or setting.request.offloaded)
         return setting.problem(segmented(folded, setting.graph, segments(folded, saved)))
 

@@ -12,7 +12,7 @@ from autopar.costmodel.training import Training
 from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
-from autopar.ir.folding.stage_fold import within
+from autopar.ir.folding.stage_fold import fold_of_stage
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.ir.trace_with_loss import trace_loss
@@ -240,7 +240,7 @@ def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
     model, found = points(gpt, parse_mesh("pp=2,dp=2,tp=2"))
     cut = cut_as(model, found[0])
     for stage in cut.stages:
-        seen = within(cut.folded, stage.graph, (*stage.receives, *stage.sends))
+        seen = fold_of_stage(cut.folded, stage.graph, (*stage.receives, *stage.sends))
         assert set(seen.representative) == {op.name for op in stage.graph.ops} | {
             x.value.name for x in stage.graph.inputs
         }
