@@ -28,7 +28,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.process_groups import with_axis_names
 from autopar.runtime.rank_agreement import agreed_graph, check_same, on_every_rank, on_first_rank
-from autopar.runtime.sharded_module import ShardedModule, shard_module
+from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.schedule.orders import NAMES as SCHEDULES
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
@@ -88,7 +88,10 @@ def compile(
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
 ) -> ShardedModule:
-    """The module `model` sharded over `mesh`; every rank calls this with the same model, which is left unchanged.
+    """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
+
+    The object and the names of its parameters stay, its parameters become DTensors. Optimizers and averages are made
+    afterwards: what was a parameter before raises AutoparError at its next use. A copy.deepcopy keeps the model.
 
     It is planned at once if example `args`/`kwargs` (the global batch) are given, else at its first call. AutoparError
     says what to change.
@@ -123,7 +126,11 @@ def compile(
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
     module = shard_module(model, mesh, _Planner(mesh, found, request, given, is_own), loss_fn)
     if args is not None or kwargs is not None:
-        module._autopar.prepare(module, *example, trains=True)
+        try:
+            module._autopar.prepare(module, *example, trains=True)
+        except BaseException:
+            unshard(module)
+            raise
     module._autopar.is_in_use = True
     return module
 
@@ -266,7 +273,8 @@ def _check_not_parallel(model: nn.Module) -> None:
         if isinstance(tensor, DTensor):
             raise AutoparError(
                 f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard,"
-                " parallelize_module); expected the model as written for one device"
+                " parallelize_module); expected the model as written for one device (compile shards in place: keep a"
+                " copy.deepcopy to compile it twice)"
             )
 
 

@@ -1,5 +1,6 @@
 """The two calls as a user makes them."""
 
+import copy
 import inspect
 import math
 
@@ -45,10 +46,10 @@ def both_calls() -> None:
     case = build("mlp")
     for options in ({}, {"cluster": "h100"}, {"memory_limit_bytes": 1e9}, {"pins": {"head.weight": "S(0)B"}}):
         planned = autopar.plan(case.model, mesh, args=case.args, **options)
-        compiled = autopar.compile(case.model, mesh, args=case.args, **options).plan
+        compiled = autopar.compile(copy.deepcopy(case.model), mesh, args=case.args, **options).plan
         assert planned.dumps() == compiled.dumps(), options
         assert planned.cluster.name == options.get("cluster", "cpu")
-        given = autopar.compile(case.model, mesh, args=case.args, plan=planned).plan
+        given = autopar.compile(copy.deepcopy(case.model), mesh, args=case.args, plan=planned).plan
         assert given.dumps() == planned.dumps()
 
 
@@ -80,9 +81,9 @@ def open_mesh() -> list[tuple[int, ...]]:
     case = build("mlp")
     with pytest.raises(MeshError, match="leaves the axes open"):
         autopar.compile(case.model, 4)
-    module = autopar.compile(case.model, "4", cluster="free-links", args=case.args)
-    given = autopar.compile(case.model, 4, plan=module.plan)
+    module = autopar.compile(copy.deepcopy(case.model), "4", cluster="free-links", args=case.args)
     expected = case.model(*case.args)
+    given = autopar.compile(case.model, 4, plan=module.plan)
     for found in (module(*case.args), given(*case.args)):
         torch.testing.assert_close(found.full_tensor() if hasattr(found, "full_tensor") else found, expected)
     return [m.plan.mesh.shape for m in (module, given)]

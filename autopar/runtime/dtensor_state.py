@@ -35,18 +35,41 @@ def _as_dtensor(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: D
     return DTensor.from_local(part, mesh, torch_placements(layout), run_check=False, shape=whole.shape, stride=stride)
 
 
-def without_data(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the meta-device parameters of `module` DTensors, so that each can later become its part of the real one in
-    place.
+def without_data(module: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Put DTensors on the meta device in place of the parameters of `module`, so that each can later become its part of
+    the real one in place: FQN -> what was there.
     """
-    done: dict[int, nn.Parameter] = {}
-    for owner, name in owners(module).values():
+    taken: dict[str, torch.Tensor] = {}
+    made: dict[int, nn.Parameter] = {}  # a tied one under all its names
+    for fqn, (owner, name) in owners(module).items():
         parameter = owner._parameters.get(name)
         if parameter is not None:
-            if id(parameter) not in done:
-                whole = _as_dtensor(parameter.detach(), parameter, (I,) * mesh.ndim, mesh)
-                done[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            owner._parameters[name] = done[id(parameter)]
+            if id(parameter) not in made:
+                empty = _as_dtensor(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            taken[fqn] = parameter
+            _set(owner, name, made[id(parameter)])
+    return taken
+
+
+def _set(owner: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Put `tensor` in the place of a parameter or buffer of `owner`."""
+    (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
+    if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:  # it keeps them in a list besides
+        position = owner._flat_weights_names.index(name)
+        owner._flat_weights[position], owner._flat_weight_refs[position] = tensor, None
+
+
+@contextmanager
+def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """`module` with `tensors`, by FQN, in place of what it has."""
+    places = owners(module)
+    present = {fqn: places[fqn][0]._parameters[places[fqn][1]] for fqn in tensors}
+    put(module, tensors)
+    try:
+        yield
+    finally:
+        put(module, present)
 
 
 def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -69,12 +92,9 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
         tensor = tensors[item.fqn]
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
-            if name in owner._parameters:
-                tensor = owner._parameters[name] = (
-                    _in_place_of(owner._parameters[name], tensor, fqn) if is_in_use else tensor
-                )
-            else:
-                owner._buffers[name] = tensor
+            if name in owner._parameters and is_in_use:
+                tensor = _in_place_of(owner._parameters[name], tensor, fqn)
+            _set(owner, name, tensor)
 
 
 def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
@@ -96,8 +116,7 @@ def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Each of `tensors`, by FQN, in the place of a parameter or buffer."""
     places = owners(module)
     for fqn, tensor in tensors.items():
-        owner, name = places[fqn]
-        (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
+        _set(*places[fqn], tensor)
 
 
 def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
@@ -106,8 +125,8 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter
         return old
     if weakref.getweakrefs(old):
         raise AutoparError(
-            f"parameter {fqn} cannot be sharded at the first call, because its module keeps weak references to it (as"
-            " recurrent ones do); give example args= or kwargs= to autopar.compile, so that it is sharded at once"
+            f"parameter {fqn} cannot be sharded at the first call, because there are weak references to it; give"
+            " example args= or kwargs= to autopar.compile, so that it is sharded at once"
         )
     torch.utils.swap_tensors(old, new)
     return old

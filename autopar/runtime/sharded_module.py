@@ -28,8 +28,10 @@ from autopar.ir.passes.rewire import is_random
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.checks.replaced_parameter import mark_replaced
 from autopar.runtime.dtensor_state import (
     drop_others,
+    holding,
     install,
     owners,
     put,
@@ -158,9 +160,9 @@ class Runtime:
 
     mesh: DeviceMesh
     plan: Planner
-    source: nn.Module  # the user's model until its tensors have been taken over
     original: type[nn.Module]
     name: str  # the same on every rank, and no other module's
+    whole: dict[str, torch.Tensor]  # FQN -> the model's own parameter, until the first plan shards it
     loss_fn: LossFunction | None = None  # of train_step
     is_in_use: bool = False  # somebody may hold the parameters
     # FQN of what only other ranks hold -> what it is like
@@ -185,9 +187,7 @@ class Runtime:
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
-        return replace(
-            self, source=module if loaded else self.source, loaded=loaded, name=name, num_copies=0, last=last
-        )
+        return replace(self, loaded=loaded, name=name, num_copies=0, last=last)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
         """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
@@ -299,16 +299,17 @@ class Runtime:
         return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{len(self.loaded)}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
-        """The first time, cut the parameters and buffers of the graph out of the model, and leave out those it has
-        not.
-        """
+        """The first time, shard the parameters and buffers of the graph, and leave out those it has not."""
         if self.loaded:
             return
-        check_weights(self.mesh, self.source)
-        parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(self.source, graph, layouts, mesh))
+        with holding(module, self.whole):
+            check_weights(self.mesh, module)
+            parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         install(module, graph, parts, is_in_use=self.is_in_use)
         self.elsewhere = drop_others(module, graph)
-        self.source = module
+        for fqn, parameter in self.whole.items():
+            mark_replaced(parameter, fqn)
+        self.whole.clear()
 
     def _plan(self, graph: Graph, trains: bool) -> Plan | StagedPlan:
         """The plan for a graph: where parameters lie on some stages already, with the same stages."""
@@ -345,15 +346,24 @@ class Runtime:
 def shard_module(
     model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None
 ) -> ShardedModule:
-    """A module like `model` that plans itself at its first call; `model` itself is left as it is."""
-    module = skeleton(model)
-    without_data(module, mesh)
+    """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
+    then.
+    """
     original = type(model)
-    module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
-    module._autopar = Runtime(
-        mesh, plan, model, original, from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}"), loss_fn
-    )
-    return module
+    name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
+    whole = without_data(model, mesh)
+    model.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    model._autopar = Runtime(mesh, plan, original, name, whole, loss_fn)
+    return model
+
+
+def unshard(module: ShardedModule) -> None:
+    """Make `module` what it was, if nothing of it is sharded yet."""
+    runtime = module._autopar
+    if not runtime.loaded and runtime.whole:
+        del module._autopar
+        module.__class__ = runtime.original
+        put(module, runtime.whole)
 
 
 def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:

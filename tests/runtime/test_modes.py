@@ -237,9 +237,10 @@ def test_output_classes_of_transformers(ranks4: Ranks) -> None:
 
 def hooks_and_the_original() -> None:
     original = _mlp()
-    state = copy.deepcopy(original.state_dict())
     (x,) = build("mlp").args
+    early, held = torch.optim.SGD(original.parameters(), lr=0.1), original.head.weight
     model = _shard(original, x, pins=PINS)
+    assert model is original and isinstance(model, MLP) and list(model.state_dict()) == list(_mlp().state_dict())
     seen = []
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.register_forward_hook(lambda module, args, output: seen.append("after"))
@@ -248,13 +249,26 @@ def hooks_and_the_original() -> None:
     (whole(model(x)) ** 2).sum().backward()
     optimizer.step()
     assert seen == ["before", "after", "backward"]
-    assert type(original) is MLP and not original._forward_hooks
-    assert all(type(p) is nn.Parameter and p.grad is None for p in original.parameters())
-    assert all(torch.equal(state[name], value) for name, value in original.state_dict().items())
+    for late in (early.zero_grad, early.step, held.sum, lambda: held.grad, lambda: copy.deepcopy(held)):
+        with pytest.raises(AutoparError, match=r"parameter '.*' until autopar.compile .* after autopar.compile"):
+            late()
 
 
-def test_hooks_run_and_the_original_is_left_alone(ranks4: Ranks) -> None:
+def test_hooks_run_and_what_was_a_parameter_before_says_so(ranks4: Ranks) -> None:
     ranks4.run(hooks_and_the_original)
+
+
+def fails_to_compile() -> None:
+    truth, (x,) = _mlp(), build("mlp").args
+    model = _mlp()
+    held = model.head.weight
+    with pytest.raises(AutoparError, match="nowhere"):
+        _shard(model, x, pins={"nowhere": "BB"})
+    assert type(model) is MLP and model.head.weight is held and torch.equal(model(x), truth(x))
+
+
+def test_a_model_that_cannot_be_compiled_stays_what_it_was(ranks4: Ranks) -> None:
+    ranks4.run(fails_to_compile)
 
 
 def first_without_gradients(mode: str) -> None:
