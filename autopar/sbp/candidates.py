@@ -1,4 +1,4 @@
-"""Which strategies each op has on a mesh, and which layouts each input and output may have."""
+"""The candidates: the valid strategies of each op on a mesh, and the possible layouts of each input and output."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from autopar.sbp.rules import RULES
 from autopar.sbp.rules.matmul import ROW_BYTES
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
-Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; a role and -1 for the units it must not cut
+Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; or a role and -1 for its indivisible units
 
 
 def annotate(
@@ -26,14 +26,15 @@ def annotate(
     near: Mapping[str, Strategy] | None = None,
     num_changed: int = 0,
 ) -> Candidates:
-    """All candidates on `mesh`; with `folded`, strategies of the representative ops only (layouts of all inputs).
+    """The candidates of `graph` on `mesh`; with `folded`, strategies of the representative ops only, layouts of all
+    inputs.
 
-    `near`: op name -> strategy; then only those that differ from it on at most `num_changed` axes, as its neighbours in
-    a space too large to list (and none for an op it leaves out).
+    `near`: op name -> strategy. If given, only strategies that differ from it on at most `num_changed` axes are listed,
+    a neighbourhood in a space too large to list; an op that it lacks gets none.
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
-    is_stage = graph.argument_spec is None  # what it receives has its gradient sent back as it is laid out
+    is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     return Candidates(
         strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
         layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
@@ -52,14 +53,14 @@ def _strategies(
 
 
 def signatures_of_call(op: Op) -> tuple[Signature, ...]:
-    """`signatures_of`, derived once for equal calls."""
+    """`signatures_of(op)`, computed once for equal calls."""
     return signatures_of(nameless(op))
 
 
 @lru_cache(maxsize=4096)
 def signatures_of(op: Op) -> tuple[Signature, ...]:
-    """Distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that
-    split no dim of size 1.
+    """The distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size
+    1.
     """
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
     found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
@@ -71,7 +72,7 @@ def signatures_of(op: Op) -> tuple[Signature, ...]:
 
 
 def _without_gradient(op: Op, signature: Signature) -> Signature:
-    """R becomes I where no gradient flows: on values without gradient, and on all inputs if no output has one."""
+    """`signature` with I for R on values without gradient, and on all inputs if no output has a gradient."""
     assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), (
         f"{op.target}: {signature} does not fit"
     )
@@ -82,35 +83,38 @@ def _without_gradient(op: Op, signature: Signature) -> Signature:
 
 
 def _can_sum(op: Op, signature: Signature) -> bool:
-    """Booleans have no sum."""
+    """Whether all pending values of `signature` can be summed: booleans cannot."""
     placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
     return not any(placement == P and value.dtype == torch.bool for placement, value in placed)
 
 
 @lru_cache(maxsize=4096)
 def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """One signature per axis, such that everything divides evenly; all I comes first, and alone on axes of size 1."""
+    """All strategies of `op`, one signature for each axis, in which everything divides evenly; all I comes first.
+
+    On axes of size 1 it is the only one.
+    """
     return tuple(_even(op, itertools.product(*(_on_axis(op, size) for size in mesh_shape)), mesh_shape))
 
 
 @lru_cache(maxsize=4096)
 def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
-    """Those of `strategies_of` that differ from `near` on at most `num_changed` axes; () if it is none of them
-    itself.
-    """
+    """The strategies of `op` that differ from `near` on at most `num_changed` axes; () if `near` is invalid."""
     per_axis = [_on_axis(op, size) for size in mesh_shape]
-    if len(near.signatures) != len(per_axis) or not all(sig in found for sig, found in zip(near.signatures, per_axis)):
+    if len(near.signatures) != len(per_axis) or not all(
+        sig in on_axis for sig, on_axis in zip(near.signatures, per_axis)
+    ):
         return ()
-    # `near` may have been read from text, which does not say the `num_units` that must divide.
-    near = Strategy(tuple(found[found.index(sig)] for sig, found in zip(near.signatures, per_axis)))
+    # `near` may have been read from text, which lacks `num_units`.
+    near = Strategy(tuple(on_axis[on_axis.index(sig)] for sig, on_axis in zip(near.signatures, per_axis)))
     changes = itertools.combinations(range(len(mesh_shape)), num_changed)
     offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
-    combinations = dict.fromkeys(found for choices in offered for found in itertools.product(*choices))
+    combinations = dict.fromkeys(changed for choices in offered for changed in itertools.product(*choices))
     return tuple(_even(op, combinations, mesh_shape))
 
 
 def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
-    """Strategies of those combinations of one signature per axis that divide everything evenly."""
+    """The `combinations` of one signature for each axis in which everything divides evenly."""
     extents_of: dict[Signature, dict[Part, int]] = {}
     for combination in combinations:
         num_parts: dict[Part, int] = {}
@@ -127,7 +131,7 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
 
 
 def _on_axis(op: Op, size: int) -> list[Signature]:
-    """Signatures that divide evenly over one axis of `size`."""
+    """The signatures of `op` that divide evenly over one axis of `size`."""
     found = signatures_of(op)[: 1 if size == 1 else None]
     return [sig for sig in found if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
 
@@ -137,7 +141,7 @@ def _is_uneven(extent: int, size: int) -> bool:
 
 
 def _extents(op: Op, signature: Signature) -> dict[Part, int]:
-    """Size of everything the signature splits, outputs first."""
+    """The size of every dim and unit that the signature splits, outputs first."""
     tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
     parts: dict[Part, int] = {
         (f"{side}{index}", placement.dim): _num_units(op, values[index], placement.dim)
@@ -149,7 +153,7 @@ def _extents(op: Op, signature: Signature) -> dict[Part, int]:
 
 
 def _num_units(op: Op, value: Value, dim: int) -> int:
-    """Into how many parts a dim can be cut; 0 if what the op's kernel wants to stay together does not divide it."""
+    """The number of parts that a dim can be cut into; 0 if it is no multiple of the unit that the op's kernel needs."""
     size, unit_bytes = value.shape[dim], ROW_BYTES.get(op.target, 0)
     unit = max(1, unit_bytes // value.dtype.itemsize) if dim and dim >= len(value.shape) - 2 else 1
     return size // unit if size % unit == 0 else 0
@@ -157,18 +161,18 @@ def _num_units(op: Op, value: Value, dim: int) -> int:
 
 @lru_cache(maxsize=4096)
 def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[Layout, ...]:
-    """Every even layout of I and S(d), all I first."""
+    """All even layouts of I and S(d) for a tensor of global `shape`, all I first."""
     placements = (I, *(S(dim) for dim, size in enumerate(shape) if size > 1))
     choices = [placements if size > 1 else (I,) for size in mesh_shape]
     return tuple(layout for layout in itertools.product(*choices) if is_even(shape, layout, mesh_shape))
 
 
 def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> tuple[Layout, ...]:
-    """Taking a slice of what every rank holds costs nothing; a constant is born whole, the gradient of an argument that
-    the caller gives is due whole.
+    """The layouts that an input may be stored in.
 
-    Of layouts that cost the same the first is taken: for an argument the one in which a data loader can hand out most
-    of its first dim.
+    A constant is computed whole and the gradient of a caller's argument must be whole, so that these are stored whole;
+    a slice of a whole value costs nothing. The search takes the first of layouts of equal cost: for an argument the one
+    that splits its first dim the most, so that a data loader can give each rank its part.
     """
     is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
     layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
@@ -179,7 +183,7 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
     for axis, size in enumerate(mesh_shape):
         for item in graph.of_kind("parameter"):
             extents = {dim: extent for dim, extent in enumerate(item.value.shape) if extent > 1}
-            if all(extent % size for extent in extents.values()):  # else it can be stored in parts
+            if all(extent % size for extent in extents.values()):  # otherwise it can be stored split
                 yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
             yield from ((op.name, dim, axis) for dim in _undivided_dims(nameless(op), size))
@@ -187,7 +191,9 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
 
 @lru_cache(maxsize=4096)
 def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
-    """Dims (of the output, or of the input where only that is split) whose signatures an axis of `size` rules out."""
+    """The dims, of the output or of an input if only that is split, whose signatures do not divide
+    over `size` ranks.
+    """
     parts = (
         next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1)
         for sig in signatures_of(op)

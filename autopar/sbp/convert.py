@@ -1,7 +1,7 @@
-"""Differentiable conversions of one placement to another on mesh axes: the runtime of `sbp.redistribute`.
+"""Differentiable conversions between placements on mesh axes: the runtime of `sbp.redistribute`.
 
-`spmd_types` has the same conversions; ours exist because its backward all-reduce asserts a contiguous gradient, which
-autograd does not promise (the gradient of `sum` is an expanded view).
+`spmd_types` has the same conversions, but the all-reduce of its backward asserts a contiguous gradient, which autograd
+does not promise (the gradient of `sum` is an expanded view).
 """
 
 import math
@@ -20,9 +20,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A mesh axis, or several as one, as one rank sees it: `index` is this rank's coordinate on it.
+    """A mesh axis, or several as one, as seen by a rank, whose coordinate on it is `index`.
 
-    Without a `group` the rank has no peers: collectives give tensors of the right shape with nothing of use in them.
+    Without a `group` the rank has no peers (a dry run): collectives return tensors of the right shape with arbitrary
+    contents.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Axis:
 
 
 def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None) -> Axis:
-    """All ranks of `axes` as one axis, in row-major order, which must be their order in `group`."""
+    """All ranks of `axes` as one axis, in row-major order, which must be the order of `group`."""
     index = 0
     for axis in axes:
         index = index * axis.size + axis.index
@@ -51,14 +52,16 @@ class _Convert(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`move`, a slice in memory of its own: what backward or a gradient keeps is then the slice, not the whole."""
+    """`move`, with a slice copied to memory of its own, so that autograd keeps the slice alive and not the whole
+    tensor.
+    """
     made = move(x, axis, src, dst)
     is_slice = axis.size > 1 and src.kind in ("I", "R") and dst.is_split
     return made.clone(memory_format=torch.contiguous_format) if is_slice else made
 
 
 def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """Turn the local part `x` from placement `src` to `dst` on `axis`; the gradient goes the dual way."""
+    """The local part `x` converted from placement `src` to `dst` on `axis`; its gradient is converted the dual way."""
     return _Convert.apply(x, axis, src, dst)
 
 
@@ -77,21 +80,20 @@ class _ReduceTogether(torch.autograd.Function):
 
 
 def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`convert(x, axis, I, R)` of each of several tensors of one dtype; their gradients are all-reduced as one, when
-    the last is there.
+    """`convert(x, axis, I, R)` of several tensors of one dtype, with one all-reduce for all their gradients.
+
+    It is issued when the last gradient has been computed.
     """
     return _ReduceTogether.apply(axis, *tensors)
 
 
 def dual(placement: Placement) -> Placement:
-    """Placement of the gradient of a value placed so (docs/architecture.md, "SBP")."""
+    """The placement of the gradient of a value with `placement` (docs/architecture.md, "SBP")."""
     return {"P": I, "R": P}.get(placement.kind, placement)
 
 
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`convert` through which no gradient comes back. What is whole (I or R) is the same on every rank, so the two do
-    not differ here.
-    """
+    """`convert` without a gradient. I and R are the same here: a whole value is equal on every rank."""
     src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x
@@ -115,7 +117,7 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.T
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Sum (or `op`) of the ranks' `x`, as a new tensor; not differentiable."""
+    """The sum (or `op`) of the ranks' `x` as a new tensor; not differentiable."""
     out = x.clone(memory_format=torch.contiguous_format)
     _all_reduce(out, axis, op)
     return out
@@ -127,7 +129,7 @@ def _all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Non
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part, along `dim`, of the sum of the ranks' `x`; contiguous."""
+    """This rank's part along `dim` of the sum of the ranks' `x`; contiguous."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is not None:
@@ -136,7 +138,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' `x` joined along `dim` in rank order; contiguous, for some ops read only such tensors."""
+    """The ranks' `x` concatenated along `dim` in rank order; contiguous, which some ops require."""
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     if axis.group is not None:
@@ -145,7 +147,7 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, src_dim: int, dst_dim: int) -> torch.Tensor:
-    """From split along `src_dim` to split along `dst_dim`."""
+    """The local part `x` of a tensor split along `src_dim`, converted to a split along `dst_dim`."""
     parts = torch.stack(x.chunk(axis.size, dst_dim)).contiguous()
     out = torch.empty_like(parts)
     if axis.group is not None:

@@ -1,4 +1,4 @@
-"""Sizes that tracing baked into an op's arguments as global numbers, made local."""
+"""Local arguments of an op: the global sizes that tracing wrote into its arguments, replaced by local ones."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ LocalArguments = Callable[[Op, Shape, Shape], Mapping[str, Any]]
 def localize(
     op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """`(args, kwargs)` of `op` as one rank calls it on its parts; `Slot`s are kept."""
+    """(args, kwargs) of `op` as one rank calls it on its parts under `strategy`; `Slot`s are kept."""
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
         return op.args, op.kwargs
@@ -27,7 +27,7 @@ def localize(
 
 
 def _output_size(name: str) -> LocalArguments:
-    """The argument is the output's shape."""
+    """The local arguments of an op whose argument `name` is the shape of its output."""
     return lambda op, source, output: {name: output}
 
 

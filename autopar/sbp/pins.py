@@ -1,4 +1,4 @@
-"""Layouts the user fixes for parameters and buffers."""
+"""Pins: the layouts that the user fixes for parameters and buffers."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,10 +15,11 @@ from autopar.sbp.signature import Candidates
 def restrict(
     candidates: Candidates, graph: Graph, pins: Mapping[str, str], mesh: Mesh, folded: Folded | None = None
 ) -> Candidates:
-    """Leave each pinned parameter or buffer only the layout it is stored in.
+    """`candidates` in which each pinned parameter or buffer has its pinned layout only.
 
-    A pin is FQN (or alias) -> "S(0)B" with one placement per mesh axis, or "tp:S(0),dp:B" by axis name, the rest whole.
-    With `folded`, a pin holds for all repeats. Raises PinError.
+    `pins`: FQN (or alias) -> "S(0)B" with one placement for each mesh axis, or "tp:S(0),dp:B" by axis name, whole on
+    all other axes. With `folded`, a pin holds for all copies of a repeat. PinError for a pin that is unknown,
+    unreadable, uneven or contradicts another one.
     """
     inputs = {
         name: item

@@ -1,4 +1,4 @@
-"""Placements and layouts: where the parts of one tensor are. The algebra is docs/architecture.md, "SBP"."""
+"""Placements and layouts: how one tensor lies on the mesh; docs/architecture.md, "SBP", has the algebra."""
 
 import re
 from dataclasses import dataclass
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """How a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with its gradient a pending
-    sum.
-    """
+    """The way a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with a pending gradient."""
 
     kind: str
     dim: int = -1
@@ -29,12 +27,12 @@ Layout = tuple[Placement, ...]  # one placement per mesh axis, outermost axis fi
 
 
 def S(dim: int) -> Placement:
-    """Split along `dim` (non-negative)."""
+    """The placement split along `dim`, which is not negative."""
     assert dim >= 0, f"S needs a non-negative dim, found {dim}"
     return Placement("S", dim)
 
 
-# a layout as numbers, which compare fast: per axis the dim of a split, a negative number for the others
+# A layout as numbers, which compare fast: for each axis the dim of a split, or a negative number for another kind.
 Codes = tuple[int, ...]
 PENDING, WHOLE, USED = -1, -2, -3
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED}
@@ -42,7 +40,7 @@ _OF_CODE = {PENDING: P, WHOLE: I, USED: R}
 
 
 def codes_of(layout: Layout) -> Codes:
-    """Small integers for the placements: the dim of a split, else a negative number for the kind.
+    """The codes of a layout: for each axis the dim of a split, else a negative number for the kind.
 
     >>> codes_of((S(1), P, I, R))
     (1, -1, -2, -3)
@@ -51,17 +49,17 @@ def codes_of(layout: Layout) -> Codes:
 
 
 def kind_of(code: int) -> str:
-    """Kind of the placement that `codes_of` writes as `code`."""
+    """The kind of the placement whose code is `code`."""
     return _OF_CODE[code].kind if code < 0 else "S"
 
 
 def placement_of(code: int) -> Placement:
-    """The placement that `codes_of` writes as `code`."""
+    """The placement whose code is `code`."""
     return _OF_CODE[code] if code < 0 else Placement("S", code)
 
 
 def format_layout(layout: Layout) -> str:
-    """The layout as pins are written.
+    """The text of a layout, in the form of pins.
 
     >>> format_layout((S(0), I))
     'S(0)B'
@@ -70,7 +68,7 @@ def format_layout(layout: Layout) -> str:
 
 
 def parse_layout(text: str) -> Layout:
-    """Inverse of `format_layout`; ValueError if it is none.
+    """The layout that `format_layout` writes as `text`; ValueError if there is none.
 
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
@@ -83,7 +81,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
-    """Into how many parts `layout` splits tensor dim `dim`."""
+    """The number of parts into which `layout` splits tensor dim `dim`."""
     parts = 1
     for placement, size in zip(layout, mesh_shape):
         if placement == Placement("S", dim):
@@ -92,7 +90,7 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every split dim exists and divides by its number of parts: only such layouts are used."""
+    """Whether every split dim exists and its size is a multiple of its number of parts; only such layouts are used."""
     dims = {placement.dim for placement in layout if placement.is_split}
     return all(
         dim < len(shape) and shape[dim] % num_parts(layout, mesh_shape, dim) == 0 and shape[dim] > 0 for dim in dims
@@ -100,7 +98,7 @@ def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...])
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one rank's part; `layout` must be even."""
+    """The shape of one rank's part of a tensor of global `shape`; `layout` must be even."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape):
         if placement.kind == "S":

@@ -1,4 +1,4 @@
-"""Change a tensor's layout: the one list of steps that is both priced and emitted."""
+"""Redistribution: the steps that change a tensor's layout, and their collectives; both are priced and emitted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from functools import lru_cache
 from autopar.ir.graph import Value
 from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, local_shape, placement_of
 
-# (src kind, dst kind) -> collective in forward, collective in backward (DESIGN's conversion table); "" is local.
+# (src kind, dst kind) -> (collective in forward, collective in backward); "" is a local operation.
 CONVERSIONS = {
     ("I", "R"): ("", "all_reduce"),
     ("P", "I"): ("all_reduce", ""),
@@ -30,8 +30,9 @@ Move = tuple[tuple[int, ...], int, int, Codes]  # axes, code before, code after,
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """On mesh axes `axes` (ascending), taken as one axis of all their ranks in row-major order, turn `src` into `dst`;
-    `layout` is the whole layout before the step.
+    """A conversion from placement `src` to `dst` on mesh `axes` (ascending), taken as one axis in row-major order.
+
+    `layout` is the tensor's whole layout before the step.
     """
 
     axes: tuple[int, ...]
@@ -46,9 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over all ranks of some mesh axes. `num_bytes`: the larger side of its buffers on one rank
-    (all-reduce: the buffer).
-    """
+    """One collective over all ranks of some mesh axes; `num_bytes`: of the larger of its two buffers on one rank."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     axes: tuple[int, ...]
@@ -58,8 +57,8 @@ class Collective:
 
 @lru_cache(maxsize=2**16)
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """Steps that turn layout `src` into `dst`, each one conversion of `CONVERSIONS` on as many axes as make it
-    together.
+    """The steps from layout `src` to `dst`, each one conversion of `CONVERSIONS` on one or several
+    mesh axes at once.
     """
     found = moves(codes_of(src), codes_of(dst))
     return tuple(
@@ -69,8 +68,8 @@ def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def moves(src: Codes, dst: Codes) -> list[Move]:
-    """`redistribute` for layouts and steps as `placement.codes_of` writes them: planning asks for the steps of very
-    many pairs.
+    """`redistribute` on the codes of layouts (`placement.codes_of`), fast enough for the very many
+    pairs of planning.
     """
     found: list[Move] = []
     layout = src
@@ -79,8 +78,8 @@ def moves(src: Codes, dst: Codes) -> list[Move]:
         have = layout[axes[0]]
         before = layout
         if found and found[-1][1:3] == (have, want):
-            # what axes may do one after the other they may do as one: neither splits the dim within the other when its
-            # turn comes
+            # Axes that may make a change one after the other may make it as one axis: neither splits the dim within
+            # the other at its turn.
             others, _, _, before = found.pop()
             axes = tuple(sorted(others + axes))
         found.append((axes, have, want, before))
@@ -89,7 +88,7 @@ def moves(src: Codes, dst: Codes) -> list[Move]:
 
 
 def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
-    """Which axes change next, and to what."""
+    """(axes that change next, code of their new placement)."""
     groups: dict[tuple[int, int], list[int]] = {}
     for axis, pair in enumerate(zip(layout, dst)):
         if pair[0] != pair[1]:
@@ -97,7 +96,7 @@ def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
     best, best_key, target = None, None, 0
     for (have, want), group in groups.items():
         axes = _most_ready(layout, dst, tuple(group))
-        # among equals the innermost axes first: inner links are the faster ones, and gathers end with the largest group
+        # Ties: the innermost axes first, since inner links are faster and gathers then end with the largest group.
         if axes and (best is None or (_urgency(have, want), -axes[0]) < best_key):
             best, best_key, target = axes, (_urgency(have, want), -axes[0]), want
     if best is not None:
@@ -107,14 +106,14 @@ def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
 
 
 def _urgency(have: int, want: int) -> int:
-    """Steps that shrink the local tensor come first, those that grow it last."""
+    """The sort key of a change: steps that shrink the local tensor come first, steps that grow it last."""
     if want >= 0:
         return 2 if have >= 0 else int(have == PENDING)
     return 4 if have >= 0 else 3
 
 
 def _most_ready(layout: Codes, dst: Codes, group: tuple[int, ...]) -> tuple[int, ...]:
-    """The most neighbours in `group` that are ready, if any."""
+    """The longest run of neighbouring axes in `group` that may change now as one axis, () if there is none."""
     for size in range(len(group), 0, -1):
         for start in range(len(group) - size, -1, -1):
             if _is_ready(layout, dst, group[start : start + size]):
@@ -125,9 +124,9 @@ def _most_ready(layout: Codes, dst: Codes, group: tuple[int, ...]) -> tuple[int,
 def _is_ready(layout: Codes, dst: Codes, axes: tuple[int, ...]) -> bool:
     """Whether `axes`, which all make the same change, may make it now as one axis.
 
-    Parts of a dim lie in mesh order, and the ranks of `axes` in row-major order: they stand in the place of their
-    outermost axis. So a split is made or undone only while no other axis further in splits the same dim, and made only
-    after every other axis outside their innermost that still has to split or unsplit that dim has done so.
+    Parts of a dim lie in mesh order, and the ranks of `axes` in row-major order, in the position of their outermost
+    axis. So a split is made or undone only while no other axis further inside splits the same dim. It is made only
+    after every other axis outside the innermost of `axes` has made its changes of that dim.
     """
     have, want = layout[axes[0]], dst[axes[0]]
     if have < 0 and want < 0:
@@ -143,7 +142,7 @@ def _is_ready(layout: Codes, dst: Codes, axes: tuple[int, ...]) -> bool:
 
 
 def live_axes(axes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of more than one rank: the others have nobody to talk to."""
+    """The `axes` of more than one rank; on all others a collective has nothing to do."""
     return tuple([axis for axis in axes if mesh_shape[axis] > 1])
 
 
@@ -164,13 +163,13 @@ def collectives_of(
 
 
 def collectives_together(step: Step, values: Sequence[Value], mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """The collectives of one step made on several values at once: each kind once, with the bytes of all."""
+    """The collectives of one step on several values at once: each kind once, with the bytes of all."""
     each = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad) for value in values)
     return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 
 def again_in_backward(steps: Sequence[Step], value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """The collectives of making a value anew while backward runs: what forward issued, without a gradient."""
+    """The collectives of converting a value again in backward: those of forward, without its gradient's."""
     found = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, False) for step in steps)
     return tuple(replace(collective, phase="backward") for of_step in found for collective in of_step)
 

@@ -1,6 +1,4 @@
-"""What a person sees in a graph before writing a tensor-parallel plan: which products pair up, which lookup is the
-vocabulary.
-"""
+"""The structure of a graph for tensor parallelism: column- and row-parallel products, and the vocabulary lookup."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,16 +20,21 @@ _PRODUCTS = frozenset(
         "grouped_mm_fallback",
     }
 )
-# A norm mixes all of a hidden dim, so a tensor-parallel region ends there; an index does not follow one dim.
+# Ops at which a tensor-parallel region ends: a norm mixes all of a hidden dim; an index does not follow one dim.
 _BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
 
 
 @dataclass(frozen=True)
 class Structure:
-    """kinds: product -> "column", "row" or "whole". region: ops between a column product and its row product.
-    vocabulary: the lookups in the table to split over its rows. from_parameters: values computed from parameters alone.
-    positional: values looked up in parameters by no argument, and what is computed from them (positions, relative
-    biases). gathered: results of column products that are brought together at once.
+    """The structure of a graph for tensor parallelism; all fields hold names of ops or values.
+
+    `kinds`: product -> "column", "row" or "whole".
+    `region`: ops between a column-parallel product and its row-parallel product.
+    `vocabulary`: the lookups in the embedding table whose rows are split.
+    `from_parameters`: values computed from parameters alone.
+    `positional`: values looked up in parameters by no argument, and values computed from them (positions, relative
+        biases).
+    `gathered`: results of column-parallel products that are gathered at once.
     """
 
     kinds: Mapping[str, str]
@@ -43,11 +46,10 @@ class Structure:
 
 
 def structure_of(graph: Graph) -> Structure:
-    """Megatron's pairing (arXiv:1909.08053, section 3): a product of nothing but other products is row-parallel, those
-    are column-parallel.
+    """The structure of `graph` by Megatron's pairing (arXiv:1909.08053, section 3).
 
-    A product that no further product depends on (a language model's head) is column-parallel too; the others stay
-    whole.
+    A product whose activation derives from other products alone is row-parallel, those others are column-parallel. A
+    product that no further product depends on (a language model's head) is column-parallel too; all others stay whole.
     """
     from_parameters = values_from_parameters(graph)
     positional = _positional_values(graph, from_parameters)
@@ -65,7 +67,7 @@ def structure_of(graph: Graph) -> Structure:
 
 
 def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> Structure:
-    """`structure` with other kinds of products, and the region that they bound."""
+    """`structure` with other `kinds` of products, and the region that these bound."""
     sources, _ = _pair(graph, structure.from_parameters, structure.positional)
     rows = {name for name, kind in kinds.items() if kind == "row"}
     feeding_row, _ = _feeders(graph, rows, structure.from_parameters)
@@ -78,23 +80,23 @@ def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> 
 
 
 def base_name(op: Op) -> str:
-    """'linear' of 'aten.linear.default'."""
+    """The name of an op without namespace and overload: 'linear' of 'aten.linear.default'."""
     return op.target.split(".")[1]
 
 
 def values_from_parameters(graph: Graph) -> frozenset[str]:
-    """Names of the parameters and of every value that needs a gradient for parameters' sake alone."""
-    found = {item.value.name for item in graph.of_kind("parameter")}
+    """Names of the parameters and of every value that is computed from parameters alone."""
+    names = {item.value.name for item in graph.of_kind("parameter")}
     for op in graph.ops:
         tracked = [value.name for value in op.inputs if value.needs_grad]
         if (
             tracked
-            and all(name in found for name in tracked)
+            and all(name in names for name in tracked)
             and not _lookup(op)
             and all(v.needs_grad for v in op.inputs)
         ):
-            found.update(value.name for value in op.outputs)
-    return frozenset(found)
+            names.update(value.name for value in op.outputs)
+    return frozenset(names)
 
 
 def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | None:
@@ -116,11 +118,11 @@ def _lookup(op: Op) -> bool:
 
 def _from_arguments(graph: Graph) -> frozenset[str]:
     """Names of the arguments and of every value that depends on one."""
-    found = {item.value.name for item in graph.of_kind("argument")}
+    names = {item.value.name for item in graph.of_kind("argument")}
     for op in graph.ops:
-        if any(value.name in found for value in op.inputs):
-            found.update(value.name for value in op.outputs)
-    return frozenset(found)
+        if any(value.name in names for value in op.inputs):
+            names.update(value.name for value in op.outputs)
+    return frozenset(names)
 
 
 def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozenset[str]:
@@ -143,8 +145,8 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
 def _pair(
     graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]
 ) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
-    """Per value the products it derives from (None: from something else too), and per row product its column
-    products.
+    """(value -> the products that it derives from, None if from something else too; row product -> its column
+    products).
     """
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}
@@ -169,9 +171,7 @@ def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozen
 
 
 def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> tuple[set[str], set[str]]:
-    """Ops from which a row product's activation is computed without a product between, and ops any product depends
-    on.
-    """
+    """(ops between a row product and the products before it, ops that any product depends on)."""
     near: set[str] = set()  # value names
     far: set[str] = set()
     feeding_row, feeding_any = set(), set()
@@ -191,9 +191,7 @@ def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> t
 
 
 def _vocabulary(graph: Graph) -> frozenset[str]:
-    """The lookups in the table with most rows among those indexed by an argument; positions are looked up by
-    constants.
-    """
+    """The lookups by arguments in the table with the most rows; positions are looked up by constants."""
     derived = _from_arguments(graph)
     lookups = [op for op in graph.ops if _lookup(op) and any(value.name in derived for value in op.inputs)]
     table = max((op.inputs[0] for op in lookups), key=lambda value: value.shape[0], default=None)

@@ -1,4 +1,4 @@
-"""What `LocalOp.collectives` and the local implementations share."""
+"""Functions shared by the local ops and their lists of collectives."""
 
 import math
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ def local_input_shape(op: Op, strategy: Strategy, index: int, mesh_shape: tuple[
 
 
 def has_backward(op: Op) -> bool:
-    """Whether a gradient flows to the first input: what is summed over ranks depends on it alone, not on parameters."""
+    """Whether a gradient flows to the first input, on which alone the sums over ranks depend."""
     return op.inputs[0].needs_grad and any(output.needs_grad for output in op.outputs)
 
 
 def no_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """Of an implementation that only corrects local numbers."""
+    """The empty list of collectives, for a local op that needs none."""
     return ()
 
 
 def num_ranks(axes: Sequence[Axis]) -> int:
-    """Ranks on all of `axes` together."""
+    """The number of ranks on all of `axes` together."""
     return math.prod(axis.size for axis in axes)
 
 
 def rank_index(axes: Sequence[Axis]) -> int:
-    """Which part this rank holds of a dim split by `axes`, outermost axis first: parts lie in mesh order."""
+    """The index of this rank's part of a dim that `axes` split, outermost axis first; parts lie in mesh order."""
     index = 0
     for axis in axes:
         index = index * axis.size + axis.index
@@ -48,5 +48,5 @@ def rank_index(axes: Sequence[Axis]) -> int:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which sums over ranks are kept: float64 stays, all others are summed in float32."""
+    """The dtype in which values of `dtype` are summed over ranks: float64 for float64, float32 for all others."""
     return dtype if dtype == torch.float64 else torch.float32

@@ -10,7 +10,7 @@ from autopar.sbp.placement import P, Placement, R, S
 
 
 def max_over(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
-    """Elementwise maximum over the ranks, without gradient."""
+    """Elementwise maximum of `x` over the ranks of `axes`, without gradient."""
     x = x.detach()
     for axis in axes:
         x = all_reduce(x, axis, dist.ReduceOp.MAX) if axis.size > 1 else x
@@ -18,8 +18,9 @@ def max_over(x: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
 
 
 def sum_over(x: torch.Tensor, axes: Sequence[Axis], dst: Placement) -> torch.Tensor:
-    """Sum over the ranks; `dst` says whether what follows is done alike on each rank (I) or split (R, which sums its
-    gradient).
+    """Sum of `x` over the ranks of `axes`; `dst` is I if the ops that read it are whole, R if they are split.
+
+    With R the gradient is summed over the ranks.
     """
     for axis in axes:
         x = convert(x, axis, P, dst)

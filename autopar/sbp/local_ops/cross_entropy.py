@@ -28,8 +28,8 @@ def cross_entropy(
     tokens: Sequence[Axis] = (),
     vocab: Sequence[Axis] = (),
 ) -> torch.Tensor:
-    """aten.cross_entropy_loss; a mean over `tokens` is a term of the pending sum, over `vocab` the result is whole."""
-    if not vocab and target.ndim == self.ndim:  # probabilities: the mean is over all tokens, none is ignored
+    """aten.cross_entropy_loss; split over `tokens`, a mean is a term of the pending sum; over `vocab`, it is whole."""
+    if not vocab and target.ndim == self.ndim:  # targets are probabilities: the mean is over all tokens
         return torch.ops.aten.cross_entropy_loss(
             self, target, weight, reduction, ignore_index, label_smoothing
         ) / num_ranks(tokens)
@@ -52,7 +52,7 @@ def nll_loss(
     *,
     tokens: Sequence[Axis],
 ) -> torch.Tensor:
-    """aten.nll_loss_nd, the mean over tokens split over `tokens`: a term of the pending sum."""
+    """aten.nll_loss_nd with the mean over tokens that are split over `tokens`: a term of the pending sum."""
     total = torch.ops.aten.nll_loss_nd(self, target, weight, SUM, ignore_index)
     return (total / _total_weight(target, weight, ignore_index, sum_dtype(self.dtype), tokens)).to(self.dtype)
 
@@ -65,7 +65,7 @@ def _token_losses(
     label_smoothing: float,
     vocab: Sequence[Axis],
 ) -> torch.Tensor:
-    """Loss of each token in target's shape; `logits` are this rank's classes, `weight` is of all classes.
+    """The loss of each token, in the shape of `target`; `logits`: of this rank's classes, `weight`: of all classes.
 
     With t = max, s = sum_c exp(x_c - t):  -log softmax(x)_c = log s - (x_c - t); the smoothed part is its weighted sum
     over c.
@@ -96,7 +96,7 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _total_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype, tokens: Sequence[Axis]
 ) -> torch.Tensor:
-    """Number of tokens that are not ignored, each with its class weight, on all ranks."""
+    """The number of tokens that are not ignored on all ranks, each counted by its class weight."""
     is_counted = target != ignore_index
     counts = (
         is_counted.to(dtype) if weight is None else weight.to(dtype)[target.where(is_counted, 0)].where(is_counted, 0.0)
@@ -108,7 +108,7 @@ def _total_weight(
 
 
 def _cross_entropy_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """Split classes: the maximum, then the stacked sums; split tokens: the count that a mean divides by."""
+    """The collectives: for split classes the maximum and the stacked sums, for split tokens the count of a mean."""
     arguments = arguments_of(op)
     shape = local_input_shape(op, strategy, arguments["target"].index, mesh_shape)
     size = math.prod(shape) * sum_dtype(op.inputs[0].dtype).itemsize

@@ -26,16 +26,16 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Rows offs[e - 1] to offs[e] of x [t, k] times weight[e] [k, n]; `rows` split t, `experts` split e.
 
-    Over `experts` the result is a term of the pending sum, zero in the rows of other ranks' experts; which rows are
-    this rank's is read from the device. Without peers (a dry run, also on the meta device) they are taken to be its
-    share of all.
+    Split over `experts` the result is a term of the pending sum, zero in the rows of other ranks' experts; the offsets
+    of this rank's rows are read from the device. A rank without peers (a dry run, possibly on the meta device) takes
+    its share of all rows.
     """
     offs = (offs - rank_index(rows) * x.shape[0]).clamp(0, x.shape[0])
     if not experts:
         return resolve(target)(x, weight, offs, *args, **kwargs)
     first = rank_index(experts) * weight.shape[0]
     bounds = F.pad(offs, (1, 0))[first : first + weight.shape[0] + 1]
-    if experts[0].group is None:  # a dry run, in which counts are not known: experts get equally many rows
+    if experts[0].group is None:  # a dry run does not know the counts: every expert gets the same number of rows
         start, end = 0, x.shape[0] // math.prod(axis.size for axis in experts)
     else:
         start, end = bounds[[0, -1]].tolist()

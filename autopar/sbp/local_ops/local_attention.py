@@ -22,7 +22,7 @@ def attention(
     enable_gqa: bool = False,
     queries: Sequence[Axis],
 ) -> torch.Tensor:
-    """aten.scaled_dot_product_attention, causal, of this rank's queries on the keys they may see."""
+    """aten.scaled_dot_product_attention, causal, of this rank's queries with the keys that they attend to."""
     num_queries = query.shape[-2]
     first = rank_index(queries) * num_queries
     num_keys = min(key.shape[-2], first + num_queries)

@@ -19,7 +19,7 @@ def embedding(
     *,
     rows: Sequence[Axis],
 ) -> torch.Tensor:
-    """aten.embedding of the ids found in this rank's rows, zero for the others: a term of the pending sum."""
+    """aten.embedding of the ids within this rank's rows, zero for all others: a term of the pending sum."""
     num_rows = weight.shape[0]
     first = rank_index(rows) * num_rows
     local = indices - first

@@ -1,4 +1,4 @@
-"""Means over elements that are split over ranks: divided by the global number of elements."""
+"""Losses that are means over elements split over ranks, divided by the global number of elements."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from autopar.sbp.local_ops.local_op import LocalOp
 
 
 def mean_loss(loss: Callable[..., torch.Tensor], *args, elements: Sequence[Axis], **kwargs) -> torch.Tensor:
-    """The local mean over the number of equal parts: a term of the pending sum that is the global mean."""
+    """The local mean divided by the number of equal parts: a term of the pending sum that is the global mean."""
     return loss(*args, **kwargs) / num_ranks(elements)
 
 

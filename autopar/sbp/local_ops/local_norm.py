@@ -1,4 +1,4 @@
-"""Normalisations whose statistics are taken over several ranks."""
+"""Normalisations whose statistics are over several ranks."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """aten.rms_norm with normalised dims split over `normalized`; the weight is split alike."""
     x = input.to(sum_dtype(input.dtype))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as ATen: that of the dtype it computes in
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as in ATen, of the dtype of the computation
     local_mean = x.square().mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
     mean = sum_over(local_mean / num_ranks(normalized), normalized, R)
     return _scale(x * torch.rsqrt(mean + eps), weight, None).to(input.dtype)
@@ -81,8 +81,9 @@ def batch_norm_functional(
     *,
     batch: Sequence[Axis],
 ) -> tuple[torch.Tensor, ...]:
-    """aten._native_batch_norm_legit_functional in training, batch split over `batch`: output, mean, 1 / std and new
-    running statistics.
+    """aten._native_batch_norm_legit_functional in training with the batch split over `batch`.
+
+    Returns output, mean, 1 / std and new running statistics.
     """
     out, mean, variance = _batch_norm(input, weight, bias, eps, batch)
     count = input.numel() // input.shape[1] * num_ranks(batch)
@@ -108,14 +109,14 @@ def batch_norm(
     *,
     batch: Sequence[Axis],
 ) -> torch.Tensor:
-    """aten.batch_norm that keeps no running statistics, batch split over `batch`."""
+    """aten.batch_norm without running statistics, with the batch split over `batch`."""
     return _batch_norm(input, weight, bias, eps, batch)[0]
 
 
 def _batch_norm(
     input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, batch: Sequence[Axis]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, and without gradient the mean and biased variance per channel."""
+    """The output, and the mean and biased variance of each channel, these without gradient."""
     x = input.to(sum_dtype(input.dtype)).movedim(1, -1)
     mean, variance = moments(x, range(x.ndim - 1), batch)
     out = _scale((x - mean) * torch.rsqrt(variance + eps), weight, bias)
@@ -130,7 +131,9 @@ def _scale(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
 def _gathered_moments(
     axes: list[int], num_statistics: int, op: Op, mesh_shape: tuple[int, ...]
 ) -> tuple[Collective, ...]:
-    """What `moments` issues: a gather per axis, backward a reduce-scatter, innermost axis last to be undone."""
+    """The collectives of `moments`: an all-gather for each axis, in backward a reduce-scatter for each, in reverse
+    order.
+    """
     size = 2 * num_statistics * sum_dtype(op.inputs[0].dtype).itemsize
     forward = [Collective("all_gather", (axis,), size * mesh_shape[axis], "forward") for axis in axes]
     backward = [Collective("reduce_scatter", (axis,), size * mesh_shape[axis], "backward") for axis in reversed(axes)]

@@ -1,4 +1,4 @@
-"""How an op is run on shards when running the op itself on them would be wrong."""
+"""`LocalOp`: the implementation of an op on shards for signatures under which the op itself would be wrong."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True)
 class LocalOp:
-    """`run(*args, **kwargs, **roles)` takes the op's own arguments with local tensors, and for every role that some
-    mesh axis takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists
-    exactly the collectives that `run` and its backward issue (empty on axes of size 1).
+    """An implementation of an op on local tensors, and the list of its collectives.
+
+    `run(*args, **kwargs, **roles)` takes the op's arguments with local tensors, and for every role that a mesh axis
+    takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists exactly
+    the collectives that `run` and its backward issue; axes of size 1 issue none.
     """
 
     run: Callable[..., Any]

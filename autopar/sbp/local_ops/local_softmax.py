@@ -1,4 +1,4 @@
-"""Softmax and its kin with reduced dims split over ranks."""
+"""Softmax, log-softmax and logsumexp with reduced dims split over ranks."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from autopar.sbp.signature import Strategy
 
 
 def softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]) -> torch.Tensor:
-    """aten.softmax; a row that is -inf throughout gives nan, as in ATen."""
+    """aten.softmax; a row of only -inf gives nan, as in ATen."""
     exponents, _, total = _exponents(self, [dim], dtype, reduced, R)
     return (exponents.exp() / total).to(dtype or self.dtype)
 
@@ -24,7 +24,7 @@ def softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, r
 def safe_softmax(
     self: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, reduced: Sequence[Axis]
 ) -> torch.Tensor:
-    """aten._safe_softmax: a row that is -inf throughout gives zeros."""
+    """aten._safe_softmax: a row of only -inf gives zeros."""
     exponents, _, total = _exponents(self, [dim], dtype, reduced, R)
     return (exponents.exp() / torch.where(total == 0, 1.0, total)).to(dtype or self.dtype)
 
@@ -50,7 +50,7 @@ def logsumexp(
 def _exponents(
     x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype | None, axes: Sequence[Axis], dst: Placement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """X - top, top and the sum of exp(x - top) over `dims` and all ranks; top is the maximum, or 0 where that is
+    """(x - top, top, sum of exp(x - top) over `dims` and all ranks), where top is the maximum, or 0 if that is
     infinite.
     """
     x = x.to(sum_dtype(dtype or x.dtype))
@@ -61,7 +61,7 @@ def _exponents(
 
 
 def _row_bytes(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], dims: Sequence[int]) -> int:
-    """Bytes of one number per row: per element of the dims left."""
+    """Bytes of one number for each row, that is for each element of the dims that are not reduced."""
     shape = local_input_shape(op, strategy, 0, mesh_shape)
     reduced = {dim % len(shape) for dim in dims} or set(range(len(shape)))
     return (
@@ -74,7 +74,7 @@ def _result_dtype(op: Op) -> torch.dtype:
 
 
 def _softmax_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """The maximum, the sum and the sum's gradient."""
+    """The collectives of a softmax: the maximum, the sum and the sum's gradient."""
     size = _row_bytes(op, strategy, mesh_shape, [arguments_of(op)["dim"]])
     phases = ("forward", "forward", "backward") if has_backward(op) else ("forward", "forward")
     return tuple(
@@ -85,7 +85,7 @@ def _softmax_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
 
 
 def _logsumexp_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """The maximum and the sum."""
+    """The collectives of logsumexp: the maximum and the sum."""
     size = _row_bytes(op, strategy, mesh_shape, arguments_of(op)["dim"])
     axes = role_axes(strategy, "reduced", mesh_shape)
     return tuple(Collective("all_reduce", (axis,), size, "forward") for _ in range(2) for axis in axes)

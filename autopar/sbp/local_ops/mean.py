@@ -1,4 +1,4 @@
-"""A mean over a dim that is split."""
+"""Means over a dim that is split."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from autopar.sbp.local_ops.local_op import LocalOp
 
 def _mean(target: str) -> LocalOp:
     def run(*args: Any, mean: tuple[Axis, ...], **kwargs: Any) -> torch.Tensor:
-        """A term of the pending mean: parts are equal, so it is the local mean over their number."""
+        """A term of the pending sum: the local mean divided by the number of parts, which are equal."""
         return resolve(target)(*args, **kwargs) / num_ranks(mean)
 
     return LocalOp(run, no_collectives)

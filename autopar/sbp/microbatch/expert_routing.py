@@ -1,8 +1,9 @@
-"""Tokens sorted by expert, and brought back: a region that each microbatch runs with an order of its own.
+"""Expert routing: regions that sort tokens by expert and restore their order, in which each microbatch sorts for
+itself.
 
-A sort mixes all tokens, and its order within a microbatch is not a part of the order of the whole. But where sorted
-rows are only worked on one by one, or group by group with the groups' sizes counted from the same sorted keys, and then
-put back by the inverse of the same order, each row comes out as it would from the whole batch: which place it had in
+A sort mixes all tokens, and the order within a microbatch is not a part of the order of the whole batch. But if the
+sorted rows are only processed row by row, or group by group with group sizes counted from the same sorted keys, and
+then restored by the inverse of the same order, each row has the same result as in the whole batch: its position in
 between does not matter.
 """
 
@@ -18,14 +19,15 @@ from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature
 
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
-_INVERSE = (S(0), S(0), I), (S(0),)  # of index_put: no rule gives this
+_INVERSE = (S(0), S(0), I), (S(0),)  # a signature of index_put that no rule yields
 
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """What a value is to the sort of `num_rows` keys called `sort`: its "keys" in order, the "order" itself, "tokens"
-    (the order divided by `divisor`), "rows" in that order, the "counts" of keys, a "blank" of the order's shape, or its
-    "inverse".
+    """The `kind` of a value with respect to the op called `sort`, which sorts `num_rows` keys.
+
+    Kinds: the sorted "keys", the "order" itself, "tokens" (the order divided by `divisor`), "rows" in that order, the
+    "counts" of keys, a "blank" of the order's shape, or the order's "inverse".
     """
 
     sort: str
@@ -38,16 +40,15 @@ class _Tag:
 class _Walk:
     graph: Graph
     tags: dict[str, _Tag] = field(default_factory=dict)
-    # op -> sort, how the op may be run
+    # op name -> (sort, signatures of the op)
     signatures: dict[str, tuple[str, tuple[Signature, ...]]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)  # sorts whose order shows
+    refused: set[str] = field(default_factory=set)  # sorts whose order another op reads
 
 
 def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
-    """Ops of such regions -> their signatures when each microbatch sorts its own tokens: S(0) is then the microbatch's
-    rows in its order.
+    """Name of each op of such regions -> its signatures if each microbatch sorts its tokens by itself.
 
-    A region whose order is seen by any other op is left out.
+    S(0) means the microbatch's rows in its order. A region whose order any other op reads is left out.
     """
     walk = _Walk(graph)
     for op in graph.ops:
@@ -60,9 +61,7 @@ def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
 
 
 def inverts_order(op: Op, signature: Signature) -> bool:
-    """Whether the op is run to write 0, 1, 2, ... into an inverse: of these a microbatch needs as many as it has
-    rows.
-    """
+    """Whether `op` writes 0, 1, 2, ... into an inverse, of which a microbatch needs as many as it has rows."""
     return op.target == "aten.index_put.default" and (signature.inputs, signature.outputs) == _INVERSE
 
 
@@ -90,8 +89,9 @@ def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: li
 
 
 def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature], _Tag | None] | None:  # noqa: C901 a table
-    """How the op is run on tagged inputs and what it gives (None: rows in the batch's order); None if the order would
-    show.
+    """(signatures of the op on tagged inputs, tag of its result or None for rows in the batch's order).
+
+    None if the result would depend on the order.
     """
     first = next(tag for tag in tags if tag)
     kinds = [tag.kind if tag else "" for tag in tags]
@@ -103,9 +103,9 @@ def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature]
         case "aten.to.dtype", ["keys"]:
             return [Signature((S(0),), (S(0),))], gives("keys")
         case "aten.histc.default", ["keys"]:
-            return [
-                found for found in signatures_of_call(op) if found.outputs == (P,) and found.inputs == (S(0),)
-            ], gives("counts")
+            return [fit for fit in signatures_of_call(op) if fit.outputs == (P,) and fit.inputs == (S(0),)], gives(
+                "counts"
+            )
         case "aten.cumsum.default" | "aten.to.dtype", ["counts"]:
             return [Signature((P,), (P,))], gives("counts")
         case "aten.floor_divide.default", ["order"] if (
@@ -127,8 +127,8 @@ def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature]
         case target, ["rows", "", "counts"] if target in GROUPED:
             return [Signature((S(0), R if op.inputs[1].needs_grad else I, P), (S(0),))], gives("rows")
     if set(kinds) <= {"rows", ""}:
-        found = [signature for signature in signatures_of_call(op) if _is_row_by_row(signature, kinds)]
-        return (found, gives("rows")) if found else None
+        by_rows = [signature for signature in signatures_of_call(op) if _is_row_by_row(signature, kinds)]
+        return (by_rows, gives("rows")) if by_rows else None
     return None
 
 
@@ -137,9 +137,7 @@ def _is_plain(op: Op) -> bool:
 
 
 def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:
-    """Whether rows are split and all else is the same for all of them: other values split alike would be in another
-    order.
-    """
+    """Whether tagged inputs are split by rows and all others are whole: split, they would be in the batch's order."""
     are_split = all(
         placement == S(0) if kind else placement in (I, R) for placement, kind in zip(signature.inputs, kinds)
     )
@@ -147,7 +145,7 @@ def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:
 
 
 def _inverts(op: Op, graph: Graph) -> bool:
-    """Whether it writes 0, 1, 2, ... to the places that an order names."""
+    """Whether an index_put writes 0, 1, 2, ... at the positions of an order."""
     numbers = op.inputs[2]
     if numbers.name not in {item.value.name for item in graph.of_kind("constant")} or arguments_of(op)["accumulate"]:
         return False
@@ -156,7 +154,7 @@ def _inverts(op: Op, graph: Graph) -> bool:
 
 
 def _constant(graph: Graph, name: str) -> torch.Tensor | None:
-    """The value of a constant; None if it has no contents here."""
+    """The tensor of the constant called `name`; None if it is on the meta device."""
     ops, tensors = constants_for(graph, [name])
     if any(tensor.is_meta for tensor in tensors.values()):
         return None

@@ -1,12 +1,12 @@
-"""The graph of one microbatch, such that the microbatches of a step together give the numbers of the whole batch.
+"""`microbatched`: the graph of one microbatch; the microbatches of a step together compute the whole batch's result.
 
-Outputs that are terms (a loss) are summed over the microbatches, those that are slices concatenated along their dim,
-the others are equal in all; the gradients of parameters and of whole arguments are summed, as autograd does when
-backward is run once a microbatch.
+Outputs that are terms (a loss) are summed over the microbatches, slices are concatenated along their dim, all other
+outputs are equal in all microbatches. The gradients of parameters and of whole arguments are summed, as autograd does
+when backward runs once for each microbatch.
 
 A mean over the batch is the sum over m equal parts of their means / m. A mean over tokens that are not ignored divides
-by their number in the whole batch, which is an argument of the graph: a loss is the sum of its tokens' terms times 1 /
-that number.
+by their number in the whole batch, which is an argument of the graph: the loss is the sum of its tokens' terms times 1
+/ that number.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,14 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True)
 class Microbatched:
-    """`graph` is that of one of `num_microbatches`; names are those of the whole graph.
+    """The `graph` of one of `num_microbatches`, with the names of the whole graph.
 
-    placements: of each input and output on the time axis: S(d) cut in consecutive slices (constants too, which the
-    graph's `constant_ops` make whole), P summed, I the same in all. counts: further "argument" inputs of `graph`, that
-    no call has in its `arguments`. alike: random ops that must draw the same numbers in all microbatches, as their
-    results are the same for the whole batch. added: op or input that the whole graph has not -> the op of it for which
-    it is there; next to that op, and named after it.
+    `placements`: name of each input and output -> its placement on the time axis: S(d) cut in consecutive slices
+        (constants too, which the graph's `constant_ops` compute whole), P summed, I the same in all microbatches.
+    `counts`: further "argument" inputs of `graph`, which are not among its `arguments`.
+    `alike`: random ops that must draw the same numbers in all microbatches, since their results are whole.
+    `added`: op or input that the whole graph lacks -> the op of the whole graph that it was added for; it stands next
+        to that op and is named after it.
     """
 
     graph: Graph
@@ -46,9 +47,9 @@ class Microbatched:
 
 
 def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
-    """One of `num_microbatches` of the whole-batch `graph`; with one, the graph as it is.
+    """The graph of one of `num_microbatches` microbatches of the whole-batch `graph`; with one, the graph unchanged.
 
-    Raises MicrobatchError for what needs the whole batch at once (batch norm in training above all), naming the op and
+    MicrobatchError for an op that needs the whole batch at once (batch norm in training above all), naming the op and
     its module, and for a number that does not divide the batch, naming the nearest that do.
     """
     if num_microbatches == 1:
@@ -63,7 +64,7 @@ def microbatched(graph: Graph, num_microbatches: int) -> Microbatched:
 
 
 def microbatch_counts(graph: Graph) -> tuple[int, ...]:
-    """Numbers of microbatches the graph can be run in, ascending; (1,) if its batch cannot be split."""
+    """The possible numbers of microbatches of `graph`, ascending; (1,) if its batch cannot be split."""
     try:
         granularity = split_batch(graph).granularity
     except MicrobatchError:
@@ -88,7 +89,7 @@ def _check_count(graph: Graph, split: BatchSplit, count: int) -> None:
 
 
 class _Writing:
-    """The walk over the whole graph: what has been written of the microbatch's."""
+    """A walk over the whole graph that writes the graph of a microbatch."""
 
     def __init__(self, graph: Graph, split: BatchSplit, count: int) -> None:
         self.graph, self.split, self.count = graph, split, count
@@ -103,15 +104,15 @@ class _Writing:
     def _local(self, value: Value) -> Value:
         return replace(value, shape=local_shape(value.shape, (self.split.placements[value.name],), (self.count,)))
 
-    def _unique(self, wish: str) -> str:
+    def _unique(self, stem: str) -> str:
         name = next(
-            name for name in (wish, *(f"{wish}_{i}" for i in range(1, len(self.names) + 2))) if name not in self.names
+            name for name in (stem, *(f"{stem}_{i}" for i in range(1, len(self.names) + 2))) if name not in self.names
         )
         self.names.add(name)
         return name
 
     def add(self, op: Op) -> None:
-        """Write `op` as one microbatch runs it."""
+        """Write `op` with the local arguments of a microbatch."""
         signature = self.split.signatures[op.name]
         operands = [
             self._share(v, op) if is_share(op, signature, i, self.split.placements) else v
@@ -134,14 +135,14 @@ class _Writing:
             self.ops.append(local)
 
     def _share(self, value: Value, user: Op | None) -> Value:
-        """A term of what is the same in all microbatches: they sum to it."""
+        """A term of `value`, which is the same in all microbatches: their sum is the value."""
         share = replace(value, name=self._unique(f"{user.name if user else value.name}_share"))
         self.values[share.name] = share
         self._call(share.name, "aten.div.Tensor", (Slot(0), float(self.count)), (value,), share, user)
         return share
 
     def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
-        """As many of the numbers as fill `shape`."""
+        """The first numbers of `value`, as many as fill `shape`."""
         found = replace(value, name=self._unique(f"{user.name}_first"), shape=shape)
         self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
         return found
@@ -155,7 +156,7 @@ class _Writing:
         self.ops.append(Op(name, target, args, (), inputs, (output,), *at))
 
     def _add_averaged(self, op: Op) -> None:
-        """A mean of equal parts: the mean of this one / their number."""
+        """Write a mean over equal parts: the mean of this part / the number of parts."""
         (output,) = op.outputs
         own = replace(output, name=self._unique(f"{output.name}_own"))
         self.ops.append(replace(op, outputs=(own,)))
@@ -164,7 +165,9 @@ class _Writing:
         )
 
     def _add_counted(self, op: Op) -> None:
-        """The sum of the terms of this microbatch's tokens * 1 / their number in the whole batch."""
+        """Write a mean over tokens: the sum of this microbatch's terms * 1 / the number of tokens
+        in the whole batch.
+        """
         (output,) = op.outputs
         count = loss_count(self.graph, op, self._unique(f"{op.name}_per_token"))
         self.counts.append(count)
@@ -195,19 +198,20 @@ class _Writing:
         return Microbatched(graph, self.count, placements, tuple(self.counts), tuple(self.alike), self.added)
 
     def _output(self, value: Value) -> Value:
-        """An output that is the same in all microbatches and has a gradient leaves as a term: each one's backward
-        starts from it.
+        """The output for `value`: a term of it if it has a gradient and is the same in all microbatches.
+
+        Each microbatch's backward starts from its term.
         """
         if value.needs_grad and self.split.placements[value.name] == R:
             return self._share(value, None)
         return self.values[value.name]
 
     def _placement(self, value: Value) -> Placement:
-        """I for R: outside the graph there is no gradient to speak of. Shares are terms."""
+        """The placement of an input or output, with I for R, which differ in the gradient only; shares are terms."""
         found = self.split.placements.get(value.name, P)
         return I if found == R else found
 
 
 def _has_probabilities(op: Op) -> bool:
-    """Whether a loss over tokens takes probabilities for classes: none is then ignored."""
+    """Whether the targets of a loss over tokens are probabilities, so that no token is ignored."""
     return len(tensor_of(op, "target").shape) == len(tensor_of(op, "self").shape)

@@ -1,10 +1,9 @@
-"""How the values of a graph lie on the time axis: the microbatches of a step are ranks of a mesh axis that come one
-after the other.
+"""Placements of a graph's values on the time axis: the microbatches of a step as the ranks of one more mesh axis.
 
-The rules are those of any mesh axis, but nothing moves between microbatches: each op must take a signature that fits
-what its inputs are. A value is a slice of the whole batch's (S), a term of it (P), or the same in all microbatches, its
-gradient then being a term (R; I where there is none). Only one conversion is possible without communication: of what is
-the same in all to a term of it, by dividing.
+The op rules are those of any mesh axis, but there is no communication between microbatches: each op must take a
+signature that matches the placements of its inputs. A value is a slice of the whole batch's value (S), a term of it
+(P), or the same in all microbatches, in which case its gradient is a term (R; I without a gradient). One conversion
+only needs no communication: from a value that is the same in all to a term of it, by division.
 """
 
 import math
@@ -20,8 +19,8 @@ from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import RULES
 from autopar.sbp.signature import Signature
 
-# Means: of equal parts, or of tokens to be counted over the whole batch. Every other role needs other microbatches
-# while it runs.
+# Roles of means: of equal parts, or of tokens counted over the whole batch. Every other role needs values of other
+# microbatches.
 ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens"))
 _REASONS = {
     "batch": (
@@ -35,10 +34,9 @@ Domains = dict[str, frozenset[Placement]]
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """`signatures`: of each op on the time axis. `placements`: of each value of inputs and ops, I where R is meant and
-    no gradient flows.
+    """The signatures of ops and the placements of values on the time axis; a value without gradient has I for R.
 
-    `granularity`: the numbers of microbatches that are possible are its divisors.
+    `granularity`: the possible numbers of microbatches are its divisors.
     """
 
     signatures: Mapping[str, Signature]
@@ -47,16 +45,16 @@ class BatchSplit:
 
 
 def split_batch(graph: Graph) -> BatchSplit:
-    """Split the arguments whose dim 0 is the batch, and with them all that follows.
+    """The split of `graph` that follows from splitting the arguments whose dim 0 is the batch.
 
-    The batch is dim 0 of the first tensor argument that has one. Raises MicrobatchError naming the first op that needs
-    the whole batch.
+    The batch is dim 0 of the first tensor argument that has one. MicrobatchError names the first op that needs the
+    whole batch.
     """
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
     routed = routed_signatures(graph)
-    for op in graph.ops:  # forward first: the op that fails is then the one that is at fault
+    for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         offered[op.name] = tuple(found for found in _possible(op, routed.get(op.name, ())) if _fits(op, found, domains))
         if not offered[op.name]:
             raise MicrobatchError(_refusal(op, domains))
@@ -74,7 +72,7 @@ def split_batch(graph: Graph) -> BatchSplit:
 
 
 def batch_size(graph: Graph) -> int:
-    """Dim 0 of the first tensor argument that has one. MicrobatchError if none has."""
+    """The global batch size: dim 0 of the first tensor argument that has one; MicrobatchError if none has."""
     for item in graph.of_kind("argument"):
         if item.value.shape:
             return item.value.shape[0]
@@ -82,7 +80,7 @@ def batch_size(graph: Graph) -> int:
 
 
 def is_share(op: Op, signature: Signature, slot: int, placements: Mapping[str, Placement]) -> bool:
-    """Whether input `slot`, the same in all microbatches, is read as a term."""
+    """Whether `op` reads its input `slot`, which is the same in all microbatches, as a term."""
     return signature.inputs[slot] == P and placements[op.inputs[slot].name] != P
 
 
@@ -99,35 +97,33 @@ def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
 
 
 def _possible(op: Op, routed: tuple[Signature, ...]) -> Iterator[Signature]:
-    """Signatures without inner collectives, R written for what is the same in all microbatches and has a gradient.
+    """The signatures of `op` without inner collectives, with R for inputs that are the same in all and have a gradient.
 
-    Where a gradient flows, I would mean that every microbatch finds the whole gradient: none does. An op of a `routed`
-    region has its signatures there and those in which all is the same in all microbatches.
+    With I instead, every microbatch would have to compute the whole gradient, and none can. An op of a routed region
+    has the signatures `routed` and those in which all values are the same in all microbatches.
     """
     flows = any(value.needs_grad for value in op.outputs)
-    for found in _offered(op, routed):
-        placed = zip(found.inputs + found.outputs, op.inputs + op.outputs)
-        if found.role in ALLOWED_ROLES and not (
+    for candidate in _listed(op, routed):
+        placed = zip(candidate.inputs + candidate.outputs, op.inputs + op.outputs)
+        if candidate.role in ALLOWED_ROLES and not (
             flows and any(placement == I and value.needs_grad for placement, value in placed)
         ):
             inputs = tuple(
-                _whole(value) if placement == I else placement for placement, value in zip(found.inputs, op.inputs)
+                _whole(value) if placement == I else placement for placement, value in zip(candidate.inputs, op.inputs)
             )
-            if len(set(zip(inputs, op.inputs))) == len(set(op.inputs)):  # a value that is read twice lies in one way
-                yield Signature(inputs, found.outputs, found.role, found.num_units)
+            if len(set(zip(inputs, op.inputs))) == len(set(op.inputs)):  # a value read twice has one placement
+                yield Signature(inputs, candidate.outputs, candidate.role, candidate.num_units)
 
 
-def _offered(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
-    found = signatures_of_call(op)
-    return (
-        (*(signature for signature in found if {*signature.inputs, *signature.outputs} <= {I, R}), *routed)
-        if routed
-        else found
-    )
+def _listed(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
+    signatures = signatures_of_call(op)
+    if not routed:
+        return signatures
+    return (*(whole for whole in signatures if {*whole.inputs, *whole.outputs} <= {I, R}), *routed)
 
 
 def _fits(op: Op, signature: Signature, domains: Domains) -> bool:
-    """Whether each input can be what the signature wants; what is the same in all becomes a term only beside a term."""
+    """Whether each input can have the placement of `signature`; a whole value becomes a term only beside a term."""
     pairs = [(placement, domains[value.name], value) for placement, value in zip(signature.inputs, op.inputs)]
     has_term = any(placement == P and P in domain for placement, domain, _ in pairs)
     others = [(placement, domain, value) for placement, domain, value in pairs if placement not in domain]
@@ -138,7 +134,7 @@ def _fits(op: Op, signature: Signature, domains: Domains) -> bool:
 
 def _refusal(op: Op, domains: Domains) -> str:
     where = f"{op.target} at %{op.name} ({' '.join(filter(None, (op.module, op.line)))})"
-    roles = {found.role for found in signatures_of_call(op)} - ALLOWED_ROLES
+    roles = {signature.role for signature in signatures_of_call(op)} - ALLOWED_ROLES
     terms = [value.name for value in op.inputs if domains[value.name] == {P}]
     reason = next((_REASONS[role] for role in sorted(roles) if role in _REASONS), "")
     if not reason and op.target not in RULES:
@@ -151,8 +147,8 @@ def _refusal(op: Op, domains: Domains) -> str:
     )
 
 
-def _choose(graph: Graph, offered: dict[str, tuple[Signature, ...]], domains: Domains) -> dict[str, Signature]:
-    """One signature an op, such that all agree: what needs not be split is the same in all microbatches."""
+def _choose(graph: Graph, possible: dict[str, tuple[Signature, ...]], domains: Domains) -> dict[str, Signature]:
+    """Op name -> its signature, all consistent; values that need not be split are the same in all microbatches."""
     neighbours: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:
         for name in {value.name for value in (*op.inputs, *op.outputs)}:
@@ -162,12 +158,12 @@ def _choose(graph: Graph, offered: dict[str, tuple[Signature, ...]], domains: Do
         for item in graph.inputs
         if item.value.name not in neighbours
     )
-    _agree(graph.ops, neighbours, offered, domains)
+    _make_consistent(graph.ops, neighbours, possible, domains)
     for op in graph.ops:
-        if len(offered[op.name]) > 1 or any(len(domains[value.name]) > 1 for value in op.inputs):
-            offered[op.name] = (min(offered[op.name], key=lambda signature: _num_split(op, signature, domains)),)
-            _agree((op,), neighbours, offered, domains)
-    return {name: found[0] for name, found in offered.items()}
+        if len(possible[op.name]) > 1 or any(len(domains[value.name]) > 1 for value in op.inputs):
+            possible[op.name] = (min(possible[op.name], key=lambda signature: _num_split(op, signature, domains)),)
+            _make_consistent((op,), neighbours, possible, domains)
+    return {name: signatures[0] for name, signatures in possible.items()}
 
 
 def _num_split(op: Op, signature: Signature, domains: Domains) -> tuple[int, int]:
@@ -175,40 +171,43 @@ def _num_split(op: Op, signature: Signature, domains: Domains) -> tuple[int, int
     return shares, sum(placement.is_split for placement in (*signature.inputs, *signature.outputs))
 
 
-def _agree(
-    start: Iterable[Op], neighbours: Mapping[str, list[Op]], offered: dict[str, tuple[Signature, ...]], domains: Domains
+def _make_consistent(
+    start: Iterable[Op],
+    neighbours: Mapping[str, list[Op]],
+    possible: dict[str, tuple[Signature, ...]],
+    domains: Domains,
 ) -> None:
-    """Drop from `offered` and `domains` what has no counterpart, from the ops in `start` on, until nothing changes."""
+    """Arc consistency (AC-3): drop signatures and placements without support, from the ops in `start` on."""
     pending = {op.name: op for op in start}
     while pending:
         _, op = pending.popitem()
-        for name in _revise(op, offered, domains):
+        for name in _revise(op, possible, domains):
             pending.update((other.name, other) for other in neighbours[name])
 
 
-def _revise(op: Op, offered: dict[str, tuple[Signature, ...]], domains: Domains) -> list[str]:
-    """Make `op` agree with its values; names of those that lost placements."""
+def _revise(op: Op, possible: dict[str, tuple[Signature, ...]], domains: Domains) -> list[str]:
+    """Drop the signatures of `op` that its values rule out, and vice versa; returns the values that lost placements."""
     kept = tuple(
         signature
-        for signature in offered[op.name]
+        for signature in possible[op.name]
         if _fits(op, signature, domains) and all(p in domains[v.name] for p, v in zip(signature.outputs, op.outputs))
     )
     if not kept:
         raise MicrobatchError(_refusal(op, domains))
-    offered[op.name] = kept
+    possible[op.name] = kept
     left: dict[str, set[Placement]] = defaultdict(set)
     for signature in kept:
         for placement, value in zip(signature.inputs, op.inputs):
             left[value.name].update((placement, _whole(value)) if placement == P else (placement,))
         for placement, value in zip(signature.outputs, op.outputs):
             left[value.name].add(placement)
-    changed = [name for name, found in left.items() if not domains[name] <= found]
+    changed = [name for name, placements in left.items() if not domains[name] <= placements]
     domains.update((name, domains[name] & left[name]) for name in changed)
     return changed
 
 
 def _granularity(graph: Graph, chosen: Mapping[str, Signature], placements: Mapping[str, Placement]) -> int:
-    """Greatest common divisor of all that is split."""
+    """The greatest common divisor of the sizes of all split dims."""
     extents = [
         item.value.shape[placements[item.value.name].dim]
         for item in graph.inputs

@@ -1,6 +1,4 @@
-"""How much the tokens of a loss weigh in the whole batch: what its mean divides by when the batch is run in
-microbatches.
-"""
+"""The weight of a loss's tokens in the whole batch, by which a mean is divided when the batch runs in microbatches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,9 +16,10 @@ from autopar.sbp.rules._by_name import tensor_of
 
 @dataclass(frozen=True)
 class LossCount:
-    """`input`: a scalar argument of a microbatch's graph, the same in all. `graph` computes it, its only output, from
-    the whole batch: 1 / the number of tokens that are not ignored, or 1 / the sum of their classes' weights. It reads
-    arguments, buffers and constants.
+    """A scalar argument `input` of a microbatch's graph, the same in all, and the `graph` that computes it.
+
+    The only output of `graph`, from the whole batch's arguments, buffers and constants, is 1 / the number of tokens
+    that are not ignored, or 1 / the sum of their classes' weights.
     """
 
     input: Input
@@ -28,10 +27,10 @@ class LossCount:
 
 
 def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
-    """For `op`, a mean over tokens of the whole-batch `graph`, as an argument called `name`.
+    """The token count of `op`, a mean over tokens in the whole-batch `graph`, as an argument called `name`.
 
-    Raises MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the
-    step, and for a loss in float16, in which a sum of terms does not fit.
+    MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the step,
+    and for a loss in float16, in which a sum of terms may overflow.
     """
     (loss,), target, weight = op.outputs, tensor_of(op, "target"), tensor_of(op, "weight")
     if loss.dtype == torch.float16:

@@ -1,6 +1,4 @@
-"""The rule table: op -> its splitting signatures on one mesh axis. Every row is checked against the op itself in
-tests/sbp.
-"""
+"""The rule table: op -> its splitting signatures on one mesh axis; tests/sbp checks every row against the op itself."""
 
 from collections.abc import Callable, Iterable, Mapping
 

@@ -10,12 +10,12 @@ Placed = Placement | Sequence[Placement]  # a sequence for an argument that is a
 
 
 def argument_names(op: Op) -> tuple[str, ...]:
-    """In the order of the schema."""
+    """The names of an op's arguments, in the order of its schema."""
     return tuple(argument.name for argument in resolve(op.target)._schema.arguments)
 
 
 def tensor_of(op: Op, name: str) -> Value | None:
-    """The tensor passed as argument `name`, None if it was left out."""
+    """The tensor passed as argument `name`; None if the call lacks it."""
     slot = arguments_of(op)[name]
     return op.inputs[slot.index] if isinstance(slot, Slot) else None
 
@@ -27,9 +27,10 @@ def signature(
     role: str = "",
     num_units: int = 0,
 ) -> Iterator[Signature]:
-    """The signature that places the named tensor arguments so; arguments not named are R, those not passed are ignored.
+    """The signature that gives the named tensor arguments these `placements`, and all other tensor arguments R.
 
-    Yields nothing when one tensor is passed as two arguments that the signature places differently.
+    Names of arguments that the call lacks are ignored. Yields nothing if one tensor is passed as two arguments with
+    different placements.
     """
     found: dict[int, Placement] = {}
     for name, placed in placements.items():

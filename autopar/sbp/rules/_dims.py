@@ -1,4 +1,4 @@
-"""What the rules of the shape-following families share: which dims line up, and signatures made from that."""
+"""Functions shared by rules that follow shapes: the dims that correspond, and the signatures that follow from them."""
 
 from collections.abc import Iterable, Iterator
 
@@ -35,30 +35,30 @@ def _is_functional(schema: torch.FunctionSchema) -> bool:
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """`dim` counted from the front."""
+    """`dim`, which may be negative, counted from the front."""
     return dim % max(ndim, 1)
 
 
 def aligned(shape: Shape, out: Shape, dim: int) -> Placement:
-    """Placement of a broadcast input when the output is split along `dim`: split with it, or whole where it is
-    repeated.
+    """The placement of a broadcast input if the output is split along `dim`: split with it, or R if it is repeated.
 
-    A repeated input's gradient is summed over the output's parts, hence R.
+    The gradient of a repeated input is a sum over the output's parts, hence R.
     """
     own = dim - (len(out) - len(shape))
     return S(own) if own >= 0 and shape[own] == out[dim] else R
 
 
 def broadcast_splits(op: Op) -> Iterator[Signature]:
-    """Every output dim split, inputs following by the broadcasting rules."""
+    """A signature for each split output dim, with the inputs split by the rules of broadcasting."""
     out = op.outputs[0].shape
     for dim in range(len(out)):
         yield Signature(tuple(aligned(value.shape, out, dim) for value in op.inputs), (S(dim),) * len(op.outputs))
 
 
 def carry(op: Op, pairs: Iterable[tuple[int, int]], *, is_linear: bool) -> Iterator[Signature]:
-    """First input: its dim `src` becomes dim `dst` of every output, for each pair; a linear op passes P too. No other
-    input.
+    """Signatures of an op with one input, whose dim `src` becomes dim `dst` of every output for each pair.
+
+    A linear op has P -> P too.
     """
     count = len(op.outputs)
     for src, dst in pairs:
@@ -68,14 +68,14 @@ def carry(op: Op, pairs: Iterable[tuple[int, int]], *, is_linear: bool) -> Itera
 
 
 def other_dims(ndim: int, *dims: int) -> tuple[int, ...]:
-    """All dims but those."""
+    """All of `ndim` dims but `dims`."""
     used = {dim_of(dim, ndim) for dim in dims}
     return tuple(dim for dim in range(ndim) if dim not in used)
 
 
 def keeps_sums(op: Op) -> bool:
-    """Whether a linear op commutes with a pending sum in its result's dtype: an integer result would round each float
-    term.
+    """Whether a linear op commutes with a pending sum in its result's dtype; rounding float terms
+    to integers does not.
     """
     is_exact = op.outputs[0].dtype.is_floating_point or op.outputs[0].dtype.is_complex
     return is_exact or not any(value.dtype.is_floating_point for value in op.inputs)

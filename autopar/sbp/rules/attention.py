@@ -15,8 +15,8 @@ def attention(op: Op) -> Iterator[Signature]:
 
     Batch, heads and queries are independent of one another: split, with k, v (and a broadcast mask) used by every
     slice: R. With grouped heads, slices of the query heads need just the same slices of the key heads, or the only one.
-    Causal queries must know where they begin ("queries"). out is linear in v, feature by feature: v's features split, v
-    P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R.
+    Split causal queries need their offset (role "queries"). out is linear in v, feature by feature: v's features split,
+    v P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R.
     """
     arguments = arguments_of(op)
     query, key, value, mask = (tensor_of(op, name) for name in ("query", "key", "value", "attn_mask"))
@@ -27,7 +27,7 @@ def attention(op: Op) -> Iterator[Signature]:
     if mask is not None:
         terms["attn_mask"] = broadcast_term(lead + ("l", "s"), mask.shape, (*shape[:-1], key.shape[-2]))
     output = lead + ("l", "f")
-    # the numbers that drop a score must be the same for all features
+    # the random numbers that drop a score must be the same for all features
     letters = output if arguments["dropout_p"] == 0 else output[:-1]
     for letter in letters:
         placed = {name: place(letter, term) for name, term in terms.items()}

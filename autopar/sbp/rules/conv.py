@@ -1,4 +1,4 @@
-"""Rules of convolutions: products over channels, with the same proofs as in `letters`; spatial dims stay whole."""
+"""Rules of convolutions: products over channels, with the proofs of `_einsum`; spatial dims stay whole."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def _convolution(op: Op, weight: Term) -> Iterator[Signature]:
         rows = products([batch + ("i",), weight], batch + ("o",), [("o",)])
     else:
         rows = products([batch, ()], batch, [()])
-        # groups are independent products: whole ones can be split, channels of input and output, weight and bias alike
+        # Groups are independent products: whole groups can be split, in the channels of input, output, weight and bias.
         channels = {"input": S(len(batch)), "weight": S(0), "bias": S(0)}
         yield from signature(op, channels, S(len(batch)), role="channel_groups", num_units=num_groups)
     for placements, placed in rows:

@@ -1,7 +1,7 @@
-"""Ops that make a new tensor and read at most the shape of an input.
+"""Rules of ops that make a new tensor and read at most the shape of an input.
 
-Proof: equal elements (or none of meaning) everywhere, so any part of the output is the op called with the part's shape;
-zeros are also a sum of zeros. The input's numbers are not read: it may be pending.
+Proof: all elements are equal (or arbitrary), so any part of the output is the op called with the part's shape; zeros
+are also a sum of zeros. The contents of the input are not read: it may be pending.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ Rule = Callable[[Op], Iterable[Signature]]
 
 
 def like(op: Op) -> Iterator[Signature]:
-    """full_like and its kin: the shape of the part is the part of the shape."""
+    """full_like and similar ops: a part of the input has the shape of the output's part."""
     for dim in range(len(op.inputs[0].shape)):
         yield Signature((S(dim),), (S(dim),))
     yield Signature((P,), (I,))
@@ -23,7 +23,7 @@ def like(op: Op) -> Iterator[Signature]:
 
 
 def sized(op: Op) -> Iterator[Signature]:
-    """full, new_full and their kin: the shape is an argument, the input any."""
+    """full, new_full and similar ops: the shape is an argument, an input may lie in any way."""
     out = op.outputs[0].shape
     source = op.inputs[0].shape if op.inputs else ()
     for dim, size in enumerate(out):
@@ -54,7 +54,7 @@ RULES: Mapping[str, Rule] = {
     "aten.new_ones.default": sized,
     "aten.new_full.default": sized,
     "aten.new_empty.default": sized,
-    # random numbers are drawn apart on the parts, as for every random op (rules/random.py)
+    # parts draw different random numbers, as for every random op (rules/random.py)
     "aten.rand.default": sized,
     "aten.randn.default": sized,
 }

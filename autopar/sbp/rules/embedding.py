@@ -12,13 +12,12 @@ def embedding(op: Op) -> Iterator[Signature]:
     """out[i.., c] = weight[ids[i..], c].
 
     A split of the ids splits the output; every rank adds to the gradient of any row: weight R. A split of the columns
-    splits the output's last dim. A split of the rows: each id is found on one rank and is zero on the others: P. Linear
-    in the weight: P -> P.
+    splits the output's last dim. A split of the rows: each id is in one rank's rows and gives zero on all others: P.
+    Linear in the weight: P -> P.
     """
     arguments = arguments_of(op)
     ids = tensor_of(op, "indices")
-    # a gradient scaled by how often an id occurs is no sum over the parts, and a sparse one cannot be summed by an
-    # all-reduce
+    # A gradient scaled by the frequency of an id is no sum over the parts, and an all-reduce cannot sum a sparse one.
     if not arguments["scale_grad_by_freq"] and not arguments["sparse"]:
         for dim in range(len(ids.shape)):
             yield from signature(op, {"weight": R, "indices": S(dim)}, S(dim))
@@ -28,7 +27,7 @@ def embedding(op: Op) -> Iterator[Signature]:
 
 
 def one_hot(op: Op) -> Iterator[Signature]:
-    """Each id gives one row; the number of classes must be written down, else it is the largest id met."""
+    """Each id gives one row; the number of classes must be given, since otherwise it depends on the largest id."""
     if arguments_of(op)["num_classes"] > 0:
         for dim in range(len(op.inputs[0].shape)):
             yield from signature(op, {"self": S(dim)}, S(dim))

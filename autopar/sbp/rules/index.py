@@ -1,9 +1,8 @@
-"""Ops that read or write the places an index tensor names.
+"""Rules of ops that read or write at the positions in an index tensor.
 
 Proof of the splits: a dim that is neither indexed nor indexing is carried, slice by slice; parts of the index read
 parts of the result from the whole source, whose gradient is then a sum over the parts. An indexed dim cannot be split:
-the index counts globally. Proof of pending sums: for a fixed index, reading and writing are linear in what is read and
-written.
+the index counts globally. Proof of pending sums: for a fixed index, reading and writing are linear in the values.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,8 +29,8 @@ def index_select(op: Op) -> Iterator[Signature]:
 
 
 def gather(op: Op) -> Iterator[Signature]:
-    """The index reads x[..., index, ...] at its own place in the other dims: those split together, if none is cut
-    short.
+    """x[..., index, ...] at the index's own position in the other dims: these split together if all
+    have equal sizes.
     """
     shape, out = op.inputs[0].shape, op.outputs[0].shape
     dim = dim_of(arguments_of(op)["dim"], len(shape))
@@ -55,8 +54,9 @@ def take_along_dim(op: Op) -> Iterator[Signature]:
 
 
 def scatter(op: Op) -> Iterator[Signature]:
-    """Other dims of x, index and source together, if none is cut short; a number written is not part of a sum unless it
-    is 0.
+    """The other dims of x, index and source split together if all have equal sizes.
+
+    A written scalar is not a term of a sum unless it is 0.
     """
     bound, out = arguments_of(op), op.outputs[0].shape
     for other in other_dims(len(out), bound["dim"]):
@@ -67,7 +67,7 @@ def scatter(op: Op) -> Iterator[Signature]:
 
 
 def scatter_add(op: Op) -> Iterator[Signature]:
-    """As scatter; what parts of the source add is a sum of parts."""
+    """As scatter; the contributions of the source's parts add up."""
     yield from scatter(op)
     if op.outputs[0].shape:
         part = S(dim_of(arguments_of(op)["dim"], len(op.outputs[0].shape)))
@@ -83,14 +83,14 @@ def index_copy(op: Op) -> Iterator[Signature]:
 
 
 def index_add(op: Op) -> Iterator[Signature]:
-    """As index_copy; what parts of the source add is a sum of parts."""
+    """As index_copy; the contributions of the source's parts add up."""
     yield from index_copy(op)
     if op.inputs[2].shape and op.inputs[1].shape:
         yield Signature((P, S(0), S(dim_of(arguments_of(op)["dim"], len(op.outputs[0].shape)))), (P,))
 
 
 def index_fill(op: Op) -> Iterator[Signature]:
-    """A fill other than 0 is not part of a sum."""
+    """As index_copy; a written scalar is not a term of a sum unless it is 0."""
     bound = arguments_of(op)
     for other in other_dims(len(op.outputs[0].shape), bound["dim"]):
         yield Signature((S(other), R), (S(other),))
@@ -112,7 +112,7 @@ def index(op: Op) -> Iterator[Signature]:
 
 
 def index_put(op: Op) -> Iterator[Signature]:
-    """x[i, :, j] = values: as index, `values` being broadcast to what index reads; accumulated parts add up."""
+    """x[i, :, j] = values: as `index`, with `values` broadcast to the shape of x[i, :, j]; accumulated parts add up."""
     slots = _indices(op)
     if slots is None:
         return
@@ -129,16 +129,16 @@ def index_put(op: Op) -> Iterator[Signature]:
 
 
 def _indices(op: Op) -> list[int | None] | None:
-    """For each leading dim of x, which input indexes it; None if one is a mask, whose count of hits is not known."""
+    """For each leading dim of x the input that indexes it; None if one is a mask, whose number of hits is not known."""
     slots = [item.index if isinstance(item, Slot) else None for item in arguments_of(op)["indices"]]
     is_mask = any(slot is not None and op.inputs[slot].dtype in (torch.bool, torch.uint8) for slot in slots)
     return None if is_mask else slots
 
 
 def _index_dims(op: Op, slots: list[int | None]) -> tuple[dict[int, int], int, Shape]:
-    """Carried dims of x -> where they are read; where the indices' dims begin there; the indices' common shape.
+    """(carried dim of x -> its dim in the result, first dim of the indices in the result, common shape of the indices).
 
-    The indices' dims replace the indexed ones if those are neighbours, else they come first (numpy's advanced
+    The indices' dims replace the indexed dims if those are neighbours, else they come first (numpy's advanced
     indexing).
     """
     ndim = len(op.inputs[0].shape)
@@ -158,7 +158,7 @@ def _read_shape(op: Op, carried: dict[int, int], block: int, joint: Shape) -> Sh
 
 
 def _index_parts(op: Op, slots: list[int | None], joint: Shape, dim: int) -> list[Placement]:
-    """Placements of the index tensors when dim `dim` of their common shape is split."""
+    """The placements of the index tensors if dim `dim` of their common shape is split."""
     return [aligned(op.inputs[slot].shape, joint, dim) for slot in slots if slot is not None]
 
 

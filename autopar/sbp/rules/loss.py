@@ -1,4 +1,4 @@
-"""Rules of losses: terms per token or per element, then nothing, their sum or their mean.
+"""Rules of losses: a term for each token or element, and then no reduction, their sum or their mean.
 
 Terms are independent, so a split of the tokens splits the terms; their sum is then pending: P, whose gradient is whole
 and reaches each rank's slice of the inputs. A mean divides by a global number: a role.
@@ -28,9 +28,10 @@ def _tokens(op: Op) -> Iterator[Signature]:
 
 
 def cross_entropy(op: Op) -> Iterator[Signature]:
-    """Tokens as above. A split of the classes ("vocab") needs each token's maximum, sum of exponentials and target
-    logit from all ranks; from then on all ranks hold the whole loss: I, whose gradient is whole and gives each rank its
-    slice of the logits'.
+    """The splits of tokens, and a split of the classes (role "vocab").
+
+    The latter needs each token's maximum, sum of exponentials and target logit from all ranks. After that all ranks
+    hold the whole loss: I, whose gradient is whole and gives each rank its slice of the logits' gradient.
     """
     yield from _tokens(op)
     logits, target = tensor_of(op, "self"), tensor_of(op, "target")
@@ -46,7 +47,7 @@ def nll_loss(op: Op) -> Iterator[Signature]:
 
 
 def elementwise_loss(op: Op) -> Iterator[Signature]:
-    """A term per element of the broadcast inputs; where an input is broadcast all slices use it: R."""
+    """A term for each element of the broadcast inputs; an input that is repeated is used by all slices: R."""
     reduction = arguments_of(op)["reduction"]
     names = [
         name

@@ -1,4 +1,4 @@
-"""Rules of products; every row follows from `letters.products`, where the proof is."""
+"""Rules of products; every row follows from `_einsum.products`, which has the proof."""
 
 import string
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ def _named(
 
 
 def _batch(rank: int) -> Term:
-    """Letters of `rank` leading dims."""
+    """The letters of `rank` leading dims."""
     return tuple(f"b{i}" for i in range(rank))
 
 
@@ -51,7 +51,7 @@ def matmul(op: Op) -> Iterator[Signature]:
 
 
 def _added_matmul(names: tuple[str, str, str], factors: tuple[str, str], output: str):
-    """Beta * self + alpha * (product of two), `self` broadcast to the output."""
+    """The rule of beta * self + alpha * (product of two factors), with `self` broadcast to the output."""
 
     def rule(op: Op) -> Iterator[Signature]:
         term = broadcast_term(tuple(output), tensor_of(op, names[2]).shape, op.outputs[0].shape)
@@ -75,7 +75,7 @@ def inner(op: Op) -> Iterator[Signature]:
 
 
 def tensordot(op: Op) -> Iterator[Signature]:
-    """The dims named are summed over in pairs; those left over follow one another."""
+    """aten.tensordot: the given dims are summed over in pairs; the dims left over follow one another."""
     arguments = arguments_of(op)
     factors: list[Term] = []
     for side in ("self", "other"):
@@ -86,17 +86,18 @@ def tensordot(op: Op) -> Iterator[Signature]:
     return _named(op, ("self", "other"), factors, output)
 
 
-# Kernels that want the strides of the last two dims, those of the first apart, to be multiples of so many bytes
-# (`_meta_grouped_mm_common` in torch/_meta_registrations.py): a split that leaves less has no kernel.
+# Kernels that need the row stride, of the last two dims' strides the one that is not 1, to be a multiple of this number
+# of bytes (`_meta_grouped_mm_common` in torch/_meta_registrations.py); a split that leaves another stride has no
+# kernel.
 ROW_BYTES = {"aten._grouped_mm.default": 16}
 
 
 def grouped_mm(op: Op) -> Iterator[Signature]:
-    """tk, ekn -> tn, where row t takes the weight of the group it lies in; weights of two dims or rows of three only
-    whole.
+    """tk, ekn -> tn, where row t uses the weight of its group; weights of two dims or rows of three only whole.
 
-    Columns n and k split as in any product. A slice of the rows must know which groups it meets ("rows"). A slice of
-    the groups computes their rows, zero elsewhere: a term of the output ("experts"), and of the rows' gradient: R.
+    Columns n and k split as in any product. A slice of the rows needs the groups' bounds within it (role "rows"). A
+    slice of the groups computes their rows, zero elsewhere (role "experts"): a term of the output, and of the rows'
+    gradient: R.
     """
     names = argument_names(op)[:2]
     x, weight = (tensor_of(op, name) for name in names)

@@ -29,8 +29,9 @@ def layer_norm(op: Op) -> Iterator[Signature]:
 
 
 def group_norm(op: Op) -> Iterator[Signature]:
-    """Statistics per sample and group of channels: the batch splits plainly, channels by whole groups
-    ("channel_groups": fewer of them).
+    """Statistics of each sample and group of channels: the batch splits plainly, channels by whole groups.
+
+    The latter changes the number of groups (role "channel_groups").
     """
     num_groups = arguments_of(op)["num_groups"]
     yield from signature(op, {"input": S(0)}, S(0))
@@ -40,19 +41,20 @@ def group_norm(op: Op) -> Iterator[Signature]:
 
 
 def batch_norm(op: Op) -> Iterator[Signature]:
-    """Running statistics (evaluation) or none kept: one output. With statistics of the batch, see
-    `batch_norm_functional`.
+    """Batch norm with one output: it reads running statistics (evaluation) or keeps none.
+
+    `batch_norm_functional` is the one that returns new running statistics.
     """
     arguments = arguments_of(op)
     if arguments["training"] and tensor_of(op, "running_mean") is not None:
-        return  # it writes to its arguments, which a graph never does
+        return  # it writes to its arguments, which no op of a graph does
     yield from signature(op, {"input": S(0)}, S(0), role="batch" if arguments["training"] else "")
     yield from signature(op, {"input": S(1), **dict.fromkeys(CHANNELS, S(0))}, S(1))
 
 
 def batch_norm_functional(op: Op) -> Iterator[Signature]:
-    """Statistics per channel over the batch; all outputs but the first have one number per channel and carry no
-    gradient.
+    """Statistics of each channel over the batch; the outputs but the first have a number for each
+    channel, no gradient.
     """
     if not arguments_of(op)["training"]:
         return  # its statistics are then empty
@@ -62,7 +64,7 @@ def batch_norm_functional(op: Op) -> Iterator[Signature]:
 
 
 def instance_norm(op: Op) -> Iterator[Signature]:
-    """Statistics per sample and channel; running ones, which average over samples, only whole."""
+    """Statistics of each sample and channel; running statistics, which average over samples, only whole."""
     if tensor_of(op, "running_mean") is None:
         yield from signature(op, {"input": S(0), "weight": R, "bias": R}, S(0))
         yield from signature(op, {"input": S(1), "weight": S(0), "bias": S(0)}, S(1))

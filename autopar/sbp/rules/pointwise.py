@@ -1,4 +1,4 @@
-"""Ops that compute each output element from the input elements that broadcast to it.
+"""Rules of ops that compute each output element from the input elements that broadcast to it.
 
 Proof of the splits: output element i reads input elements i only, so parts of the output need the same parts of the
 inputs. Proof of pending sums: if f is linear in some arguments together, f(sum a_r, sum b_r; c) = sum f(a_r, b_r; c);
@@ -28,7 +28,7 @@ _NONLINEAR = """
     bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__
 """
 
-# op -> the sets of arguments in which it is linear together; a number in such a set must be 0
+# op -> the sets of arguments in which it is jointly linear; a scalar in such a set must be 0
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "neg": (("self",),),
     "negative": (("self",),),
@@ -63,12 +63,14 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def nonlinear(op: Op) -> Iterator[Signature]:
-    """Splits only."""
+    """The rule of an op that is linear in nothing: splits only."""
     yield from broadcast_splits(op)
 
 
 def linear(sets: tuple[tuple[str, ...], ...]) -> Rule:
-    """Splits, and for each set of arguments that is linear together its pending sum."""
+    """The rule of an op that is jointly linear in each of `sets` of arguments: splits, and a
+    pending sum for each set.
+    """
 
     def rule(op: Op) -> Iterator[Signature]:
         yield from broadcast_splits(op)
@@ -87,20 +89,20 @@ def _pending(op: Op, members: list[Any]) -> Iterator[Signature]:
 
 
 def prelu(op: Op) -> Iterator[Signature]:
-    """The weight has one entry, or one per dim 1 of the input."""
+    """prelu: the weight has one entry, or one for each index of the input's dim 1."""
     shape, weight = op.inputs[0].shape, op.inputs[1].shape
     for dim, size in enumerate(shape):
         yield Signature((S(dim), S(0) if dim == 1 and weight == (size,) else R), (S(dim),))
 
 
 def bucketize(op: Op) -> Iterator[Signature]:
-    """Each element is looked up in the whole list of boundaries."""
+    """bucketize: each element is looked up in the whole list of boundaries."""
     for dim in range(len(op.inputs[0].shape)):
         yield Signature((S(dim), R), (S(dim),))
 
 
 def glu(op: Op) -> Iterator[Signature]:
-    """One half of `dim` gates the other: element-wise along every other dim."""
+    """glu: one half of `dim` gates the other, so it is elementwise along every other dim."""
     shape = op.inputs[0].shape
     for dim in other_dims(len(shape), arguments_of(op)["dim"]):
         yield Signature((S(dim),), (S(dim),))

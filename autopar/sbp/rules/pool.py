@@ -1,4 +1,4 @@
-"""Rules of pooling and resizing: each plane of the last dims by itself."""
+"""Rules of pooling and resizing, which treat each plane of the last dims by itself."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,8 +8,9 @@ from autopar.sbp.signature import Signature
 
 
 def _planes(num_spatial: int, is_linear: bool = False) -> Callable[[Op], Iterator[Signature]]:
-    """Batch and channel dims split; all outputs (values, indices within the plane) alike. Averages are linear: P ->
-    P.
+    """The rule of an op on planes of `num_spatial` dims: batch and channel dims split, in all outputs.
+
+    Averages are linear: P -> P.
     """
 
     def rule(op: Op) -> Iterator[Signature]:

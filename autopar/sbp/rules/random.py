@@ -1,5 +1,7 @@
-"""Rules of random ops. The caller seeds them: the same numbers where the op's output is whole or pending, others where
-it is split.
+"""Rules of random ops.
+
+The generated code seeds them so that ranks draw the same numbers on axes on which the op's output is whole or pending,
+and different numbers on axes on which it is split.
 """
 
 from collections.abc import Iterator
@@ -10,34 +12,32 @@ from autopar.sbp.signature import Signature
 
 
 def dropout(op: Op) -> Iterator[Signature]:
-    """Elements are independent; given which are dropped it is linear, and ranks that hold terms drop the same: P -> P,
-    mask whole.
-    """
+    """Elements are independent. For a given mask dropout is linear, and ranks that hold terms draw the same: P -> P."""
     rest = len(op.outputs) - 1
     yield from elementwise(op)
     yield Signature((P,), (P,) + (I,) * rest)
 
 
 def elementwise(op: Op) -> Iterator[Signature]:
-    """A number per element, drawn by itself."""
+    """A random number for each element, independent of all others."""
     for dim in range(len(op.inputs[0].shape)):
         yield Signature((S(dim),), (S(dim),) * len(op.outputs))
 
 
 def feature_dropout(op: Op) -> Iterator[Signature]:
-    """Whole features (dims 0 and 1 name one) are dropped, linear given which."""
+    """Whole features, indexed by dims 0 and 1, are dropped; for a given mask it is linear."""
     yield from feature_alpha_dropout(op)
     yield Signature((P,), (P,))
 
 
 def feature_alpha_dropout(op: Op) -> Iterator[Signature]:
-    """As `feature_dropout`, but what is dropped becomes a constant: not linear."""
+    """As `feature_dropout`, but dropped features become a constant: not linear."""
     for dim in range(2):
         yield Signature((S(dim),), (S(dim),))
 
 
 def like(op: Op) -> Iterator[Signature]:
-    """Reads the shape only: splits with it, and is whole whatever the input's elements are."""
+    """Ops that read the shape of their input only: they split with it, and are whole for any placement of it."""
     yield from elementwise(op)
     yield Signature((P,), (I,))
 

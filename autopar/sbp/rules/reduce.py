@@ -1,8 +1,8 @@
-"""Reductions, scans and sorts along some dims.
+"""Rules of reductions, scans and sorts along some dims.
 
-Proof of the splits: the op treats each slice along a dim it does not act on by itself.
-Proof of pending sums: a sum is linear, and the sum over a split dim is the sum of the parts' sums; the gradient of each
-element needs only the whole gradient of the sum. A mean is that sum over the global count.
+Proof of the splits: the op treats each slice along a dim that it does not act on by itself. Proof of pending sums: a
+sum is linear, and the sum over a split dim is the sum of the parts' sums; the gradient of each element needs only the
+whole gradient of the sum. A mean is that sum over the global count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,14 +16,14 @@ Rule = Callable[[Op], Iterable[Signature]]
 
 
 def reduced_dims(op: Op) -> set[int]:
-    """Dims the op reduces; no dims given means all of them."""
+    """The dims that the op reduces; no dims in its arguments means all of them."""
     ndim, dims = len(op.inputs[0].shape), arguments_of(op).get("dim")
     given = (dims,) if isinstance(dims, int) else dims
     return {dim_of(dim, ndim) for dim in given} if given else set(range(ndim))
 
 
 def kept(op: Op) -> Iterator[Signature]:
-    """Split along the dims that are not reduced."""
+    """Splits along the dims that are not reduced."""
     reduced, keepdim = reduced_dims(op), arguments_of(op).get("keepdim", False)
     left = [dim for dim in range(len(op.inputs[0].shape)) if dim not in reduced]
     yield from carry(op, [(dim, dim if keepdim else out) for out, dim in enumerate(left)], is_linear=False)
@@ -44,14 +44,14 @@ def count(op: Op) -> Iterator[Signature]:
 
 
 def histogram(op: Op) -> Iterator[Signature]:
-    """Counts of parts add up, if the bins are given; else they follow from all elements."""
+    """histc: the counts of parts add up if the bins are given; otherwise the bins depend on all elements."""
     bound = arguments_of(op)
     if bound["min"] < bound["max"]:
         yield from count(op)
 
 
 def mean(op: Op) -> Iterator[Signature]:
-    """As sum; on parts, the local mean is over too few elements, hence the role."""
+    """mean: as sum, with a role on a split reduced dim, since the local mean divides by too few elements."""
     for signature in total(op):
         is_divided = signature.inputs[0].is_split and signature.outputs[0] == P
         yield Signature(signature.inputs, signature.outputs, "mean" if is_divided else "")
@@ -64,7 +64,7 @@ def along_dim(op: Op) -> Iterator[Signature]:
 
 
 def running_sum(op: Op) -> Iterator[Signature]:
-    """Cumsum is linear."""
+    """cumsum: as `along_dim`, and linear."""
     ndim = len(op.inputs[0].shape)
     yield from carry(op, [(dim, dim) for dim in other_dims(ndim, arguments_of(op)["dim"])], is_linear=True)
 

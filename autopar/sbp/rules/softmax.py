@@ -1,4 +1,4 @@
-"""Rules of what normalises by a sum of exponentials along some dims."""
+"""Rules of softmax and similar ops, which normalise by a sum of exponentials along some dims."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,10 @@ from autopar.sbp.signature import Signature
 
 
 def softmax(op: Op) -> Iterator[Signature]:
-    """Rows are independent: every other dim splits plainly. Along the reduced dim the maximum and the sum are taken
-    over all ranks ("reduced"), after which each rank has its slice of the output.
+    """Rows are independent: every other dim splits plainly.
+
+    Along the reduced dim the maximum and the sum are over all ranks (role "reduced"); then each rank has its slice of
+    the output.
     """
     rank = len(op.outputs[0].shape)
     for dim in range(rank):

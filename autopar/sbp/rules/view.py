@@ -1,4 +1,4 @@
-"""Ops that move, repeat or drop elements without computing with them.
+"""Rules of ops that move, repeat or drop elements without computing with them.
 
 Proof of the splits: an op that acts on some dims alone maps each slice along another dim to one slice of the output.
 Proof of pending sums: every output element is one input element, so the op is linear.
@@ -18,7 +18,7 @@ Rule = Callable[[Op], Iterable[Signature]]
 
 
 def dim_groups(src: Shape, dst: Shape) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of dims of `src` and of `dst` with the same number of elements, dims of size 1 left out.
+    """The smallest runs of dims of `src` and of `dst` with the same number of elements, without dims of size 1.
 
     >>> dim_groups((2, 6, 4), (12, 1, 2, 2))
     [([0, 1], [0]), ([2], [2, 3])]
@@ -42,14 +42,14 @@ def reshape(op: Op) -> Iterator[Signature]:
 
 
 def view_as(op: Op) -> Iterator[Signature]:
-    """As reshape; the second input gives only its shape, so it follows or stays whole."""
+    """As reshape; of the second input only the shape matters, so it is split with the output or stays whole."""
     for signature in reshape(op):
         other = I if signature.outputs[0] == P else signature.outputs[0]
         yield Signature((*signature.inputs, other), signature.outputs)
 
 
 def squeeze(op: Op) -> Iterator[Signature]:
-    """A named dim must not become 1 by being split: it would be squeezed on the ranks only."""
+    """A dim in the arguments must not be split to size 1: it would be squeezed on the ranks only."""
     shape, dims = op.inputs[0].shape, arguments_of(op).get("dim", tuple(range(len(op.inputs[0].shape))))
     named = {dim_of(dim, len(shape)) for dim in ((dims,) if isinstance(dims, int) else dims)}
     kept = [dim for dim in range(len(shape)) if not (dim in named and shape[dim] == 1)]
@@ -57,7 +57,7 @@ def squeeze(op: Op) -> Iterator[Signature]:
 
 
 def permute(op: Op) -> Iterator[Signature]:
-    """Which dim went where is read off the op's own result on an empty tensor whose sizes are all different."""
+    """A permutation of dims, read off the op's result on an empty tensor whose sizes all differ."""
     ndim = len(op.inputs[0].shape)
     probe = torch.empty(tuple(range(2, ndim + 2)), device="meta")
     out = resolve(op.target)(probe, *op.args[1:], **dict(op.kwargs))
@@ -67,7 +67,7 @@ def permute(op: Op) -> Iterator[Signature]:
 def expand(op: Op) -> Iterator[Signature]:
     """Every output dim; an expanded one needs the whole input, whose gradient is then summed over the parts."""
     out = op.outputs[0].shape
-    like = op.inputs[1:]  # expand_as: only its shape counts, so it follows or stays whole
+    like = op.inputs[1:]  # expand_as: only its shape matters, so it is split with the output or stays whole
     for dim in range(len(out)):
         yield Signature((aligned(op.inputs[0].shape, out, dim), *(S(dim) for _ in like)), (S(dim),))
     yield Signature((P, *(I for _ in like)), (P,))
@@ -84,14 +84,14 @@ def repeat(op: Op) -> Iterator[Signature]:
 
 
 def repeat_interleave(op: Op) -> Iterator[Signature]:
-    """Each entry becomes a run of equal entries: parts of the input give parts of the output, along the dim as well."""
+    """Each entry becomes a run of equal entries: parts of the input give parts of the output, even along the dim."""
     ndim, dim = len(op.inputs[0].shape), arguments_of(op)["dim"]
     pairs = [(d, d) for d in range(ndim)] if dim is not None else [(0, 0)] * min(ndim, 1)
     yield from carry(op, pairs, is_linear=True)
 
 
 def along(*names: str) -> Rule:
-    """Ops that keep all dims and act on the dims in these arguments only."""
+    """The rule of an op that keeps all dims and acts only on the dims in the arguments called `names`."""
 
     def rule(op: Op) -> Iterator[Signature]:
         yield from carry(
@@ -110,7 +110,7 @@ def _dims(op: Op, names: tuple[str, ...]) -> list[int]:
 
 
 def slice_(op: Op) -> Iterator[Signature]:
-    """A slice that takes all of its dim does nothing on any part either."""
+    """slice: along every other dim, and along its own dim if it takes all of it."""
     shape, bound = op.inputs[0].shape, arguments_of(op)
     dim = dim_of(bound["dim"], len(shape))
     end = shape[dim] if bound["end"] is None else bound["end"]
@@ -119,28 +119,28 @@ def slice_(op: Op) -> Iterator[Signature]:
 
 
 def drop(op: Op) -> Iterator[Signature]:
-    """select, unbind: the dim goes away."""
+    """select, unbind: the dim in the arguments is removed."""
     ndim = len(op.inputs[0].shape)
     kept = other_dims(ndim, arguments_of(op)["dim"])
     yield from carry(op, [(dim, out) for out, dim in enumerate(kept)], is_linear=True)
 
 
 def diagonal(op: Op) -> Iterator[Signature]:
-    """The two dims become one, put last."""
+    """diagonal: the two dims become one, which is the last."""
     bound = arguments_of(op)
     kept = other_dims(len(op.inputs[0].shape), bound["dim1"], bound["dim2"])
     yield from carry(op, [(dim, out) for out, dim in enumerate(kept)], is_linear=True)
 
 
 def roll(op: Op) -> Iterator[Signature]:
-    """Without dims the tensor is rolled as one flat row: nothing can be split."""
+    """roll: without dims the tensor is rolled as one flat row, so that nothing can be split."""
     dims = arguments_of(op)["dims"]
     ndim = len(op.inputs[0].shape)
     yield from carry(op, [(dim, dim) for dim in other_dims(ndim, *dims)] if dims else [], is_linear=True)
 
 
 def leading(num_last: int) -> Rule:
-    """Ops on the last dims, the leading ones being a batch."""
+    """The rule of an op on the `num_last` last dims; the leading dims are a batch."""
 
     def rule(op: Op) -> Iterator[Signature]:
         yield from carry(op, [(dim, dim) for dim in range(len(op.inputs[0].shape) - num_last)], is_linear=True)
@@ -149,7 +149,7 @@ def leading(num_last: int) -> Rule:
 
 
 def pad(op: Op) -> Iterator[Signature]:
-    """Unpadded dims; a constant fill other than 0 would be added once per rank to a pending sum."""
+    """pad: unpadded dims; a constant fill other than 0 would be added to a pending sum once for each rank."""
     bound = arguments_of(op)
     amounts, ndim = bound["pad"], len(op.inputs[0].shape)
     padded = [ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
@@ -158,7 +158,7 @@ def pad(op: Op) -> Iterator[Signature]:
 
 
 def cat(op: Op) -> Iterator[Signature]:
-    """Every dim but the joined one; empty one-dim tensors are skipped by torch and stay whole."""
+    """cat: every dim but the concatenated one; torch skips empty one-dim tensors, which stay whole."""
     out = op.outputs[0].shape
     for dim in other_dims(len(out), arguments_of(op)["dim"]):
         yield Signature(tuple(S(dim) if len(value.shape) == len(out) else R for value in op.inputs), (S(dim),))
@@ -166,7 +166,7 @@ def cat(op: Op) -> Iterator[Signature]:
 
 
 def stack(op: Op) -> Iterator[Signature]:
-    """The inputs' dims, shifted behind the new one."""
+    """stack: the inputs' dims, shifted behind the new one."""
     out = op.outputs[0].shape
     for src, dim in enumerate(other_dims(len(out), arguments_of(op)["dim"])):
         yield Signature((S(src),) * len(op.inputs), (S(dim),))
@@ -174,7 +174,7 @@ def stack(op: Op) -> Iterator[Signature]:
 
 
 def slice_scatter(op: Op) -> Iterator[Signature]:
-    """Other dims; jointly linear in both tensors."""
+    """slice_scatter: every other dim; jointly linear in both tensors."""
     out = op.outputs[0].shape
     for dim in other_dims(len(out), arguments_of(op)["dim"]):
         yield Signature((S(dim), S(dim)), (S(dim),))
