@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from autopar.ir.folding.fold import Repeat, fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plans.equal_runs import as_planned
-from autopar.sbp.analysis.sample_blocks import drop_copies, droppable, restricted
+from autopar.sbp.analysis.sample_blocks import drop_copies, droppable
 from autopar.sbp.assignment import BUCKET_BYTES, Assignment, Conversion, buckets, conversions
 from autopar.sbp.placement import local_shape
 
@@ -160,7 +159,7 @@ class _Few:
         short = drop_copies(
             self.graph, self.repeats, [_NUM_RUN + (number in longer) for number in range(len(self.repeats))]
         )
-        return short, restricted(self.assignment, short)
+        return short, self.assignment.restricted(short)
 
 
 def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
@@ -171,10 +170,7 @@ def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
     found = _Few(graph, assignment, long, 0)
     (few, _), (more, assigned) = found.part(), found.part(*range(len(long)))
     for left in ({op.name for op in short.ops} for short in (few, more)):
-        if any(
-            0 < len(left.intersection(region)) < len(region)
-            for region in chain(assignment.recomputed, assignment.offloaded)
-        ):
+        if any(0 < len(left.intersection(region)) < len(region) for region in assignment.regions):
             return None
     if not long or len(few.ops) + len(more.ops) >= len(graph.ops):
         return None

@@ -1,6 +1,6 @@
 """A stage whose actions take and let go of memory as they did once, without running its program again."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from autopar.costmodel.activations.count_storages import Storages, count_storages
-from autopar.ir.graph import Graph, Value, nameless
+from autopar.ir.graph import Value, nameless
 from autopar.peak_memory.dry_run import Stage, Tensors
 from autopar.plans.plan import Plan
+from autopar.sbp.assignment import graph_names
 from autopar.schedule.timeline import Action
 
 
@@ -220,30 +221,13 @@ class Replayed(Stage):
 
 def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashable:
     """Equal for stages that are alike but for names."""
-    graph, assignment = plan.graph, plan.assignment
-    number = {name: i for i, name in enumerate(value_names(graph))}
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    inputs = tuple(
-        (item.kind, replace(item.value, name=""), assignment.layouts[item.value.name], item.value.name in receives)
-        for item in graph.inputs
-    )
-    ops = tuple(
-        (nameless(op), tuple(number[x.name] for x in op.inputs), assignment.strategies[op.name]) for op in graph.ops
-    )
-    kept = frozenset((number[name], layout) for name, layout in assignment.kept.items())
-    outputs = tuple(
-        (number[x.name], assignment.outputs[x.name]) if isinstance(x, Value) else repr(x) for x in graph.outputs
-    )
-    again = frozenset(number[name] for name in assignment.regathered)
-    regions = tuple(
-        tuple(tuple(position[name] for name in region) for region in found)
-        for found in (assignment.recomputed, assignment.offloaded)
-    )
+    graph, number = plan.graph, {}
+    for place, name in enumerate(graph_names(graph)):
+        number.setdefault(name, place)
+    inputs = tuple((item.kind, replace(item.value, name=""), item.value.name in receives) for item in graph.inputs)
+    ops = tuple((nameless(op), tuple(number[x.name] for x in op.inputs)) for op in graph.ops)
+    outputs = tuple(number[x.name] if isinstance(x, Value) else repr(x) for x in graph.outputs)
     written = tuple(number[value.name] for _, value in graph.mutations)
-    return plan.mesh, inputs, ops, kept, outputs, again, regions, written, others
-
-
-def value_names(graph: Graph) -> Iterator[str]:
-    """Of inputs and of what ops make, in order."""
-    yield from (item.value.name for item in graph.inputs)
-    yield from (value.name for op in graph.ops for value in op.outputs)
+    # the program is the same wherever the optimizer's state is
+    key = replace(plan.assignment, state_on_host=frozenset()).key(number)
+    return plan.mesh, inputs, ops, outputs, written, key, others

@@ -60,10 +60,6 @@ def _in_one(plan: "StagedPlan") -> "StagedPlan":
 def _costs_in_one(stage: "Plan", graph: Graph, training: Training) -> Costs:
     names = {old.name: new.name for old, new in zip(stage.graph.outputs, graph.outputs) if isinstance(new, Value)}
     outputs = {names[name]: layout for name, layout in stage.assignment.outputs.items()}
-    known = {op.name for op in graph.ops}  # without what a microbatch alone computes: its share of a mean
-    recomputed, offloaded = (
-        tuple(filter(None, (tuple(name for name in region if name in known) for region in regions)))
-        for regions in (stage.assignment.recomputed, stage.assignment.offloaded)
-    )
-    assignment = replace(stage.assignment, outputs=outputs, recomputed=recomputed, offloaded=offloaded)
+    # without what a microbatch alone computes: its share of a mean
+    assignment = replace(stage.assignment.restricted(graph), outputs=outputs)
     return evaluate(graph, assignment, stage.mesh, stage.cluster, training=training)

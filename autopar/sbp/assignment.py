@@ -3,11 +3,12 @@ lowering alike.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.placement import I, Layout, R
+from autopar.sbp.placement import I, Layout, Placement, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
 
@@ -16,25 +17,167 @@ from autopar.sbp.signature import Strategy
 BUCKET_BYTES = 25 * 2**20
 
 
+# What the names in a field of an assignment are names of.
+OP, INPUT, KEPT, OUTPUT = "op", "input", "kept", "output"
+_NAMES = "names"  # the key of a field's metadata that says which
+
+
+def _of(subject: str, **default: Any) -> Any:
+    return field(metadata={_NAMES: subject}, **default)
+
+
 @dataclass(frozen=True)
 class Assignment:
-    """strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value
-    with several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output
-    value name -> layout it leaves in. regathered: parameters that are not kept as their one reader has them, but
-    converted again for its backward (unless it takes a role). recomputed: regions, each the names of consecutive ops,
-    of which only what enters them is kept for backward. offloaded: regions of which what is kept for backward waits in
-    the host's memory; a recomputed one lies within one or outside all. state_on_host: names of the parameters whose
+    """All that a plan decides about the ops and values of a graph.
+
+    strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
+    several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value
+    name -> layout it leaves in. regathered: parameters that are not kept as their one reader has them, but converted
+    again for its backward (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which
+    only what enters them is kept for backward. offloaded: regions of which what is kept for backward waits in the
+    host's memory; a recomputed one lies within one or outside all. state_on_host: names of the parameters whose
     optimizer state does so too, but while they are updated.
+
+    A field is a mapping from names, a set of names, or groups of names; the methods hold for any field of these three
+    forms.
     """
 
-    strategies: Mapping[str, Strategy]
-    layouts: Mapping[str, Layout]
-    kept: Mapping[str, Layout]
-    outputs: Mapping[str, Layout]
-    regathered: frozenset[str] = frozenset()
-    recomputed: tuple[tuple[str, ...], ...] = ()
-    offloaded: tuple[tuple[str, ...], ...] = ()
-    state_on_host: frozenset[str] = frozenset()
+    strategies: Mapping[str, Strategy] = _of(OP)
+    layouts: Mapping[str, Layout] = _of(INPUT)
+    kept: Mapping[str, Layout] = _of(KEPT)
+    outputs: Mapping[str, Layout] = _of(OUTPUT)
+    regathered: frozenset[str] = _of(INPUT, default=frozenset())
+    recomputed: tuple[tuple[str, ...], ...] = _of(OP, default=())
+    offloaded: tuple[tuple[str, ...], ...] = _of(OP, default=())
+    state_on_host: frozenset[str] = _of(INPUT, default=frozenset())
+
+    def renamed(self, names: Mapping[str, str]) -> "Assignment":
+        """The same choices for a graph in which op or value `name` is called `names[name]`."""
+        return self._changed(lambda _, choices: {names[name]: choice for name, choice in choices.items()})
+
+    def restricted(self, graph: Graph) -> "Assignment":
+        """The choices about ops and values of `graph`, in its order; of a group the names that it has."""
+        known = names_of(graph)
+        return self._changed(lambda of, choices: {name: choices[name] for name in known[of] if name in choices})
+
+    def expanded(self, known: "Names", classes: Mapping[str, Mapping[str, str]]) -> "Assignment":
+        """The choices of each class for all its members, the `known` names of a graph.
+
+        classes: OP, INPUT, KEPT or OUTPUT -> name -> the class's name, which is that of a member.
+        """
+
+        def chosen(of: str, choices: Mapping[str, Any]) -> dict[str, Any]:
+            by_class = {classes[of][name]: choice for name, choice in choices.items()}
+            by_class |= {name: choice for name, choice in choices.items() if classes[of][name] == name}
+            return {name: by_class[classes[of][name]] for name in known[of] if classes[of][name] in by_class}
+
+        return self._changed(chosen)
+
+    def merged(self, other: "Assignment", where: Collection[str]) -> "Assignment":
+        """These choices, but those of `other` for the names in `where`."""
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return Assignment(*(_merged(here, there, where) for here, there in pairs))
+
+    def on_axes(self, axes: Iterable[int]) -> "Assignment":
+        """The choices for a mesh on whose axis number i each op and value has what it has here on axis `axes[i]`."""
+        axes = tuple(axes)
+        return self._changed(lambda _, choices: {name: _on_axes(choice, axes) for name, choice in choices.items()})
+
+    def key(self, numbers: Mapping[str, Hashable]) -> Hashable:
+        """Equal for assignments of isomorphic graphs that choose the same, given the `numbers` that stand for the
+        names.
+        """
+        found = (_choices(getattr(self, each.name)) for each in fields(self))
+        return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in found)
+
+    def chosen(self, *of: str) -> dict[str, tuple[tuple[str, Any], ...]]:
+        """Name -> (field, choice) of each field of names `of` these kinds that says something about it; of a group only
+        that it is in one.
+        """
+        found: dict[str, list] = defaultdict(list)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for name, choice in _choices(value).items() if each.metadata[_NAMES] in of else ():
+                found[name].append((each.name, choice if isinstance(value, Mapping) else True))
+        return {name: tuple(pairs) for name, pairs in found.items()}
+
+    @property
+    def regions(self) -> Iterator[tuple[str, ...]]:
+        """All groups of ops, of each field that has some."""
+        values = (getattr(self, each.name) for each in fields(self) if each.metadata[_NAMES] == OP)
+        return (region for value in values if isinstance(value, tuple) for region in value)
+
+    def _changed(self, change: Callable[[str, Mapping[str, Any]], dict[str, Any]]) -> "Assignment":
+        """Each field with what `change` makes of its kind of names and its choices by name."""
+        pairs = [(each.metadata[_NAMES], getattr(self, each.name)) for each in fields(self)]
+        return Assignment(*(_formed(value, change(of, _choices(value))) for of, value in pairs))
+
+
+def _choices(value: Any, *source: Hashable) -> Mapping[str, Any]:
+    """A field as name -> choice; that of a member of a group is `source`, the group's number, and its place there."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, frozenset):
+        return dict.fromkeys(value, True)
+    return {name: (*source, number, place) for number, group in enumerate(value) for place, name in enumerate(group)}
+
+
+def _formed(like: Any, choices: Mapping[str, Any]) -> Any:
+    """A field of the form that `like` has, of `choices` by name; inverse of `_choices`.
+
+    Where a place in a group does not come later than the one before it, the next copy of the group begins.
+    """
+    if isinstance(like, Mapping):
+        return dict(choices)
+    if isinstance(like, frozenset):
+        return frozenset(choices)
+    groups: list[list[str]] = []
+    latest: dict[Hashable, tuple[int, list[str]]] = {}  # group -> the last place in its last copy, and that copy
+    for name, (*source, place) in choices.items():
+        last, copy = latest.get(tuple(source), (place, []))
+        if place <= last:
+            copy = []
+            groups.append(copy)
+        copy.append(name)
+        latest[tuple(source)] = place, copy
+    return tuple(map(tuple, groups))
+
+
+def _merged(here: Any, there: Any, where: Collection[str]) -> Any:
+    mine, theirs = _choices(here, 0), _choices(there, 1)
+    kept = {name: choice for name, choice in mine.items() if name not in where}
+    return _formed(here, kept | {name: choice for name, choice in theirs.items() if name in where})
+
+
+def _on_axes(choice: Any, axes: tuple[int, ...]) -> Any:
+    if isinstance(choice, Strategy):
+        return Strategy(tuple(choice.signatures[axis] for axis in axes))
+    is_layout = isinstance(choice, tuple) and all(isinstance(part, Placement) for part in choice)
+    return tuple(choice[axis] for axis in axes) if is_layout else choice
+
+
+# OP, INPUT, KEPT or OUTPUT -> the names of that kind, in graph order.
+Names = Mapping[str, tuple[str, ...]]
+
+
+def names_of(graph: Graph) -> Names:
+    """The names that the fields of the graph's assignments may have."""
+    return {
+        OP: tuple(op.name for op in graph.ops),
+        INPUT: tuple(item.value.name for item in graph.inputs),
+        KEPT: tuple(name for name, uses in uses_of(graph).items() if len(uses) > 1),
+        OUTPUT: tuple(dict.fromkeys(value.name for value in graph.outputs if isinstance(value, Value))),
+    }
+
+
+def graph_names(graph: Graph) -> Iterator[str]:
+    """Names of inputs, ops and values in an order that isomorphic graphs share; an op and its first value may have one
+    name.
+    """
+    yield from (item.value.name for item in graph.inputs)
+    for op in graph.ops:
+        yield op.name
+        yield from (value.name for value in op.outputs)
 
 
 @dataclass(frozen=True, slots=True)

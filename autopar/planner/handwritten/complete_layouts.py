@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
@@ -62,10 +63,8 @@ def complete(
     layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
     outputs = _outputs(graph, candidates, strategies, layouts, moved)
     bare = Assignment(strategies, layouts, {}, outputs)
-    kept = _kept(graph, folded, bare, moved, counts)
-    return Assignment(
-        strategies, layouts, kept, outputs, _regathered(graph, folded, layouts, wanted) if regathered else frozenset()
-    )
+    again = _regathered(graph, folded, layouts, wanted) if regathered else frozenset()
+    return replace(bare, kept=_kept(graph, folded, bare, moved, counts), regathered=again)
 
 
 def _regathered(

@@ -1,13 +1,8 @@
 """An assignment on a mesh, seen on a finer mesh of the same devices."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import Layout
-from autopar.sbp.signature import Strategy
 
 
 def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
@@ -16,22 +11,7 @@ def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
 
     MeshError if `fine` is no such mesh.
     """
-    sources = sources_of(coarse, fine)
-
-    def layouts(found: Mapping[str, Layout]) -> dict[str, Layout]:
-        return {name: tuple(layout[axis] for axis in sources) for name, layout in found.items()}
-
-    strategies = {
-        name: Strategy(tuple(found.signatures[axis] for axis in sources))
-        for name, found in assignment.strategies.items()
-    }
-    return replace(
-        assignment,
-        strategies=strategies,
-        layouts=layouts(assignment.layouts),
-        kept=layouts(assignment.kept),
-        outputs=layouts(assignment.outputs),
-    )
+    return assignment.on_axes(sources_of(coarse, fine))
 
 
 def sources_of(coarse: Mesh, fine: Mesh) -> tuple[int, ...]:

@@ -5,8 +5,6 @@ the limit, the step exceeds what that price proves by the conversions between th
 bytes that whole copies leave unused.
 """
 
-from collections.abc import Mapping
-
 from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import Segments, copies_of
 from autopar.ir.graph import Graph
@@ -40,18 +38,7 @@ def _groups(count: int, share: float) -> tuple[int, ...]:
 
 def mixture(graph: Graph, folded: Folded, segments: Segments, above: Assignment, within: Assignment) -> Assignment:
     """`within`, but the first group of inner copies in `segments` (of `two_groups`) as in `above`."""
-    cheap = _first_group(graph, folded, segments)
-
-    def mixed(here: Mapping[str, object], there: Mapping[str, object]) -> dict:
-        return {name: (there if name in cheap else here).get(name, option) for name, option in here.items()}
-
-    return Assignment(
-        strategies=mixed(within.strategies, above.strategies),
-        layouts=mixed(within.layouts, above.layouts),
-        kept=mixed(within.kept, above.kept),
-        outputs=within.outputs,
-        regathered=(within.regathered - cheap) | (above.regathered & cheap),
-    )
+    return within.merged(above, _first_group(graph, folded, segments))
 
 
 def _first_group(graph: Graph, folded: Folded, segments: Segments) -> frozenset[str]:

@@ -2,14 +2,14 @@
 names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from autopar.ir.folding.match_blocks import wire
 from autopar.ir.graph import Graph, Value, nameless
 from autopar.planner.request import PlanRequest
-from autopar.sbp.assignment import Assignment
+from autopar.sbp.assignment import Assignment, graph_names
 
 
 def shape_of(graph: Graph, request: PlanRequest) -> Any:
@@ -43,23 +43,6 @@ def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
     return inputs.get(value.name, (value.shape, value.dtype))
 
 
-def renamed(assignment: Assignment, like: Graph, graph: Graph, request: PlanRequest) -> Assignment:
+def renamed(assignment: Assignment, like: Graph, graph: Graph) -> Assignment:
     """The assignment of graph `like` for `graph`, which is the same but for names."""
-    names = dict(zip(_names(like), _names(graph)))
-    return Assignment(
-        strategies={names[name]: strategy for name, strategy in assignment.strategies.items()},
-        layouts={names[name]: layout for name, layout in assignment.layouts.items()},
-        kept={names[name]: layout for name, layout in assignment.kept.items()},
-        outputs={names[name]: layout for name, layout in assignment.outputs.items()},
-        regathered=frozenset(names[name] for name in assignment.regathered),
-        recomputed=request.recomputed,
-        offloaded=request.offloaded,
-    )
-
-
-def _names(graph: Graph) -> Iterable[str]:
-    """Of inputs, ops and values, in an order that graphs alike share; an op and its first value may have the same."""
-    yield from (item.value.name for item in graph.inputs)
-    for op in graph.ops:
-        yield op.name
-        yield from (value.name for value in op.outputs)
+    return assignment.renamed(dict(zip(graph_names(like), graph_names(graph))))

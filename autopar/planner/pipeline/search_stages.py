@@ -397,9 +397,7 @@ class _Found:
         """The same for stages alike."""
         pairs = zip(self.parts, stages)
         return replace(
-            self,
-            parts=tuple((one.graph, renamed(own, like, one.graph, one.request)) for (like, own), one in pairs),
-            costs=(),
+            self, parts=tuple((one.graph, renamed(own, like, one.graph)) for (like, own), one in pairs), costs=()
         )
 
 

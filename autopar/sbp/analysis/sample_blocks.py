@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.folding.fold import Folded, Repeat, value_classes
 from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, Names, names_of, uses_of
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 
 # The first copy reads what comes before, the last is read by what comes after; the second stands for all between.
@@ -17,36 +17,33 @@ _NUM_KEPT = 3
 class Short:
     """`graph` lacks all but the first, second and last copy of each repeat; the names are those of the `whole` graph.
 
-    counts: op of a repeat that lacks copies -> how many ops of the whole it stands for. several: (value with several
-    uses in the whole, its class).
+    counts: op of a repeat that lacks copies -> how many ops of the whole it stands for. names, classes: those of the
+    whole, as `Assignment.expanded` takes them.
     """
 
     whole: Graph
     graph: Graph
     folded: Folded
     counts: Mapping[str, int]
-    several: tuple[tuple[str, str], ...]
+    names: Names
+    classes: Mapping[str, Mapping[str, str]]
 
     def expand(self, assignment: Assignment) -> Assignment:
         """The assignment of the whole graph that gives every member of a class what the class has in `graph`."""
-        same = self.folded.representative
-        classes = value_classes(self.graph, self.folded)
-        kept = {classes[name]: layout for name, layout in assignment.kept.items()}
-        again = {same[name] for name in assignment.regathered}
-        return Assignment(
-            strategies={op.name: assignment.strategies[same[op.name]] for op in self.whole.ops},
-            layouts={item.value.name: assignment.layouts[same[item.value.name]] for item in self.whole.inputs},
-            kept={name: kept[of_class] for name, of_class in self.several},
-            outputs=assignment.outputs,
-            regathered=frozenset(item.value.name for item in self.whole.inputs if same[item.value.name] in again),
-        )
+        return assignment.expanded(self.names, self.classes)
+
+
+def classes_of(graph: Graph, folded: Folded) -> dict[str, Mapping[str, str]]:
+    """OP, INPUT, KEPT or OUTPUT -> name -> the member of its class that stands for it."""
+    values = value_classes(graph, folded)
+    return {OP: folded.representative, INPUT: values, KEPT: values, OUTPUT: values}
 
 
 def shorten(graph: Graph, folded: Folded) -> Short:
     """Drop the copies that are like the second; repeats from which other ops read or whose copies are outputs stay as
     they are.
     """
-    uses, classes = uses_of(graph), value_classes(graph, folded)
+    uses = uses_of(graph)
     position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}  # op -> its like in the second copy
     counts: dict[str, int] = {}
@@ -55,8 +52,7 @@ def shorten(graph: Graph, folded: Folded) -> Short:
         if _is_used_in_turn(graph, repeat, found, uses, position):
             dropped |= found
             counts |= _counts(graph, repeat, position)
-    several = tuple((name, classes[name]) for name, found in uses.items() if len(found) > 1)
-    return Short(graph, _without(graph, dropped), folded, counts, several)
+    return Short(graph, _without(graph, dropped), folded, counts, names_of(graph), classes_of(graph, folded))
 
 
 def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
@@ -111,23 +107,6 @@ def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]
     for repeat, num in zip(repeats, num_kept, strict=True):
         dropped |= _dropped(graph, repeat, position, num)
     return _without(graph, dropped)
-
-
-def restricted(assignment: Assignment, graph: Graph) -> Assignment:
-    """The part of `assignment` that is about `graph`, which lacks ops and inputs; a region is there as a whole or not
-    at all.
-    """
-    ops, inputs, uses = {op.name for op in graph.ops}, {item.value.name for item in graph.inputs}, uses_of(graph)
-    return replace(
-        assignment,
-        strategies={name: strategy for name, strategy in assignment.strategies.items() if name in ops},
-        layouts={name: layout for name, layout in assignment.layouts.items() if name in inputs},
-        kept={name: layout for name, layout in assignment.kept.items() if len(uses.get(name, ())) > 1},
-        regathered=assignment.regathered & inputs,
-        recomputed=tuple(region for region in assignment.recomputed if region[0] in ops),
-        offloaded=tuple(region for region in assignment.offloaded if region[0] in ops),
-        state_on_host=assignment.state_on_host & inputs,
-    )
 
 
 def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int], num_kept: int) -> dict[str, Op]:
