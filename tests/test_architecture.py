@@ -20,6 +20,7 @@ EVERYTHING = PACKAGE + sorted(
     path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")
 )
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 PUBLIC_NAMES = {"compile", "plan"}
 
 FILE_CAP, FILE_MEDIAN = 400, 150
@@ -107,6 +108,18 @@ def test_stages_of_the_document_exist():
         path = ROOT / "autopar" / Path(*module.split(".")).with_suffix(".py")
         assert path.exists(), f"docs/architecture.md names {module}, there is no {path}"
         assert function in [node.name for node in functions(path)], f"{path} has no {function}"
+
+
+def test_places_that_the_glossary_names_exist() -> None:
+    terms = re.findall(r"^- \*\*", GLOSSARY, re.MULTILINE)
+    places = re.findall(r"`([a-z_/]+\.py)(?:: (\w+))?`", GLOSSARY)
+    assert len(terms) >= 40 and len(places) >= len(terms)
+    for file, name in places:
+        path = ROOT / "autopar" / file
+        assert path.exists(), f"docs/glossary.md names {file}, there is no {path}"
+        assert not name or re.search(rf"^\s*((def|class) {name}\b|{name}\b.* = )", path.read_text(), re.MULTILINE), (
+            f"docs/glossary.md names {name}, which {path} does not define"
+        )
 
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=module_name)

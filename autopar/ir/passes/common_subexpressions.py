@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.ir.op_facts import is_random
-from autopar.ir.passes.rewire import rewire
+from autopar.ir.passes.rewire import is_random, rewire
 
 
 def merge_duplicates(graph: Graph) -> Graph:
