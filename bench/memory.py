@@ -48,15 +48,15 @@ BATCH, SEQUENCE, VOCABULARY, WIDTH, LAYERS, HEADS = 16, 64, 1024, 128, 4, 4
 TOLERANCE = 0.05
 TIME_LIMIT_S = 5.0
 NUM_STEPS = 3
-TEXT = """Tensors are counted, storage by storage, on CPU. Nothing was measured on a GPU, and memory that an allocator or a
-driver takes beyond tensors is not included. The peak is the most bytes that a rank has allocated at one time in a step;
-it includes the rank's parts of parameters, gradients and AdamW's state, and the whole batch. "Measured": on 4 gloo
-ranks, every allocation counted, once optimizer state exists; for each phase the least of 3 steps, since gloo's threads
-free some buffers a moment late; of the ranks the largest. "Predicted": by `peak_memory.predict`, without data or ranks;
-the phase is the part of the step in which it expects the peak. The search's estimate is a sum over choices: it counts
-gradients as if all of them existed together with all activations, and leaves out transients. The plan "searched" is
-under a memory limit of 0.8 of the fastest plan's memory, "recomputed" is megatron with activation checkpointing of
-every block, "4 microbatches" is zero2."""
+TEXT = """Tensors are counted, storage by storage, on CPU. Nothing was measured on a GPU, and memory that an allocator
+or a driver takes beyond tensors is not included. The peak is the most bytes that a rank has allocated at one time in
+a step; it includes the rank's parts of parameters, gradients and AdamW's state, and the whole batch. "Measured": on 4
+gloo ranks, every allocation counted, once optimizer state exists; for each phase the least of 3 steps, since gloo's
+threads free some buffers a moment late; of the ranks the largest. "Predicted": by `peak_memory.predict`, without data
+or ranks; the phase is the part of the step in which it expects the peak. The search's estimate is a sum over choices:
+it counts gradients as if all of them existed together with all activations, and leaves out transients. The plan
+"searched" is under a memory limit of 0.8 of the fastest plan's memory, "recomputed" is megatron with activation
+checkpointing of every block, "4 microbatches" is zero2."""
 KINDS = ("ddp", "zero3", "megatron", "searched", "recomputed", "4 microbatches")
 
 

@@ -24,7 +24,7 @@ from autopar.codegen.program import (
 )
 from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.ir.graph import Graph, Op, Slot, Value
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions
 from autopar.sbp.localize import localize

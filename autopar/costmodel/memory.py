@@ -8,10 +8,9 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.roofline import weight_share
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Input, Op
+from autopar.ir.op_facts import Shapes
 from autopar.sbp.placement import I, Layout, local_shape
 from autopar.sbp.signature import Strategy
-
-Shapes = tuple[tuple[int, ...], ...]
 
 # Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers,
 # workspaces, what the allocator cannot use between blocks. Tensors made for a moment are counted by
@@ -58,7 +57,7 @@ def memory_layout(layout: Layout) -> Layout:
     return tuple(I if placement.kind == "R" else placement for placement in layout)
 
 
-def waiting_bytes(op: Op, outputs: tuple[tuple[int, ...], ...]) -> int:
+def waiting_bytes(op: Op, outputs: Shapes) -> int:
     """Bytes of the gradient that is kept until a layer's weight gets its own, on these local
     shapes; 0 for other ops.
     """

@@ -10,28 +10,11 @@ from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.costmodel.training import Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, short_dtype
+from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import format_layout
 from autopar.sbp.redistribute import Collective
-
-VIEWS = frozenset(
-    (
-        "alias",
-        "clone",
-        "contiguous",
-        "detach",
-        "expand",
-        "expand_as",
-        "flatten",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-    )
-    + ("split_with_sizes", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view")
-)
 
 
 class HandCost(Protocol):
@@ -99,7 +82,7 @@ class OpRow:
     @property
     def is_quiet_view(self) -> bool:
         """Whether it only follows its input, so that a table for people may leave it out."""
-        return self.target.split(".")[1] in VIEWS and not self.collectives
+        return (is_view(self.target) or family(self.target) == "aten.clone") and not self.collectives
 
 
 @dataclass(frozen=True, slots=True)

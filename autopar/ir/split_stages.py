@@ -16,7 +16,7 @@ from autopar.errors import UnsupportedOp
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.interpret import constants_for
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 
 
 @dataclass(frozen=True)

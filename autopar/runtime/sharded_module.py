@@ -23,8 +23,8 @@ from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.graph import Graph, Input
 from autopar.ir.interpret import run_constants
+from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
-from autopar.ir.passes.rewire import is_random
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan

@@ -58,6 +58,7 @@ LOCAL_ARGUMENTS: Mapping[str, LocalArguments] = {
     "aten.unflatten.int": _unflatten,
     "aten.repeat.default": _repeat,
     "aten.repeat_interleave.self_int": _repeat_interleave,
-    **{f"aten.{name}.default": _output_size("size") for name in ("full", "zeros", "ones", "empty", "rand", "randn")},
+    **{f"aten.{name}.default": _output_size("size") for name in ("full", "zeros", "ones", "rand", "randn")},
+    "aten.empty.memory_format": _output_size("size"),
     **{f"aten.new_{name}.default": _output_size("size") for name in ("full", "zeros", "ones", "empty")},
 }

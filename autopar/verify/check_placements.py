@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.codegen.emit import emit
 from autopar.codegen.program import Program
+from autopar.ir.op_facts import facts_of
 from autopar.runtime.load_program import axes_of, compile_source, namespace
 from autopar.sbp.convert import Axis
 from autopar.sbp.placement import I, Layout, Placement, R, local_shape
@@ -50,9 +51,7 @@ _LINEAR = {
     "where",
 }
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat"}
-# Ops that add a bias to a product -> position of the bias. If the contracted dim is split, only the product turns from
-# V to P.
-_BIAS = {"linear": 2, "turned_linear": 2, "conv1d": 2, "conv2d": 2, "addmm": 0, "baddbmm": 0}
+_WITHOUT_BIAS = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
 
 
 def check(program: Program, mesh: DeviceMesh) -> None:
@@ -186,9 +185,9 @@ class _Ops:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self._path.split(".")[1]
-        slot = _BIAS.get(name)
-        if slot is not None and slot < len(args) and args[slot] is not None:
-            return self._with_bias(name, slot, args, kwargs)
+        product = facts_of(self._path).product
+        if product is not None and 0 <= product.bias < len(args) and args[product.bias] is not None:
+            return self._with_bias(name, product.bias, args, kwargs)
         return self._call(name, args, kwargs)
 
     def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -217,10 +216,12 @@ class _Ops:
         return result
 
     def _with_bias(self, name: str, slot: int, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The product, claimed to be pending on the axes on which its bias is, plus the bias."""
+        """The product, and then the bias. Contracted over a split dim, the product turns from V to P where its bias is
+        pending.
+        """
         bias = args[slot]
-        if slot == 0:
-            product = (torch.bmm if name == "baddbmm" else torch.mm)(*args[1:3])
+        if name in _WITHOUT_BIAS:
+            product = _WITHOUT_BIAS[name](*args[1:3])
         else:
             product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
         for group in (axis.group for axis in self._referee.mesh_axes if axis.size > 1):

@@ -16,7 +16,7 @@ from autopar.codegen.generated_self import GeneratedSelf
 from autopar.codegen.lower import lower
 from autopar.codegen.program import Program
 from autopar.ir.interpret import run_constants
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import without_data

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.ir.graph import Slot
+from autopar.ir.graph import Slot, resolve
 from autopar.sbp.localize import LOCAL_ARGUMENTS, localize
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import RULES
@@ -69,6 +69,10 @@ def test_other_ops_are_left_alone() -> None:
     op, _ = make_op("aten.split.Tensor", f64(4, 6), 2, 1)
     strategy = Strategy((Signature((S(0),), (S(0),) * 3), Signature((I,), (I,) * 3)))
     assert localize(op, strategy, MESH) == (op.args, op.kwargs)
+
+
+def test_every_rule_is_of_an_op_that_torch_has() -> None:
+    assert all(resolve(target) for target in RULES if target.startswith("aten."))
 
 
 def test_every_localised_op_has_a_rule() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
+from autopar.ir.op_facts import ATTENTION, family
 from autopar.sbp.assignment import uses_of
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
@@ -83,7 +84,7 @@ def spec(value: Value) -> Spec:
 def _footprint(
     target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...], is_tracked: bool
 ) -> Footprint:
-    if target.startswith("aten.scaled_dot_product_attention"):
+    if family(target) == ATTENTION:
         return _attention(outputs, is_tracked)
     try:
         return _probe(target, args, kwargs, inputs)

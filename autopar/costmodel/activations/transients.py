@@ -19,12 +19,10 @@ import torch
 from autopar.costmodel.activations.autograd_footprint import Footprint, Spec, fill, spec
 from autopar.costmodel.activations.count_storages import count_storages
 from autopar.costmodel.activations.saved_activations import Regions, region_of_ops
-from autopar.costmodel.roofline import family
 from autopar.ir.graph import Graph, Op, Value, resolve
+from autopar.ir.op_facts import ATTENTION, Shapes, family
 from autopar.sbp.assignment import uses_of
 from autopar.torch_compat import pytree
-
-Shapes = tuple[tuple[int, ...], ...]
 
 # No op takes more than so many times its operands; those whose operands are smaller are not asked.
 _MOST = 6
@@ -125,7 +123,7 @@ def _measured(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], out
     """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes,
     and all between.
     """
-    if family(target) == "aten.scaled_dot_product_attention":  # fused; on the meta device the unfused one would run
+    if family(target) == ATTENTION:  # fused; on the meta device the unfused one would run
         return sum(_num_bytes(one) for one in (*inputs, *outputs) if one[2])
     try:
         return _run(target, args, kwargs, inputs)

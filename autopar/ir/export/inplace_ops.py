@@ -5,8 +5,9 @@ from typing import Any
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, functional_target, read, whole, write
 from autopar.ir.export.op_builder import Emitter, Origin
-from autopar.ir.export.view_ops import RESHAPES, step_of
+from autopar.ir.export.view_ops import step_of
 from autopar.ir.graph import Value
+from autopar.ir.op_facts import RESHAPES
 
 _BATCH_NORM = "aten.batch_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"

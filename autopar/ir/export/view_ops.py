@@ -6,23 +6,7 @@ from typing import Any
 from autopar.ir.call_args import fill
 from autopar.ir.export.op_builder import Emitter, Origin
 from autopar.ir.graph import Slot, Value
-
-RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default",
-        "_unsafe_view.default",
-        "reshape.default",
-        "view_as.default",
-        "reshape_as.default",
-        "flatten.using_ints",
-        "unflatten.int",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "unsqueeze.default",
-    )
-)
+from autopar.ir.op_facts import RESHAPES
 
 
 @dataclass(frozen=True, slots=True)

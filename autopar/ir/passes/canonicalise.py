@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from autopar.ir.call_args import fill
-from autopar.ir.export.view_ops import RESHAPES
 from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 
 
 def canonicalise(graph: Graph) -> Graph:
@@ -122,12 +122,9 @@ def _rows(rewrite: Callable[[Op], Op], *names: str) -> Mapping[str, Callable[[Op
 
 _REWRITES: Mapping[str, Callable[[Op], Op]] = {
     **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(PERMUTATIONS, _permute),
     **_rows(_expand, "expand.default", "expand_as.default", "broadcast_to.default"),
     **_rows(_cast, "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default"),
-    **_rows(
-        _permute, "permute.default", "transpose.int", "t.default", "numpy_T.default", "mT.default", "swapaxes.default"
-    ),
-    **_rows(_permute, "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int", "moveaxis.intlist"),
     **_rows(
         _split, "chunk.default", "split.Tensor", "split.sizes", "split_with_sizes.default", "tensor_split.sections"
     ),

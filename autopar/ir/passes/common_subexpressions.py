@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.ir.passes.rewire import is_random, rewire
+from autopar.ir.op_facts import is_random
+from autopar.ir.passes.rewire import rewire
 
 
 def merge_duplicates(graph: Graph) -> Graph:

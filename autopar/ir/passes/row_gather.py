@@ -13,7 +13,7 @@ import torch
 
 from autopar.ir.call_args import call, takes_device
 from autopar.ir.graph import Graph, Op, Slot, Value
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 
 
 def read_own_rows(graph: Graph) -> Graph:

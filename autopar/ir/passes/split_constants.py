@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 
 
 def split_constants(graph: Graph) -> Graph:

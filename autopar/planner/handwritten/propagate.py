@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
 from autopar.sbp.placement import I, P, Placement, R
 from autopar.sbp.redistribute import CONVERSIONS
 from autopar.sbp.signature import Signature
 
 _WHOLE = ("I", "R")
-VIEWS = frozenset({"reshape", "permute"})  # what normalised graphs have of them
+_SAME_ELEMENTS = RESHAPES | PERMUTATIONS
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,11 @@ def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequenc
         option for option in options if wanted and all(option.signature.inputs[slot] == p for slot, p in wanted.items())
     ]
     fits = [option for option in fits if not option.signature.role]
-    if not fits and base_name(op) in VIEWS and any(placed[op.inputs[slot].name] == p for slot, p in wanted.items()):
+    if (
+        not fits
+        and op.target in _SAME_ELEMENTS
+        and any(placed[op.inputs[slot].name] == p for slot, p in wanted.items())
+    ):
         return [option for option in options if all(placement == R for placement in option.signature.inputs)]
     return fits
 
@@ -163,7 +168,7 @@ def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: St
     """
 
     def is_textbook(signature: Signature) -> bool:
-        if structure is not None and base_name(op) in VIEWS:
+        if structure is not None and op.target in _SAME_ELEMENTS:
             return True
         pending = [value for value, placement in zip(op.inputs, signature.inputs) if placement == P]
         return all(

@@ -4,24 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph, Op
-
-_PRODUCTS = frozenset(
-    {
-        "linear",
-        "turned_linear",
-        "addmm",
-        "mm",
-        "matmul",
-        "bmm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "_grouped_mm",
-        "grouped_mm_fallback",
-    }
-)
-# Ops at which a tensor-parallel region ends: a norm mixes all of a hidden dim; an index does not follow one dim.
-_BARRIERS = frozenset({"layer_norm", "rms_norm", "group_norm", "embedding", "index", "topk", "cross_entropy_loss"})
+from autopar.ir.op_facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,8 @@ def values_from_parameters(graph: Graph) -> frozenset[str]:
 
 def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | None:
     """(slot of the activation, slot of the weight) of a product with a parameter, else None."""
-    if base_name(op) not in _PRODUCTS:
+    product = facts_of(op.target).product
+    if product is None or not product.weight:
         return None
     weights = [slot for slot, value in enumerate(op.inputs) if value.name in from_parameters and len(value.shape) > 1]
     others = [
@@ -113,7 +97,7 @@ def product_slots(op: Op, from_parameters: frozenset[str]) -> tuple[int, int] | 
 
 
 def _lookup(op: Op) -> bool:
-    return base_name(op) == "embedding"
+    return facts_of(op.target).is_lookup
 
 
 def _from_arguments(graph: Graph) -> frozenset[str]:
@@ -165,7 +149,7 @@ def _pair(
 def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozenset[str]) -> frozenset[str] | None:
     tracked = [value for value in op.inputs if value.needs_grad and value.name not in ignored]
     found = [sources.get(value.name) for value in tracked]
-    if base_name(op) in _BARRIERS or not found or any(item is None for item in found):
+    if facts_of(op.target).ends_region or not found or any(item is None for item in found):
         return None
     return frozenset().union(*found)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 from autopar.sbp.localize import localize
 from autopar.sbp.microbatch.expert_routing import inverts_order
 from autopar.sbp.microbatch.split_batch import BatchSplit, batch_size, is_share, split_batch

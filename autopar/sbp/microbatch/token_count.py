@@ -9,7 +9,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.export.op_builder import Emitter, Origin
 from autopar.ir.graph import Graph, Input, Op, Value, arguments_of
 from autopar.ir.interpret import constants_for
-from autopar.ir.passes.rewire import is_random
+from autopar.ir.op_facts import is_random
 from autopar.sbp.local_ops._arguments import sum_dtype
 from autopar.sbp.rules._by_name import tensor_of
 

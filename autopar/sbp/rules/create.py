@@ -49,7 +49,7 @@ RULES: Mapping[str, Rule] = {
     "aten.zeros.default": sized,
     "aten.ones.default": sized,
     "aten.full.default": sized,
-    "aten.empty.default": sized,
+    "aten.empty.memory_format": sized,
     "aten.new_zeros.default": sized,
     "aten.new_ones.default": sized,
     "aten.new_full.default": sized,
