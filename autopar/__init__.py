@@ -11,6 +11,7 @@ _HOMES = {
     "compile": "autopar.api",
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",
+    "splits": "autopar.sbp.rules.custom_function",
     "unshare": "autopar.ir.unshare",
 }
 

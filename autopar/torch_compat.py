@@ -3,11 +3,14 @@
 Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of them.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
@@ -25,6 +28,7 @@ __all__ = [
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
     # torch.export takes its fake tensors from an active one; its tensors choose the kernels of their device
     "FakeTensorMode",
+    "FunctionApply",
     # targets of exported nodes are instances of it and of OpOverload; torch.ops gives the instances only
     "HigherOrderOperator",
     "OpOverload",
@@ -34,6 +38,7 @@ __all__ = [
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",
+    "functions_applied_by",
     "has_hooks_of_all_modules",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
@@ -46,6 +51,27 @@ __all__ = [
     "stage_backward_weight",
     "without_function_modes",
 ]
+
+
+FunctionApply = Callable[..., Any]  # what a class's own `apply` does, given its arguments
+
+
+@contextmanager
+def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `Function.apply(*args)` of every custom `torch.autograd.Function` is `apply(original, cls, *args)`.
+
+    Patched is the class behind `Function`, whose `apply` asks it: `reverse = Reversed.apply`, bound long before, is
+    seen too.
+    """
+
+    def applied(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        return apply(super(_SingleLevelFunction, cls).apply, cls, *args)
+
+    _SingleLevelFunction.apply = classmethod(applied)
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply
 
 
 def below_autograd() -> AbstractContextManager[None]:

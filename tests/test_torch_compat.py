@@ -90,6 +90,22 @@ def test_what_is_exported_is_a_pytree() -> None:
     assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [torch.ops.aten.mul.Tensor]
 
 
+def test_custom_functions_are_seen_however_they_are_called() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    bound, seen = Double.apply, []
+    with torch_compat.functions_applied_by(lambda original, cls, *args: seen.append(cls) or original(*args)):
+        assert [function(torch.ones(1)).item() for function in (bound, Double.apply)] == [2.0, 2.0]
+    assert bound(torch.ones(1)).item() == 2.0 and seen == [Double, Double]
+
+
 def test_backward_in_two_parts() -> None:
     x, weight = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
     outputs = [x * weight]

@@ -4,6 +4,8 @@ import math
 
 from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.function_flops import function_flops
+from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Op
 from autopar.ir.op_facts import Shapes, facts_of
 from autopar.sbp.placement import local_shape
@@ -18,6 +20,8 @@ def local_shapes(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tup
 
 def op_flops(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     """Flops of a forward run of `op` on tensors of these shapes: those of its products, 0 for other ops."""
+    if is_function(op):
+        return function_flops(op, inputs)[0]
     product = facts_of(op.target).product
     return product.flops(op, inputs, outputs) if product else 0.0
 
@@ -47,13 +51,16 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
         return 0.0, 0.0
     flops_s = op_flops(op, inputs, outputs) / cluster.peak_flops_per_s(op.outputs[0].dtype)
     bytes_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
-    products = _backward_products(op) if flops_s else 1.0
+    products = _backward_products(op, inputs) if flops_s else 1.0
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     return max(flops_s, bytes_s), max(products * flops_s, bytes_s * max(products, 1.0)) if is_tracked else 0.0
 
 
-def _backward_products(op: Op) -> float:
+def _backward_products(op: Op, inputs: Shapes) -> float:
     """Products of backward, in products of forward."""
+    if is_function(op):
+        forward, backward = function_flops(op, inputs)
+        return backward / forward
     product = facts_of(op.target).product
     return product.backward_ratio or float(sum(value.needs_grad for value in product.operands(op)))
 

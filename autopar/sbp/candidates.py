@@ -11,7 +11,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value, nameless
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
-from autopar.sbp.rules import RULES
+from autopar.sbp.rules import may_sum_gradients, rule_of
 from autopar.sbp.rules.matmul import ROW_BYTES
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
@@ -39,7 +39,7 @@ def annotate(
         strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
         layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
         outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
-        without_rule=tuple(op.name for op in ops if op.target not in RULES),
+        without_rule=tuple(op.name for op in ops if rule_of(op) is None),
         not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
     )
 
@@ -59,11 +59,13 @@ def signatures_of_call(op: Op) -> tuple[Signature, ...]:
 
 @lru_cache(maxsize=4096)
 def signatures_of(op: Op) -> tuple[Signature, ...]:
-    """The distinct signatures of `op` on one mesh axis: all I, all R, then those of its rule that split no dim of size
-    1.
+    """The distinct signatures of `op` on one mesh axis: all I, all R (where gradients may be pending sums), then those
+    of its rule that split no dim of size 1.
     """
-    whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in (I, R)]
-    found = (_without_gradient(op, signature) for signature in (*whole, *RULES.get(op.target, lambda _: ())(op)))
+    kinds = (I, R) if may_sum_gradients(op) else (I,)
+    whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in kinds]
+    rule = rule_of(op)
+    found = (_without_gradient(op, signature) for signature in (*whole, *(rule(op) if rule else ())))
     return tuple(
         dict.fromkeys(
             signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()

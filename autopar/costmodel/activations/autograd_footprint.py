@@ -3,13 +3,14 @@ meta device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.ir.function_ops import class_of
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.ir.op_facts import ATTENTION, family
 from autopar.sbp.assignment import uses_of
@@ -87,9 +88,13 @@ def _footprint(
     if family(target) == ATTENTION:
         return _attention(outputs, is_tracked)
     try:
-        return _probe(target, args, kwargs, inputs)
-    except (RuntimeError, NotImplementedError):
-        # ops that look at values (nonzero, unique) have no meta kernel: assume that everything is kept
+        found = _probe(target, args, kwargs, inputs)
+        # what a custom function keeps as attributes of its context is not seen: all it is given
+        keeps = is_tracked and class_of(target) is not None
+        return replace(found, saved_inputs=frozenset(range(len(inputs))), is_assumed=True) if keeps else found
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
+        # ops that look at values (nonzero, unique) have no meta kernel, and custom functions may have none: assume that
+        # everything is kept
         saved = frozenset(range(len(inputs))) if is_tracked else frozenset()
         return Footprint(saved, frozenset(), 0, (-1,) * len(outputs), is_assumed=True)
 

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
+from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.source_lines import line_of_error
@@ -24,7 +25,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
-    with torch.random.fork_rng(devices=()), _outputs_registered(model), _without_dump():
+    with torch.random.fork_rng(devices=()), _outputs_registered(model), _without_dump(), functions_kept():
         try:
             return _export(model, args, kwargs)
         except GuardOnDataDependentSymNode as error:

@@ -11,7 +11,11 @@ import torch
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # tracing, whose frames are not the user's
+_IR = os.path.dirname(os.path.dirname(__file__))
+_HERE = (
+    _IR + os.sep,
+    os.path.join(os.path.dirname(_IR), "torch_compat.py"),
+)  # tracing, whose frames are not the user's
 
 
 @lru_cache(maxsize=4096)

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.rewire import rewire
 
 
 def merge_duplicates(graph: Graph) -> Graph:
-    """`graph` with equal constants and equal deterministic ops merged.
+    """`graph` with equal constants and equal deterministic ops merged, but for those with a backward of their own: that
+    of a sum of gradients need not be the sum of theirs.
 
     A merged op moves up to just behind the producers of its inputs: inside the first of the layers that read it, it
     would make that layer differ from the others.
@@ -24,7 +26,7 @@ def merge_duplicates(graph: Graph) -> Graph:
     for op in graph.ops:
         now = replace(op, inputs=tuple(replaced.get(value.name, value) for value in op.inputs))
         key = (op.target, repr(op.args), repr(op.kwargs), tuple(value.name for value in now.inputs), op.is_no_grad)
-        first = seen.setdefault(key, now) if not is_random(op) else now
+        first = now if is_random(op) or is_function(op) else seen.setdefault(key, now)
         if first is now:
             kept.append(now)
             continue

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import MicrobatchError
+from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.sbp.candidates import signatures_of_call
 from autopar.sbp.microbatch.expert_routing import routed_signatures
 from autopar.sbp.placement import I, P, Placement, R, S
-from autopar.sbp.rules import RULES
+from autopar.sbp.rules import rule_of
 from autopar.sbp.signature import Signature
 
 # Roles of means: of equal parts, or of tokens counted over the whole batch. Every other role needs values of other
@@ -137,7 +138,12 @@ def _refusal(op: Op, domains: Domains) -> str:
     roles = {signature.role for signature in signatures_of_call(op)} - ALLOWED_ROLES
     terms = [value.name for value in op.inputs if domains[value.name] == {P}]
     reason = next((_REASONS[role] for role in sorted(roles) if role in _REASONS), "")
-    if not reason and op.target not in RULES:
+    if not reason and is_function(op):
+        reason = (
+            "a custom autograd.Function is whole unless its class says how it splits: decorate it, for example with"
+        )
+        reason += ' @autopar.splits("elementwise") or @autopar.splits("batch")'
+    elif not reason and rule_of(op) is None:
         reason = "there is no rule for splitting it"
     elif not reason and terms:
         reason = f"it needs the sum of %{terms[0]} over the whole batch"

@@ -8,6 +8,7 @@ from autopar.sbp.rules import (
     cast,
     conv,
     create,
+    custom_function,
     embedding,
     index,
     loss,
@@ -31,3 +32,15 @@ _FAMILIES = (
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {
     target: rule for family in _FAMILIES for target, rule in family.RULES.items()
 }
+
+
+def rule_of(op: Op) -> Callable[[Op], Iterable[Signature]] | None:
+    """The op's row of the table, or what its class says; None for an op that is whole on each device."""
+    return RULES.get(op.target) or custom_function.rule_of(op)
+
+
+def may_sum_gradients(op: Op) -> bool:
+    """Whether the op's backward is known to be linear, so that gradients that are pending sums may pass it: true of
+    torch's own ops, and of those with a row.
+    """
+    return op.target in RULES or op.target.startswith(("aten.", "prims.", "autopar."))

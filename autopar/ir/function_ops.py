@@ -1,0 +1,95 @@
+"""Custom `torch.autograd.Function`s as ops: each call of one is an op whose forward and backward are the class's own.
+
+`torch.ops.autograd_function.NAME.default` calls `apply` of the class with the tensors it is given and the constants of
+the call. An op is defined once for a class and its constants, and lives as long as the process, as any op does.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Op
+
+NAMESPACE = "autograd_function"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum)
+_SAME = (type, FunctionType, BuiltinFunctionType)  # equal if they are one object
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class Application:
+    """How an op calls `cls.apply`: `args` has a `Tensor` in the place of each tensor; of what it returns, the tensors
+    are the op's results. `is_random`: it draws random numbers.
+    """
+
+    cls: type[torch.autograd.Function]
+    args: tuple[Any, ...]
+    num_tensors: int
+    num_results: int
+    is_random: bool
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        result = self.cls.apply(*(next(given) if arg is TENSOR else arg for arg in self.args))
+        results = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
+        return results[0] if self.num_results == 1 else tuple(results)
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+_APPLICATIONS: dict[str, Application] = {}  # by target
+_TARGETS: dict[Any, str] = {}  # by what is the same for equal calls
+
+
+def target_of(application: Application) -> str:
+    """The op of the application, defined if it is new; ops of one class are numbered in order of their first call."""
+    key = (application.cls, tuple(map(_exact, application.args)), application.num_results, application.is_random)
+    if key not in _TARGETS:
+        stem, name, number = re.sub(r"\W+", "_", application.cls.__qualname__).strip("_"), "", 1
+        while not name or f"{NAMESPACE}.{name}.default" in _APPLICATIONS:
+            name, number = stem if number == 1 else f"{stem}_{number}", number + 1
+        inputs = ", ".join(f"Tensor x{i}" for i in range(application.num_tensors))
+        results = "Tensor" if application.num_results == 1 else f"({', '.join(['Tensor'] * application.num_results)})"
+        tags = (torch.Tag.nondeterministic_seeded,) if application.is_random else ()
+        _LIBRARY.define(f"{name}({inputs}) -> {results}", tags=tags)
+        target = f"{NAMESPACE}.{name}.default"
+        _APPLICATIONS[target] = application
+        _TARGETS[key] = target
+        _LIBRARY.impl(name, application, "CompositeImplicitAutograd")
+    return _TARGETS[key]
+
+
+def is_function(op: Op) -> bool:
+    """Whether the op has a backward of its own, which need not be linear in the gradient that comes in."""
+    return op.target in _APPLICATIONS
+
+
+def class_of(target: str) -> type[torch.autograd.Function] | None:
+    """The class that the op applies, if it is one of these."""
+    found = _APPLICATIONS.get(target)
+    return found and found.cls
+
+
+def is_constant(arg: Any) -> bool:
+    """Whether calls that differ in this argument can be told apart, and hold no tensor in it."""
+    if isinstance(arg, tuple | list):
+        return all(map(is_constant, arg))
+    if isinstance(arg, dict):
+        return all(is_constant(item) for pair in arg.items() for item in pair)
+    return isinstance(arg, (*_PLAIN, *_SAME))
+
+
+def _exact(arg: Any) -> Any:
+    if isinstance(arg, tuple | list):
+        return type(arg), tuple(map(_exact, arg))
+    if isinstance(arg, dict):
+        return dict, tuple((_exact(key), _exact(value)) for key, value in arg.items())
+    return (type(arg), repr(arg)) if isinstance(arg, _PLAIN) else arg

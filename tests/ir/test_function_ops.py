@@ -1,0 +1,112 @@
+"""Custom autograd functions as ops: one op for equal calls, and refusals that name the function."""
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.costmodel.function_flops import function_flops
+from autopar.ir.graph import Graph
+from autopar.ir.run_graph import run
+from autopar.ir.trace import trace
+from autopar.sbp.candidates import signatures_of
+from autopar.sbp.placement import I, S
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * ctx.scale * grad, None
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def traced(forward, x: torch.Tensor) -> Graph:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(x)
+
+    return trace(Model(), (x,), {})
+
+
+X = torch.arange(6.0).reshape(2, 3).requires_grad_()
+
+
+def test_calls_with_the_same_constants_are_one_op_and_others_are_not() -> None:
+    calls = ((2.0, 2), (2.0, 2), (2, 2), (3.0, 2))
+    graph = traced(lambda x: sum(Scaled.apply(x, scale) for scale, _ in calls), X)
+    targets = [op.target for op in graph.ops if "Scaled" in op.target]
+    assert len(targets) == 4, "calls of equal functions on one tensor are not merged: their backwards may differ"
+    assert targets[0] == targets[1] and len(set(targets)) == 3
+
+
+def test_the_graph_runs_the_own_backward() -> None:
+    graph = traced(lambda x: Scaled.apply(x, 2.0).sum(), X)
+    (loss,), _ = run(graph, {"x": X})
+    (gradient,) = torch.autograd.grad(loss, X)
+    assert torch.equal(gradient, 2 * X)
+
+
+def test_a_function_is_whole_and_never_meets_a_pending_sum() -> None:
+    (op,) = traced(lambda x: Scaled.apply(x, 2.0), X).ops
+    assert {*signatures_of(op)[0].inputs} == {I} and len(signatures_of(op)) == 1
+    autopar.splits("batch")(Scaled)
+    try:
+        signatures_of.cache_clear()
+        assert [found.outputs for found in signatures_of(op)] == [(I,), (S(0),)]
+    finally:
+        del Scaled.autopar_rule
+        signatures_of.cache_clear()
+
+
+def test_flops_are_counted() -> None:
+    weight = torch.ones(3, 5)
+    (op,) = (op for op in traced(lambda x: Product.apply(x, weight), X).ops if "Product" in op.target)
+    assert function_flops(op, ((2, 3), (3, 5))) == (2 * 2 * 3 * 5, 2 * 2 * 2 * 3 * 5)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda x: Scaled.apply(x, nn.Linear(1, 1)), r"test_function_ops.py:.*Scaled.apply is called with a Linear"),
+        (lambda x: Written.apply(x.clone()), r"test_function_ops.py:.*Written.forward writes to a tensor"),
+    ],
+    ids=["module", "dirty"],
+)
+def test_what_cannot_be_kept_is_refused_by_name(forward, words: str) -> None:
+    with pytest.raises(autopar.AutoparError, match=words):
+        traced(forward, X)
+
+
+def test_what_may_not_be_decorated() -> None:
+    with pytest.raises(autopar.AutoparError, match="'elementwise' or 'batch' or a rule, found 'rows'"):
+        autopar.splits("rows")
+    with pytest.raises(autopar.AutoparError, match="decorates a torch"):
+        autopar.splits("batch")(nn.Linear)
