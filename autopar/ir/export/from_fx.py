@@ -47,7 +47,6 @@ _IDENTITIES = frozenset(
         "to.device",
         "to.other",
         "type_as.default",
-        "detach_.default",
         "lift_fresh.default",
         "requires_grad_.default",
     )
@@ -165,7 +164,7 @@ def _quote(node: Node) -> str:
 
 
 def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:
-    written = inplace_ops.written_argument(node.target)
+    written = inplace_ops.written_arguments(node.target)
     aliased = _aliased_input(node)
     if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
         return region.env[node.args[0]]
@@ -174,6 +173,13 @@ def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: O
         name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at))
         for name, value in node.kwargs.items()
     }
+    if inplace_ops.is_out_variant(node.target):
+        views = {name: region.env[node.kwargs[name]] for name in written}
+        return inplace_ops.convert_out(node.target, views, bound, named, emitter, at)
+    if written and not isinstance(node.args[0], Node):
+        raise TraceError(
+            f"{_quote(node)}: {target} writes to a list of tensors, which is not supported; write to each by itself"
+        )
     if written:
         return inplace_ops.convert_write(target, region.env[node.args[0]], bound, named, emitter, at)
     if inplace_ops.updates_statistics(target, bound):

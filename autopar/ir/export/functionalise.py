@@ -89,7 +89,6 @@ def functional_target(target: str) -> str | None:
     stem = special.get(name, name.removesuffix("_"))
     found = f"{namespace}.{stem}.{'p' if target == 'aten.bernoulli_.float' else overload}"
     try:
-        resolve(found)
+        return None if resolve(found)._schema.is_mutable else found
     except AttributeError:
         return None
-    return found

@@ -1,21 +1,79 @@
 """Each in-place op as the functional op that computes what it writes."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, functional_target, read, whole, write
 from autopar.ir.export.op_builder import Emitter, Origin
 from autopar.ir.export.view_ops import step_of
-from autopar.ir.graph import Value
+from autopar.ir.graph import Value, resolve
 from autopar.ir.op_facts import RESHAPES
 
 _BATCH_NORM = "aten.batch_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
 
 
-def written_argument(function: Any) -> bool:
-    """Whether the op writes into an argument."""
-    return any(arg.alias_info is not None and arg.alias_info.is_write for arg in function._schema.arguments)
+def written_arguments(function: Any) -> tuple[str, ...]:
+    """Names of the arguments that the op writes to, as its schema says."""
+    return tuple(
+        arg.name for arg in function._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def is_out_variant(function: Any) -> bool:
+    """Whether the op writes all its results to tensors given by keyword, as with `out=`."""
+    written = [arg for arg in function._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+    return bool(written) and all(arg.kwarg_only and str(arg.type) == "Tensor" for arg in written)
+
+
+def convert_out(
+    function: Any,
+    views: Mapping[str, View],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    emitter: Emitter,
+    at: Origin,
+) -> View | tuple[View, ...]:
+    """Emit the overload that returns what this one writes, and write its results; the results are the `views`, by
+    argument.
+    """
+    found = _without_out(function)
+    if found is None:
+        raise TraceError(f"{at.line}: no form of {function} without out= is known; write the model without it")
+    names = written_arguments(function)
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    for name, result in zip(names, emitter.emit(str(found), args, rest, at=at)):
+        current = read(views[name], emitter, at)
+        if result.shape != current.shape and (views[name].steps or math.prod(current.shape)):
+            raise TraceError(
+                f"{at.line}: {function} has a result of shape {list(result.shape)} for a tensor of shape"
+                f" {list(current.shape)} given as {name}=; give one of the result's shape"
+            )
+        if result.dtype != current.dtype:
+            result = emitter.emit("aten.to.dtype", (result, current.dtype), at=at)[0]
+        write(views[name], result, emitter, at)
+    return tuple(views[name] for name in names) if len(names) > 1 else views[names[0]]
+
+
+def _without_out(function: Any) -> Any:
+    """The overload of the same op with the same arguments but those written to; it may have others by keyword."""
+    packet = function.overloadpacket
+    inputs = [(arg.name, str(arg.type)) for arg in function._schema.arguments if arg.alias_info is None]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        schema = overload._schema
+        if schema.is_mutable or len(schema.returns) != len(written_arguments(function)):
+            continue
+        own = {arg.name: (arg.name, str(arg.type)) for arg in schema.arguments}
+        needed = {name for name, arg in own.items() if not _is_optional_keyword(schema, name)}
+        if all(item in own.values() for item in inputs) and needed <= {name for name, _ in inputs}:
+            return overload
+    return None
+
+
+def _is_optional_keyword(schema: Any, name: str) -> bool:
+    return any(arg.name == name and arg.kwarg_only and arg.has_default_value() for arg in schema.arguments)
 
 
 def convert_write(
@@ -24,7 +82,7 @@ def convert_write(
     """Emit the functional form of an in-place op on `view` and write its result; the result is the view itself."""
     current = args[0]
     functional = functional_target(target)
-    if functional in RESHAPES or functional in ("aten.t.default", "aten.transpose.int"):
+    if functional in RESHAPES or functional in ("aten.t.default", "aten.transpose.int", "aten.detach.default"):
         return _convert_metadata_write(functional, view, args, emitter, at)
     if target in ("aten.copy_.default", "aten.fill_.Tensor"):
         result = _cast(args[1], current, emitter, at)
@@ -32,13 +90,23 @@ def convert_write(
         result = emitter.emit("aten.full_like.default", (current, args[1]), at=at)[0]
     elif target == "aten.zero_.default":
         result = emitter.emit("aten.zeros_like.default", (current,), at=at)[0]
-    elif functional is None:
-        raise TraceError(f"{at.line}: no out-of-place form of {target} is known; write the model without it")
+    elif functional is None or written_arguments(resolve(target)) != (_first_argument(target),):
+        names = ", ".join(written_arguments(resolve(target)))
+        raise TraceError(
+            f"{at.line}: {target} writes to its argument {names}, and no out-of-place form of it is known; write the"
+            " model without it"
+        )
     else:
         result = _cast(emitter.emit(functional, args, kwargs, at=at)[0], current, emitter, at)
     if result is not current:
         write(view, result, emitter, at)
     return view
+
+
+def _first_argument(target: str) -> str:
+    """The name of the first argument, if it is one tensor."""
+    first = resolve(target)._schema.arguments[0]
+    return first.name if str(first.type) == "Tensor" else ""
 
 
 def _cast(value: Value, like: Value, emitter: Emitter, at: Origin) -> Value:
