@@ -18,6 +18,7 @@ from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
 from autopar.sbp.redistribute import Collective, again_in_backward, collectives_together, redistribute
 
@@ -158,7 +159,9 @@ class _Step:
         self.places = region_of_ops(assignment.recomputed)
         self.away = region_of_ops(assignment.offloaded)
         self.savings = savings(graph, self.known, assignment.recomputed, assignment.offloaded)
-        self.movings = movings(graph, self.known, assignment.recomputed, assignment.offloaded, self.savings, cluster)
+        self.movings = movings(
+            Sampled(graph), self.known, assignment.recomputed, assignment.offloaded, self.savings, cluster
+        )
         self.parameters = {item.value.name for item in graph.of_kind("parameter")}
 
     def converting(self) -> Iterator[PlannedCollective]:
@@ -228,7 +231,7 @@ class _Step:
 
     def _transient(self, training: Training) -> float:
         ops, regions = {op.name: op for op in self.graph.ops}, (self.assignment.recomputed, self.assignment.offloaded)
-        found, size = largest_transient(self.graph, self.known, *regions, training.num_microbatches), 0.0
+        found, size = largest_transient(Sampled(self.graph), self.known, *regions, training.num_microbatches), 0.0
         for name, share in found.ops.items():
             shapes = local_shapes(ops[name], self.assignment.strategies[name], self.mesh.shape)
             size += share * transient_bytes(ops[name], *shapes, frozenset(self.parameters))

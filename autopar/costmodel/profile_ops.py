@@ -18,6 +18,7 @@ from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
 from autopar.sbp.redistribute import again_in_backward, collectives_together, redistribute
 
@@ -78,7 +79,7 @@ def profile(
     stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     known, found = footprints(graph), conversions(graph, assignment)
-    transient = largest_transient(graph, known, (), (), training.num_microbatches)
+    transient = largest_transient(Sampled(graph), known, (), (), training.num_microbatches)
     for name, savings_of in savings(graph, known).items():
         for one, saving in zip(found[name], savings_of):
             kept = kept_bytes(

@@ -3,7 +3,7 @@ it.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import input_bytes
@@ -25,16 +25,18 @@ def moving_s(num_bytes: float, cluster: Cluster) -> float:
     return _COPIES * num_bytes * cluster.host_s_per_byte if num_bytes else 0.0
 
 
-def brought_shares(graph: Graph, on_host: Collection[str]) -> Mapping[str, float]:
+def brought_shares(
+    graph: Graph, on_host: Collection[str], num: Callable[[str], int] = lambda _: 1
+) -> Mapping[str, float]:
     """Parameter whose state waits on the host -> what part of it counts as being on the device.
 
     State is brought a bucket at a time, and a bucket takes no more than the largest parameter does
     (`runtime.offload_optimizer`). Those that are largest when nothing is split share the count of one: so it is a sum
-    over parameters, exact where they are laid out alike.
+    over parameters, exact where they are laid out alike. num: how many parameters each stands for.
     """
     sizes = {item.value.name: math.prod(item.value.shape) for item in graph.inputs if item.value.name in on_host}
     largest = [name for name, size in sizes.items() if size == max(sizes.values())]
-    return {name: (name in largest) / len(largest) for name in sizes}
+    return {name: (name in largest) / sum(map(num, largest)) for name in sizes}
 
 
 def hostable(graph: Graph) -> tuple[Input, ...]:

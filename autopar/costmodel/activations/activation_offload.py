@@ -4,12 +4,14 @@ on the device.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.costmodel.activations.autograd_footprint import Footprint
 from autopar.costmodel.activations.saved_activations import NOWHERE, Regions, Saving, region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.roofline import shapes_time
 from autopar.ir.graph import Graph, Op
+from autopar.sbp.analysis.sampled_graph import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Moving:
 
 
 def movings(
-    graph: Graph,
+    graph: Sampled,
     known: Mapping[str, Footprint],
     recomputed: Regions,
     offloaded: Regions,
@@ -43,9 +45,10 @@ def movings(
     """
     if not offloaded:
         return ()
-    sizes = _sizes(graph, known, recomputed, offloaded, found)
+    sizes = _sizes(graph.graph, known, recomputed, offloaded, found)
     largest = [size == max(sizes) for size in sizes]
-    share = min(2, sum(largest)) / sum(largest)
+    num_largest = sum(graph.num(region[0]) for region, is_one in zip(offloaded, largest) if is_one)
+    share = min(2, num_largest) / num_largest
     rates = _waited_for(graph, recomputed, offloaded, sizes, cluster)
     return tuple(Moving(*waited, share * is_one) for waited, is_one in zip(rates, largest))
 
@@ -78,18 +81,21 @@ def _sizes(
 
 
 def _waited_for(
-    graph: Graph, recomputed: Regions, offloaded: Regions, sizes: Sequence[int], cluster: Cluster
+    sampled: Sampled, recomputed: Regions, offloaded: Regions, sizes: Sequence[int], cluster: Cluster
 ) -> Iterator[tuple[float, float]]:
     """Seconds per byte that forward and backward wait."""
-    position = {op.name: number for number, op in enumerate(graph.ops)}
+    ops = sampled.graph.ops
+    position = {op.name: number for number, op in enumerate(ops)}
     begins, ends = [position[region[0]] for region in offloaded], [position[region[-1]] + 1 for region in offloaded]
     again = region_of_ops(recomputed)
-    times = [shapes_time(op, _shapes(op.inputs), _shapes(op.outputs), cluster) for op in graph.ops]
+    times = [shapes_time(op, _shapes(op.inputs), _shapes(op.outputs), cluster) for op in ops]
     for number, size in enumerate(sizes):
         is_last = number + 1 == len(sizes)
-        forward_s = sum(times[at][0] for at in range(begins[number], len(times) if is_last else begins[number + 1]))
+        num = partial(sampled.num_between, *(region[0] for region in offloaded[number : number + 2]))
+        ahead = range(begins[number], len(times) if is_last else begins[number + 1])
+        forward_s = sum(num(ops[at].name) * times[at][0] for at in ahead)
         behind = range(ends[number], ends[number] if is_last else ends[number + 1])
-        backward_s = sum(times[at][1] + times[at][0] * (graph.ops[at].name in again) for at in behind)
+        backward_s = sum(num(ops[at].name) * (times[at][1] + times[at][0] * (ops[at].name in again)) for at in behind)
         needed_s = size * cluster.host_s_per_byte
         yield tuple(max(0.0, needed_s - hidden_s) / max(size, 1) for hidden_s in (forward_s, backward_s))
 

@@ -204,6 +204,7 @@ def inside_shares(
     regions: Regions,
     found: Mapping[str, tuple[Saving, ...]],
     num_waiting: int = 0,
+    nums: Sequence[int] = (),
 ) -> list[float]:
     """How often to count each region's inside: so that the sum is the inside of one, or of all as often as
     `Training.num_waiting` says.
@@ -211,7 +212,7 @@ def inside_shares(
     One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share
     the count: so it is a sum over ops and conversions, which a table can hold, and exact where the copies are laid out
     alike. Where the gradients of weights are made later, all that the regions hold once they have run again waits for
-    these (`runtime.saved_tensors.recompute`).
+    these (`runtime.saved_tensors.recompute`). nums: how many regions each of these stands for, by default itself.
     """
     if not regions:
         return []
@@ -229,4 +230,5 @@ def inside_shares(
             if saving.is_saved_inside and not saving.is_held_inside:
                 sizes[saving.region] += values[name].num_bytes
     largest = [size == max(sizes) for size in sizes]
-    return [is_one / sum(largest) for is_one in largest]
+    num_largest = sum(num * is_one for num, is_one in zip(nums or [1] * len(sizes), largest))
+    return [is_one / num_largest for is_one in largest]

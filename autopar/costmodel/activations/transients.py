@@ -21,6 +21,7 @@ from autopar.costmodel.activations.count_storages import count_storages
 from autopar.costmodel.activations.saved_activations import Regions, region_of_ops
 from autopar.ir.graph import Graph, Op, Value, resolve
 from autopar.ir.op_facts import ATTENTION, Shapes, family
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import uses_of
 from autopar.torch_compat import pytree
 
@@ -39,7 +40,7 @@ class Transient:
 
 
 def largest_transient(
-    graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
+    sampled: Sampled, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
 ) -> Transient:
     """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none
     is to come.
@@ -47,12 +48,14 @@ def largest_transient(
     A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest
     in each.
     """
+    graph = sampled.graph
     if not any(
         isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs
     ):
         return Transient({}, frozenset())
-    saved, last = _saved_behind(graph, known, regions, offloaded), _last_readers(graph) if num_microbatches == 1 else {}
-    to_come = list(accumulate(_by_position(graph, last)))
+    saved = _saved_behind(sampled, known, regions, offloaded)
+    last = _last_readers(graph) if num_microbatches == 1 else {}
+    to_come = list(accumulate(_by_position(sampled, last)))
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
     best, found = 0, Transient({}, frozenset())
     for position in range(len(graph.ops) - 1, -1, -1):
@@ -78,16 +81,19 @@ def _operand_bytes(op: Op) -> int:
     return sum(value.num_bytes for value in (*op.inputs, *op.outputs))
 
 
-def _saved_behind(graph: Graph, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions) -> Sequence[int]:
+def _saved_behind(
+    sampled: Sampled, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions
+) -> Sequence[int]:
     """For each op, bytes of their own that later ops save and that are counted."""
     apart = region_of_ops(regions).keys() | region_of_ops(offloaded).keys()
     own = [
         (
-            sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs) + known[op.name].internal_bytes
+            sampled.num(op.name)
+            * (sum(op.outputs[i].num_bytes for i in known[op.name].saved_outputs) + known[op.name].internal_bytes)
             if op.name not in apart
             else 0
         )
-        for op in graph.ops
+        for op in sampled.graph.ops
     ]
     return [sum(own) - through for through in accumulate(own)]
 
@@ -99,12 +105,12 @@ def _last_readers(graph: Graph) -> dict[str, int]:
     return {name: max((number.get(use.user, 0) for use in uses.get(name, ())), default=0) for name in names}
 
 
-def _by_position(graph: Graph, last: Mapping[str, int]) -> list[int]:
+def _by_position(sampled: Sampled, last: Mapping[str, int]) -> list[int]:
     """Bytes of the parameters that each op is the last to read."""
-    found = [0] * len(graph.ops)
-    for item in graph.of_kind("parameter"):
+    found = [0] * len(sampled.graph.ops)
+    for item in sampled.graph.of_kind("parameter"):
         if item.value.name in last:
-            found[last[item.value.name]] += item.value.num_bytes
+            found[last[item.value.name]] += sampled.num(item.value.name) * item.value.num_bytes
     return found
 
 

@@ -23,6 +23,7 @@ from autopar.costmodel.state_offload import brought_shares
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates
@@ -83,9 +84,11 @@ class Count:
     transient_share: float = 0.0
     num_pending: int = 0
 
-    def add(self, other: "Count") -> None:
+    def add(self, other: "Count", num: int = 1) -> None:
+        """Add `num` times what `other` says; a transient is there once."""
         for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            times = 1 if name == "transient_share" else num
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class _Places:
 
 
 def find_flows(
-    graph: Graph,
+    sampled: Sampled,
     folded: Folded,
     candidates: Candidates,
     cluster: Cluster,
@@ -155,7 +158,11 @@ def find_flows(
     training: Training = WHOLE_BATCH,
     state_on_host: Collection[str] = (),
 ) -> Flows:
-    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class."""
+    """All entities of the graph, and the flows between them: those of `assignment.conversions`, class by class.
+
+    What the sampled graph lacks is counted. recomputed, offloaded, state_on_host: of those in it.
+    """
+    graph = sampled.graph
     classes = value_classes(graph, folded)
     entities = _chosen(graph, folded, candidates, classes)
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
@@ -165,36 +172,46 @@ def find_flows(
     places = _Places(
         region_of_ops(recomputed),
         region_of_ops(offloaded),
-        inside_shares(graph, known, recomputed, found, training.num_waiting),
-        movings(graph, known, recomputed, offloaded, found, cluster),
-        brought_shares(graph, state_on_host),
-        largest_transient(graph, known, recomputed, offloaded, training.num_microbatches),
+        inside_shares(
+            graph, known, recomputed, found, training.num_waiting, [sampled.num(region[0]) for region in recomputed]
+        ),
+        movings(sampled, known, recomputed, offloaded, found, cluster),
+        brought_shares(graph, state_on_host, sampled.num),
+        largest_transient(sampled, known, recomputed, offloaded, training.num_microbatches),
     )
     counts: defaultdict[Flow, Count] = defaultdict(Count)
-    for (name, read_by, alike), each in _alike(graph, folded, classes, found, places).items():
+    for (name, read_by, alike), each in _alike(sampled, folded, classes, found, places).items():
         kept = End(nodes["kept", name]) if len(read_by) > 1 else None
         for flow, count in zip(_flows(name, sources[name], kept, [readers[reader] for reader in read_by], alike), each):
             counts[flow].add(count)
     values = {v.name: v for v in _values(graph) if classes[v.name] == v.name}
     parameters = frozenset(classes[item.value.name] for item in graph.of_kind("parameter"))
     ends = _offered(entities, counts)
-    members = _members(graph, folded, places)
+    members = _members(sampled, folded, places)
     return Flows(tuple(_with_kept_options(entities, ends)), counts, members, ends, parameters, values)
 
 
 def _alike(
-    graph: Graph, folded: Folded, classes: Mapping[str, str], found: Mapping[str, tuple[Saving, ...]], places: _Places
+    sampled: Sampled,
+    folded: Folded,
+    classes: Mapping[str, str],
+    found: Mapping[str, tuple[Saving, ...]],
+    places: _Places,
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
     """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there
     are.
     """
     alike: dict[tuple, list[Count]] = {}
-    for name, uses in uses_of(graph).items():
+    makers = {value.name: op.name for op in sampled.graph.ops for value in op.outputs}
+    for name, uses in uses_of(sampled.graph).items():
+        maker = makers.get(name, name)
+        nums = [sampled.num_readings(maker, use.user) for use in uses]
+        nums = nums if len(nums) == 1 else [sampled.num(maker), *nums]
         read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
         kept = tuple(_numberless(saving) for saving in found[name])
         counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
-        for count, saving in zip(counts, found[name]):
-            count.add(places.count(saving.region, saving.moved_in))
+        for count, saving, num in zip(counts, found[name], nums):
+            count.add(places.count(saving.region, saving.moved_in), num)
     return alike
 
 
@@ -203,10 +220,10 @@ def _numberless(saving: Saving) -> Saving:
     return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
 
 
-def _members(graph: Graph, folded: Folded, places: _Places) -> dict[str, Count]:
+def _members(sampled: Sampled, folded: Folded, places: _Places) -> dict[str, Count]:
     members: defaultdict[str, Count] = defaultdict(Count)
-    for name in (*(op.name for op in graph.ops), *(item.value.name for item in graph.inputs)):
-        members[folded.representative[name]].add(places.count_of(name))
+    for name in (*(op.name for op in sampled.graph.ops), *(item.value.name for item in sampled.graph.inputs)):
+        members[folded.representative[name]].add(places.count_of(name), sampled.num(name))
     return dict(members)
 
 

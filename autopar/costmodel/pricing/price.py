@@ -12,6 +12,7 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.sampled_graph import of_graph, sampled
 from autopar.sbp.signature import Candidates
 from autopar.search.table import CostTable
 
@@ -51,7 +52,9 @@ def price(
     MeshError if the mesh does not fit the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
-    flows = find_flows(graph, folded, candidates, cluster, recomputed, offloaded, training, state_on_host)
-    nodes = price_nodes(graph, flows, mesh, cluster, training)
+    few = sampled(graph, folded, (recomputed, offloaded), state_on_host)
+    here = (of_graph(recomputed, few.graph), of_graph(offloaded, few.graph))
+    flows = find_flows(few, folded, candidates, cluster, *here, training, state_on_host)
+    nodes = price_nodes(few.graph, flows, mesh, cluster, training)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training), memory_limit_bytes)
     return Priced(table, flows.entities, recomputed, offloaded, state_on_host)

@@ -15,6 +15,7 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.candidates import annotate
 from autopar.search.table import memory_of
 from tests.planner.cases import CPU
@@ -54,7 +55,7 @@ def memory(graph: Graph, training: Training) -> dict[str, int]:
 
 
 def found(graph: Graph, num_microbatches: int) -> Transient:
-    return largest_transient(graph, footprints(graph), (), (), num_microbatches)
+    return largest_transient(Sampled(graph), footprints(graph), (), (), num_microbatches)
 
 
 def test_a_loss_takes_two_gradients_of_its_logits_while_those_of_weights_are_to_come():
