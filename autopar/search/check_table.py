@@ -1,4 +1,4 @@
-"""The door of the search: is the table well formed, and one canonical way to write what is forbidden."""
+"""Validation of a cost table at the entry of the search, and one canonical form for forbidden entries."""
 
 import math
 
@@ -8,9 +8,9 @@ from autopar.search.table import CostTable, Edge, Node
 
 
 def checked(table: CostTable) -> CostTable:
-    """The same problem in float64 where every forbidden entry costs `inf` and has memory 0.
+    """The same table in float64, in which every forbidden entry costs `inf` and has memory 0.
 
-    Raises `ValueError` for shapes that do not fit, NaN or -inf, edges out of order and pairs with two edges.
+    ValueError for shapes that do not match, NaN or -inf, edges out of order and pairs of nodes with two edges.
     """
     if math.isnan(table.memory_limit_bytes):
         raise ValueError("memory_limit_bytes: expected a number of bytes or inf, found nan")

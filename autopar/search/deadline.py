@@ -1,4 +1,4 @@
-"""The moment at which work ends with the best it has."""
+"""`Deadline`: the time at which the search ends with its best result so far."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,9 @@ from typing import Optional
 
 @dataclass
 class Deadline:
-    """A moment `at_s` of `time.monotonic`, or the end of the deadline it lies `within`, whichever comes first.
+    """The time `at_s` of `time.monotonic`, or the deadline `within` which it lies if that is earlier.
 
-    Mutable, since work that is under way looks at it again and again: `stop` ends that work and all that was given a
-    part of its time.
+    Mutable, since running work looks at it repeatedly: `stop` ends that work and all work with a part of its time.
     """
 
     at_s: float = math.inf
@@ -19,21 +18,21 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline":
-        """`seconds` from now."""
+        """A deadline `seconds` from now."""
         return cls(monotonic() + seconds)
 
     def part(self, share: float) -> "Deadline":
-        """The end of `share`, from 0 to 1, of the time that is left; 0 is now, however much is left."""
+        """A deadline after `share`, from 0 to 1, of the time left; 0 is now."""
         left_s = share * self.remaining_s if share else 0.0
         return Deadline(monotonic() + left_s, self)
 
     def stop(self) -> None:
-        """Make now the end."""
+        """Move the deadline to now."""
         self.at_s = -math.inf
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was moved to now."""
+        """Whether `stop` moved this deadline, or one that it lies within, to now."""
         return self.at_s == -math.inf or (self.within is not None and self.within.is_stopped)
 
     @property

@@ -1,4 +1,4 @@
-"""The search problem as numbers only: no torch, no graph."""
+"""`CostTable`: the search problem in numbers, without torch or graph."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Node:
-    """Something to choose: `cost_s[k]` seconds and `memory_bytes[k]` if strategy k is taken
-    (folded counts included).
-    """
+    """A decision: strategy k costs `cost_s[k]` seconds and `memory_bytes[k]`, for all members of a folded class."""
 
     name: str
     cost_s: np.ndarray  # f64[K]
@@ -18,7 +16,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """What a pair of choices costs together. Nodes `a` < `b`; at most one edge a pair."""
+    """The cost and memory of the strategies of two nodes together; `a` < `b`, at most one edge for each pair."""
 
     a: int
     b: int
@@ -37,11 +35,11 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy index per node; `lower_bound_s` is proven: no choice within the limit costs less.
+    """A solution of a table: one strategy index for each node.
 
-    `around`: where the memory limit binds, a choice above it and one within it that cost the same at the price of
-    memory which gives the bound. What can be divided between the two, so that the limit is just filled, costs no more
-    than the bound.
+    `lower_bound_s` is proven: no choice within the limit costs less. `around`: if the memory limit binds, a choice
+    above it and one within it with equal objectives at the price of memory that gives the bound. A mixture of the two
+    that just fills the limit would cost no more than the bound.
     """
 
     strategies: tuple[int, ...]
@@ -52,17 +50,17 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """Relative distance to the bound, 0 when proven optimal."""
+        """The distance to the bound as a share of the cost; 0 if proven optimal."""
         return (self.cost_s - self.lower_bound_s) / self.cost_s if self.cost_s > 0 else 0.0
 
 
 def cost_of(table: CostTable, strategies: tuple[int, ...]) -> float:
-    """Seconds of one complete choice."""
+    """Seconds of a choice: one strategy index for each node."""
     nodes = sum(float(node.cost_s[k]) for node, k in zip(table.nodes, strategies))
     return nodes + sum(float(e.cost_s[strategies[e.a], strategies[e.b]]) for e in table.edges)
 
 
 def memory_of(table: CostTable, strategies: tuple[int, ...]) -> float:
-    """Bytes per device of one complete choice."""
+    """Bytes on a device of a choice: one strategy index for each node."""
     nodes = sum(float(node.memory_bytes[k]) for node, k in zip(table.nodes, strategies))
     return nodes + sum(float(e.memory_bytes[strategies[e.a], strategies[e.b]]) for e in table.edges)

@@ -1,4 +1,4 @@
-"""A table that elimination can hold and that costs no more: drop edges where the graph is too dense."""
+"""A relaxation of a table that is too dense to eliminate, by dropping edges."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from autopar.search.table import CostTable, Edge, Node
 
 
 def tractable(table: CostTable, limits: Limits) -> tuple[CostTable, tuple[int, ...]]:
-    """The table itself, or its relaxation with as few edges dropped as it takes, and its elimination order.
+    """(the table, or a relaxation with as few edges dropped as `limits` require; its elimination order).
 
-    Of a dropped edge the least cost and memory of each strategy of `a` stay, added to node `a`: every choice costs and
-    takes at most what it did, so the relaxation's optimum is a lower bound. Edges whose costs vary least go first.
+    The least cost and memory of a dropped edge for each strategy of `a` are added to node `a`. No choice costs or takes
+    more than before, so the relaxation's optimum is a lower bound. Edges whose costs vary least are dropped first.
     """
     by_weight = sorted(range(len(table.edges)), key=lambda i: (_spread(table.edges[i]), i))
     low, high = 0, len(by_weight)  # dropping `high` edges is always enough
@@ -35,7 +35,7 @@ def _without(table: CostTable, dropped: list[int]) -> CostTable:
     for i in dropped:
         edge, node = table.edges[i], nodes[table.edges[i].a]
         memory = np.where(np.isinf(edge.cost_s), np.inf, edge.memory_bytes).min(axis=1)
-        memory[np.isinf(memory)] = 0.0  # nothing is allowed with this strategy: its cost says so
+        memory[np.isinf(memory)] = 0.0  # a strategy without any allowed pair has infinite cost already
         nodes[edge.a] = Node(node.name, node.cost_s + edge.cost_s.min(axis=1), node.memory_bytes + memory)
     gone = set(dropped)
     return replace(table, nodes=tuple(nodes), edges=tuple(edge for i, edge in enumerate(table.edges) if i not in gone))

@@ -1,9 +1,9 @@
-"""The best lower bound that a price on memory proves, and the choices met on the way.
+"""The Lagrangian lower bound: the best bound that a price on memory proves, and the choices met on the way.
 
 For a price p >= 0 in seconds a byte, min over choices of cost + p * (memory - limit) is at most the cost of any choice
-within the limit (weak duality). As a function of p it is concave and piecewise linear, and elimination evaluates it
-together with a choice, which is a line above it. Following the crossing of the best lines from both sides ends at the
-maximum after finitely many steps.
+within the limit (weak duality). As a function of p it is concave and piecewise linear. Elimination evaluates it
+together with a minimising choice, which is a line above it. The next price is where the best lines from both sides
+cross; this reaches the maximum after finitely many steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,15 @@ from autopar.search.deadline import NEVER, Deadline
 from autopar.search.min_plus.eliminate import Elimination, argmin, eliminate
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 
-# Of price * limit, what rounding may have added to a bound: the sums have some hundred terms of 2^-53 relative error
-# each.
+# The share of price * limit that rounding may have added to a bound: sums of some hundred terms, each with a relative
+# error of 2^-53.
 ROUNDING = 1e-13
 
-# Of the choices that messages meet at a price, these are worth a descent.
+# The number of choices that a message pass visits at a price from which a descent starts.
 _MOST_MET = 2
-# A few sweeps are enough: the next step begins where they end.
+# The most sweeps of a message pass: few suffice, since the next step begins where they end.
 _MOST_SWEEPS = 12
-# So many steps in a row that raise the bound by less than the tolerance are the last.
+# The maximisation stops after this number of steps in a row that raise the bound by less than the tolerance.
 _MOST_STALE = 2
 
 _Part = TypeVar("_Part", Node, Edge)
@@ -33,8 +33,9 @@ _Part = TypeVar("_Part", Node, Edge)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What is known at one price: no choice has a lower objective than `value`; a few choices `met`, best first; what
-    says so.
+    """The result at one price: no choice has a lower objective than `value`, as `source` proves.
+
+    `met`: a few choices visited, best first.
     """
 
     value: float
@@ -42,7 +43,7 @@ class Step:
     source: Elimination | Passed
 
 
-# The table, a price, and the step before at another price of the same table.
+# (table, price, the previous step at another price of the same table) -> step
 Evaluate = Callable[[CostTable, float, Step | None], Step]
 
 
@@ -50,9 +51,8 @@ Evaluate = Callable[[CostTable, float, Step | None], Step]
 class Dual:
     """The step at the best price, and all choices `met`, latest last.
 
-    `around`: one above the limit and one within it that cost the same at about that price, where the limit binds. The
-    objective of the step exceeds that of the bound by `rebate_s`: price * limit, less than that by what rounding may
-    have added.
+    `around`: if the limit binds, a choice above it and one within it that have equal objectives at about that price.
+    `rebate_s` is subtracted from the step's objective to give the bound: price * limit plus an allowance for rounding.
     """
 
     step: Step
@@ -64,12 +64,12 @@ class Dual:
 
     @property
     def bound_s(self) -> float:
-        """No choice within the limit costs less; `inf` when everything is forbidden."""
+        """The lower bound on the cost of choices within the limit; `inf` if every choice is forbidden."""
         return self.step.value - self.rebate_s
 
 
 def by_elimination(order: Sequence[int]) -> Evaluate:
-    """Evaluate a price exactly."""
+    """An exact evaluation of prices, by elimination in `order`."""
 
     def evaluate(table: CostTable, price: float, before: Step | None) -> Step:
         elimination = eliminate(table, order, multiplier=price)
@@ -79,7 +79,9 @@ def by_elimination(order: Sequence[int]) -> Evaluate:
 
 
 def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Evaluate:
-    """Evaluate a price by passing messages; what costs more than `best`, a choice within the limit, does not matter."""
+    """An evaluation of prices by message passing; costs above that of `best`, a choice within the
+    limit, do not matter.
+    """
 
     def evaluate(table: CostTable, price: float, before: Step | None) -> Step:
         ceiling = float("inf")
@@ -110,12 +112,13 @@ def maximise(
     most_steps: int = 40,
     deadline: Deadline = NEVER,
 ) -> Dual:
-    """Maximise the bound over the price, the first step at price 0, or where `above` costs as much as `feasible`.
+    """The maximum of the bound over prices, from price 0 or from the price at which `above` and `feasible` cost the
+    same.
 
-    `feasible`: a choice within the limit, without which there is no other price to try; `above`: one above it. Ends
-    when the bound is within `tolerance`, relatively, of the best that any price gives, steps no longer raise it by as
-    much, or it reaches `enough_s`. The bound is valid, if not the best, after any number of steps; no step but the
-    first begins after `deadline`.
+    `feasible`: a choice within the limit, without which only one price is tried; `above`: a choice above it. It ends
+    when the bound is within the relative `tolerance` of the maximum, when steps no longer raise it by as much, or when
+    it reaches `enough_s`. The bound is valid, if not the best, after any number of steps; no step but the first begins
+    after `deadline`.
     """
     light = from_least_memory(table)
     lines = (
@@ -149,10 +152,9 @@ def maximise(
 
 @dataclass(frozen=True, eq=False)
 class _Top:
-    """The price at which the least of some lines is highest, how high, and the two lines that cross there, if it is not
-    0.
+    """The maximum of the lower envelope of some lines: its price, its value, and the two lines that cross there.
 
-    Each choice is a line above the bound, so that no price gives a better bound than this.
+    At price 0 `around` is None. Each choice is a line above the bound, so that no price gives a better bound than this.
     """
 
     price: float
@@ -161,7 +163,7 @@ class _Top:
 
 
 def _line(table: CostTable, choice: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds, and bytes above the limit."""
+    """The line of a choice: (seconds at price 0, slope: bytes above the limit)."""
     return cost_of(table, choice), memory_of(table, choice) - table.memory_limit_bytes
 
 
@@ -182,9 +184,7 @@ def _top(lines: Mapping[tuple[int, ...], tuple[float, float]]) -> _Top:
 
 
 def _next_price(top: _Top, best: Dual | None, tolerance: float) -> float:
-    """Where the lines are highest; half way from the best so far if that is not known well, for such lines lead far
-    away.
-    """
+    """The price of the envelope's maximum; if steps are inexact, half way to it, since such lines lead far away."""
     if tolerance and best is not None and best.price and top.price:
         return (best.price + top.price) / 2
     return top.price
@@ -198,21 +198,21 @@ def _at(table: CostTable, price: float, evaluate: Evaluate, before: Dual | None)
 def around_limit(
     table: CostTable, choices: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Of some choices the two, above and within the limit, that cost least at the price at which they cost the same.
+    """The pair of `choices` above and within the limit with the least objective at the price where both are equal.
 
-    None if what is above the limit costs no less than what is within it.
+    None if no choice above the limit costs less than those within it.
     """
     return _top({choice: _line(table, choice) for choice in choices}).around
 
 
 def least_memory(table: CostTable, order: Sequence[int]) -> tuple[float, tuple[int, ...]]:
-    """Bytes of the choice that takes least, and the choice; `inf` when everything is forbidden."""
+    """(bytes, choice) of the choice of least memory; `inf` bytes if every choice is forbidden."""
     elimination = eliminate(memory_only(table), order)
     return elimination.value, argmin(elimination)
 
 
 def memory_only(table: CostTable) -> CostTable:
-    """The table with memory in place of cost, the same forbidden."""
+    """The table with memory in place of cost, and with the same forbidden entries."""
     nodes = tuple(
         replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes)) for node in table.nodes
     )
@@ -223,8 +223,9 @@ def memory_only(table: CostTable) -> CostTable:
 
 
 def from_least_memory(table: CostTable) -> CostTable:
-    """Memory counted from each node's and edge's least: price * limit would otherwise drown the costs it is compared
-    with.
+    """The table with the memory of each node and edge counted from its least, for precision.
+
+    Otherwise price * limit would be much larger than the costs that it is added to.
     """
     if np.isinf(table.memory_limit_bytes):
         return table

@@ -1,10 +1,10 @@
-"""Elimination with two objectives: close the gap that a price on memory leaves.
+"""Elimination with two objectives, cost and memory, which closes the duality gap of a price on memory.
 
-Where elimination keeps the least cost of each assignment of a bucket's neighbours, this keeps a front of labels (cost,
-memory): partial choices none of which is both cheaper and lighter than another. A label that cannot become part of a
-choice below the threshold, as the elimination at one price of memory knows, is dropped; this is what keeps fronts
-short. Where they still grow too long, costs are rounded down to steps, and of each step the lightest label stays: the
-result is a lower bound, and a choice whose memory is exact.
+Elimination keeps the least cost for each assignment of a bucket's neighbours; this keeps a Pareto front of labels
+(cost, memory) instead, partial choices of which none is both cheaper and lighter than another. A label that cannot be
+part of a choice below the threshold, by the bounds of the elimination at one price of memory, is dropped, which keeps
+fronts short. If they still grow too long, costs are rounded down to steps and only the lightest label of each step is
+kept. The result is a lower bound, and a choice whose memory is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,20 @@ from autopar.search.min_plus.factors import Factor, contract
 from autopar.search.min_plus.min_marginals import outside_messages
 from autopar.search.table import CostTable
 
-# Labels of one message, about 100 bytes each.
+# The most labels of one message, about 100 bytes each.
 _MOST_LABELS = 300_000
-# So many labels an assignment are never too many.
+# This number of labels for each assignment is always allowed.
 _FEW = 4
-# Pairs of labels looked at together.
+# The number of pairs of labels processed at a time.
 _AT_ONCE = 2_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Partial choices of the nodes below a message: `start[i] : start[i + 1]` are those for assignment i of the scope
-    (flattened).
+    """Labels of a message: partial choices of the nodes below it.
 
-    `taken` is the strategy of the bucket's node; `origins[j]` the label of the j-th message into the bucket.
+    `start[i] : start[i + 1]` are the labels for assignment i of the scope (flattened). `taken`: strategy of the
+    bucket's node; `origins[j]`: the label of the j-th message into the bucket.
     """
 
     message: Factor
@@ -45,10 +45,10 @@ class Labels:
 
 @dataclass(frozen=True)
 class Front:
-    """No choice below the threshold and within the limit costs less than `bound_s`; `choice`: the one that may cost so
-    little, if any.
+    """The result: no choice below the threshold and within the limit costs less than `bound_s`.
 
-    Its cost is above the bound by what rounding has taken off, its memory is within the limit.
+    `choice`: the choice that reaches it, if any; its cost exceeds the bound by the rounding, its memory is within the
+    limit.
     """
 
     bound_s: float
@@ -57,9 +57,7 @@ class Front:
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """What every bucket looks at: a label is of use if cost + price * memory + the least of the rest is below the
-    ceiling.
-    """
+    """The data of one search: a label is kept if cost + price * memory + the least of the rest is below the ceiling."""
 
     table: CostTable
     price: float
@@ -71,7 +69,7 @@ class _Search:
 
 
 class _OutOfTime(Exception):
-    """The deadline has passed."""
+    """Raised when the deadline has passed."""
 
 
 def eliminate_labels(
@@ -83,10 +81,9 @@ def eliminate_labels(
     most_labels: int = _MOST_LABELS,
     deadline: Deadline = NEVER,
 ) -> Front | None:
-    """The cheapest choice within the memory limit that costs less than `threshold_s`; None when the deadline has
-    passed.
+    """The cheapest choice within the memory limit that costs less than `threshold_s`; None after the deadline.
 
-    `elimination` is that of the table at `price` (seconds a byte).
+    `elimination`: of the table at `price` (seconds a byte). `most_labels`: of one message.
     """
     edges = {(edge.a, edge.b): i for i, edge in enumerate(table.edges)}
     ceiling = threshold_s + (price * table.memory_limit_bytes * (1 + ROUNDING) if price else 0.0)
@@ -104,7 +101,7 @@ def eliminate_labels(
 
 
 def _best(search: _Search, threshold_s: float, made: Mapping[Factor, tuple[Bucket, Labels]]) -> Front:
-    """Join the components, which have no node in common, and take the cheapest label within the limit."""
+    """The cheapest label within the limit of the joined components, which have no node in common."""
     roots = [labels for _, labels in made.values() if not labels.message.scope]
     joined = _Joined(np.zeros(1, np.int64), np.zeros(1), np.zeros(1), np.zeros(1, np.int64), ())
     for i, root in enumerate(roots):
@@ -132,9 +129,7 @@ def _trace(made: Mapping[Factor, tuple[Bucket, Labels]], root: Factor, label: in
 
 @dataclass(frozen=True, eq=False)
 class _Joined:
-    """Labels while a bucket is put together: `at` is the assignment they are for, as a number, `taken` that of the
-    bucket's node.
-    """
+    """Labels of a bucket under construction: `at` is a label's assignment as a number, `taken` the node's strategy."""
 
     at: np.ndarray
     cost_s: np.ndarray
@@ -148,7 +143,7 @@ class _Joined:
 
 
 def _labels_of(search: _Search, bucket: Bucket, incoming: Sequence[Labels]) -> Labels:
-    """Put a bucket together for each possible assignment of its neighbours and node, then forget the node."""
+    """The labels of a bucket's message: its terms and incoming labels joined, its node minimised out."""
     scope = tuple(sorted((*bucket.message.scope, bucket.node)))
     outside = search.outside[bucket.message]
     spots = np.nonzero(contract((*bucket.factors, outside), scope).values < search.ceiling)
@@ -164,7 +159,7 @@ def _labels_of(search: _Search, bucket: Bucket, incoming: Sequence[Labels]) -> L
 
 
 def _own_terms(search: _Search, bucket: Bucket, strategies: Mapping[int, np.ndarray]) -> _Joined:
-    """The bucket's node and the edges it eliminates: one label a possible assignment."""
+    """One label for each possible assignment, with the terms of the bucket's node and of the edges it eliminates."""
     own, taken = search.table.nodes[bucket.node], strategies[bucket.node]
     cost, memory = own.cost_s[taken], own.memory_bytes[taken]
     for factor in bucket.factors:
@@ -176,21 +171,19 @@ def _own_terms(search: _Search, bucket: Bucket, strategies: Mapping[int, np.ndar
 
 
 def _gathered(factor: Factor, strategies: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The factor at each possible assignment."""
+    """The values of the factor at each possible assignment."""
     return factor.values.reshape(-1)[_flat(factor, strategies)]
 
 
 def _flat(factor: Factor, strategies: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The factor's own assignment, as a number, at each possible assignment."""
+    """The assignment of the factor's scope, as a number, at each possible assignment."""
     if not factor.scope:
         return np.zeros(next(iter(strategies.values())).size, np.int64)
     return np.ravel_multi_index(tuple(strategies[v] for v in factor.scope), factor.values.shape)
 
 
 def _extended(search: _Search, joined: _Joined, labels: Labels, spot: np.ndarray, rest: np.ndarray) -> _Joined:
-    """Each label with each of those the message has at its spot, where they come below the ceiling with the least of
-    the rest.
-    """
+    """Each label joined with each label of the message at the same assignment, if below the ceiling with the rest."""
     counts = (labels.start[spot + 1] - labels.start[spot])[joined.at]
     cuts = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), _AT_ONCE)[1:])
     parts = []
@@ -217,9 +210,7 @@ def _concatenated(parts: Sequence[_Joined]) -> _Joined:
 
 
 def _front(joined: _Joined, most_labels: int) -> _Joined:
-    """The labels that no other of the assignment dominates, by assignment, then memory; with costs rounded down if they
-    are too many.
-    """
+    """The undominated labels of each assignment, by assignment, then memory; with costs rounded down if too many."""
     exact = kept = joined[_undominated(joined)]
     enough = max(most_labels, _FEW * np.unique(exact.at).size)
     step = 1e-7 * float(np.abs(exact.cost_s).max(initial=0.0))
@@ -231,13 +222,11 @@ def _front(joined: _Joined, most_labels: int) -> _Joined:
 
 
 def _undominated(joined: _Joined) -> np.ndarray:
-    """Indices of the labels for which no other of the assignment is both as cheap and as light, by assignment, then
-    memory.
-    """
+    """Indices of the labels that no other label of their assignment dominates, by assignment, then memory."""
     order = np.lexsort((joined.cost_s, joined.memory_bytes, joined.at))
     at = joined.at[order]
     _, rank = np.unique(joined.cost_s[order], return_inverse=True)
-    # Later assignments lie below all earlier ones, so that one running minimum serves them all.
+    # Costs of later assignments are shifted below all earlier ones, so that one running minimum serves all.
     value = rank + (at[-1] - at if at.size else at) * (rank.size + 1)
     before = np.minimum.accumulate(value)[:-1]
     is_first = np.ones(at.size, bool)

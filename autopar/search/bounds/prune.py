@@ -1,4 +1,4 @@
-"""Make a table smaller without losing its optimum."""
+"""Pruning: making a table smaller without losing its optimum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,16 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.search.table import CostTable, Edge, Node
 
-# Comparisons of one node's strategies, entry by entry: about 5 ms.
+# The most comparisons of entries for one node's strategies: about 5 ms.
 _COMPARISONS = 2e6
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """A smaller table; `kept[v]` are its strategies as indices of the original, `position[v]` the way there.
+    """A pruned table; `kept[v]` are the strategies of node v as indices of the original table.
 
-    `position[v][k]` is the strategy that takes k's place (k itself, or one that is at least as good), -1 when k was
-    dropped for good.
+    `position[v][k]`: index in the pruned table of strategy k or of the one that replaces it, which is at least as good;
+    -1 if k was dropped without replacement.
     """
 
     table: CostTable
@@ -25,11 +25,11 @@ class Reduced:
     position: tuple[np.ndarray, ...]  # i64[K_original]
 
     def lift(self, strategies: Sequence[int]) -> tuple[int, ...]:
-        """The choice in terms of the original table."""
+        """A choice of the pruned table in terms of the original table."""
         return tuple(int(kept[k]) for kept, k in zip(self.kept, strategies))
 
     def lower(self, strategies: Sequence[int]) -> tuple[int, ...] | None:
-        """The original table's choice, or one at least as good, in terms of the smaller table; None when it was
+        """A choice of the original table, or one at least as good, in terms of the pruned table; None if it was
         dropped.
         """
         small = tuple(int(position[k]) for position, k in zip(self.position, strategies))
@@ -37,14 +37,14 @@ class Reduced:
 
 
 def unreduced(table: CostTable) -> Reduced:
-    """The table as it is."""
+    """The unpruned table as a `Reduced`."""
     every = tuple(np.arange(node.cost_s.size) for node in table.nodes)
     return Reduced(table, every, every)
 
 
 def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[np.ndarray] | None = None) -> Reduced:
-    """Keep only the given strategies (ascending) of the smaller table; `successor[v][k]` takes the place of a dropped k
-    (-1: none).
+    """`reduced` with only the strategies `kept` (ascending); `successor[v][k]` replaces a dropped k
+    (-1: nothing does).
     """
     nodes = tuple(Node(n.name, n.cost_s[k], n.memory_bytes[k]) for n, k in zip(reduced.table.nodes, kept))
     is_whole = [keep.size == node.cost_s.size for node, keep in zip(reduced.table.nodes, kept)]
@@ -54,7 +54,7 @@ def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[n
         if is_whole[v]:
             position.append(old)
             continue
-        renumbered = np.full(reduced.table.nodes[v].cost_s.size + 1, -1)  # the last entry answers -1
+        renumbered = np.full(reduced.table.nodes[v].cost_s.size + 1, -1)  # the last entry is for index -1
         renumbered[keep] = np.arange(keep.size)
         follow = np.arange(renumbered.size - 1) if successor is None else successor[v]
         position.append(renumbered[np.append(follow, -1)][old])
@@ -68,11 +68,11 @@ def _sliced(edge: Edge, kept: Sequence[np.ndarray]) -> Edge:
 
 
 def reduce(reduced: Reduced) -> Reduced:
-    """Drop, until nothing changes, strategies that are forbidden or dominated.
+    """`reduced` without forbidden and dominated strategies, dropped until nothing changes.
 
-    Strategy j dominates k when taking j instead costs no more whatever the neighbours take, and takes no more memory
-    where that is limited (the dead-end elimination criterion of R. Goldstein, 1994). Raises `InfeasibleError` when a
-    node has nothing left.
+    Strategy j dominates k if j costs no more than k for every choice of the neighbours and, under a memory limit, takes
+    no more memory (the dead-end elimination criterion of R. Goldstein, 1994). InfeasibleError if a node has no strategy
+    left.
     """
     before = -1
     while (size := sum(kept.size for kept in reduced.kept)) != before:
@@ -108,9 +108,7 @@ def _reduce_node(reduced: Reduced, v: int) -> Reduced:
 
 
 def _incident(table: CostTable, v: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Costs and memory of the node's edges side by side, f64[K, sum of the neighbours' K], and where each edge
-    starts.
-    """
+    """(costs, memory, first columns): the node's edges side by side, f64[K, sum of the neighbours' K]."""
     edges = [edge for edge in table.edges if v in (edge.a, edge.b)]
     if not edges:
         empty = np.zeros((table.nodes[v].cost_s.size, 0))
@@ -121,7 +119,7 @@ def _incident(table: CostTable, v: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _challengers(node: Node, rows: np.ndarray, starts: np.ndarray, usable: np.ndarray) -> list[int]:
-    """The strategies most likely to dominate: all of them, or as many cheap ones as the comparisons allow."""
+    """The strategies most likely to dominate: all, or the cheapest if all would take too many comparisons."""
     least = node.cost_s + (np.minimum.reduceat(rows, starts, axis=1).sum(axis=1) if starts.size else 0.0)
     ranked = [int(j) for j in np.argsort(least, kind="stable") if usable[j]]
     return ranked[: max(1, int(_COMPARISONS // max(1, rows.size)))]
@@ -130,7 +128,7 @@ def _challengers(node: Node, rows: np.ndarray, starts: np.ndarray, usable: np.nd
 def _dominated(
     table: CostTable, node: Node, rows: np.ndarray, memory: np.ndarray, starts: np.ndarray, j: int, alive: np.ndarray
 ) -> np.ndarray:
-    """Which of the strategies `alive` j dominates."""
+    """The strategies among `alive` that j dominates."""
     others = alive[alive != j]
     worse = _most_lost(rows[j], rows[others], rows[others], starts) + node.cost_s[j] - node.cost_s[others]
     others = others[worse <= 0]
@@ -143,7 +141,7 @@ def _dominated(
 
 
 def _most_lost(row: np.ndarray, others: np.ndarray, costs: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """f64[len(others)]: the largest row - other of each edge, summed, where the other is allowed at all."""
+    """f64[len(others)]: the sum over edges of the largest row - other, at the entries that other allows."""
     if not starts.size or not len(others):
         return np.zeros(len(others))
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""A bound, nearly always tight, from passing messages along edges: no factor is ever larger than an edge.
+"""A lower bound, nearly always tight, from passing messages along edges: no factor is ever larger than an edge.
 
 Sequential tree-reweighted message passing (V. Kolmogorov, "Convergent tree-reweighted message passing for energy
 minimization", 2006). The objective is split over chains of edges that run through the nodes in ascending order,
@@ -15,20 +15,21 @@ from autopar.search.bounds.edge_classes import Classes, Compact, compacted
 from autopar.search.deadline import NEVER, Deadline
 from autopar.search.table import CostTable, cost_of, memory_of
 
-# Of the objective, what rounding may have added to a bound: some hundred terms of 2^-53 relative error each.
+# The share of the objective that rounding may have added to a bound: some hundred terms, each with a relative error of
+# 2^-53.
 _ROUNDING = 1e-13
-# The objective is taken to be solved when a choice is this near to the bound, relatively.
+# A choice with this relative gap to the bound counts as optimal.
 _CLOSED = 1e-12
-# Give up when this many sweeps have together closed less than this part of the gap to the best choice met.
+# The pass stops when this number of sweeps together closed less than this share of the gap to the best choice visited.
 _PATIENCE, _LEAST_PROGRESS = 6, 0.02
 
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """`value`: no choice has a lower objective. `marginals[v][k]`: nor has any that takes k at v a lower one than this.
+    """The result of a message pass: no choice has a lower objective than `value`.
 
-    `met`: choices met on the way, in the order of their objective, best first. `edges` and `messages`: where another
-    price begins.
+    `marginals[v][k]`: no choice that takes strategy k at node v has a lower objective than this. `met`: choices
+    visited, best objective first. `edges` and `messages`: from which a pass at another price may begin.
     """
 
     value: float
@@ -40,22 +41,21 @@ class Passed:
 
 @dataclass(frozen=True, eq=False)
 class _Half:
-    """An edge as one of its ends sees it: the sum of costs and price * memory by classes [classes of here, classes of
-    there].
-    """
+    """An edge seen from one of its ends: cost + price * memory by classes, f64[classes of here, classes of there]."""
 
     here: int
     there: int
     values: np.ndarray
     of_here: Classes
     of_there: Classes
-    reverse: int  # this edge as the other end sees it
+    reverse: int  # index of this edge seen from the other end
 
 
 @dataclass(frozen=True, eq=False)
 class _Field:
-    """The objective: a term a node, and the halves of the edges; those of a node that lead to earlier and to later
-    nodes.
+    """The objective: a term for each node, and both halves of each edge.
+
+    `earlier`, `later`: for each node its halves that lead to earlier and to later nodes.
     """
 
     nodes: tuple[np.ndarray, ...]
@@ -74,13 +74,12 @@ def pass_messages(
     deadline: Deadline = NEVER,
     before: Passed | None = None,
 ) -> Passed:
-    """Bound cost + multiplier * memory (seconds, and seconds a byte) from below; the memory limit itself is not looked
-    at.
+    """A lower bound of cost + multiplier * memory (seconds, and seconds a byte), by message passing.
 
-    `known`: choices to compare with. `ceiling`: how far above it an objective is does not matter. Stops when the bound
-    meets a choice, stands still, or `deadline` has passed; after one sweep at the earliest. `before`: what was passed
-    at another price of the same table. Whatever messages it begins with, the bound holds: they move costs between terms
-    and chains and add none.
+    The memory limit itself is ignored. `known`: choices to compare with. `ceiling`: objectives above it are not told
+    apart. It stops when the bound reaches the objective of a choice, when it no longer rises, or at `deadline`, but not
+    before one sweep. `before`: the pass at another price of the same table. The bound holds for any initial messages:
+    they move costs between terms and chains and add none.
     """
 
     def objective(choice: tuple[int, ...]) -> float:
@@ -88,7 +87,7 @@ def pass_messages(
 
     edges = compacted(table) if before is None else before.edges
     field = _field(table, edges, multiplier, ceiling)
-    # messages[h]: into the node that sees half h
+    # messages[h]: into the node `here` of half h
     messages = (
         [np.zeros(field.nodes[half.here].size) for half in field.halves] if before is None else list(before.messages)
     )
@@ -115,9 +114,7 @@ def _stands_still(bounds: Sequence[float], best: float) -> bool:
 
 
 def _field(table: CostTable, compact: Sequence[Compact], multiplier: float, ceiling: float) -> _Field:
-    """The objective with each term cut off where it alone lifts a choice above the ceiling: a relaxation without
-    infinities.
-    """
+    """The objective with each term capped where it alone lifts a choice above the ceiling: a relaxation without inf."""
     nodes = [node.cost_s + multiplier * node.memory_bytes for node in table.nodes]
     edges = [edge.cost_s + multiplier * edge.memory_bytes for edge in compact]
     room = _room((*nodes, *edges), ceiling)
@@ -139,7 +136,7 @@ def _field(table: CostTable, compact: Sequence[Compact], multiplier: float, ceil
 
 
 def _room(terms: Sequence[np.ndarray], ceiling: float) -> float:
-    """How far above its least a term may be in a choice within the ceiling, and a little more."""
+    """The largest excess of a term over its least in a choice below the ceiling, and a little more."""
     finite = [finite for term in terms if (finite := term[np.isfinite(term)]).size]
     if np.isinf(ceiling):
         ceiling = sum(float(term.max()) for term in finite)
@@ -152,8 +149,9 @@ def _cut(values: np.ndarray, room: float) -> np.ndarray:
 
 
 def _forward(field: _Field, messages: list[np.ndarray]) -> tuple[int, ...]:
-    """Send messages to later nodes; on the way, choose each node's best given the choices before it and the messages
-    from behind.
+    """Send messages to later nodes; returns the choice made on the way.
+
+    It takes each node's best strategy given those of earlier nodes and the messages from later ones.
     """
     choice: list[int] = []
     for v, own in enumerate(field.nodes):
@@ -168,11 +166,11 @@ def _forward(field: _Field, messages: list[np.ndarray]) -> tuple[int, ...]:
 
 
 def _backward(field: _Field, messages: list[np.ndarray], marginals: list[np.ndarray], before: float) -> float:
-    """Send messages to earlier nodes; the bound is the sum of what the terms have been lowered by.
+    """Send messages to earlier nodes; returns the bound, the sum of the amounts by which the terms were lowered.
 
-    `before` is the bound of the last sweep, which no chain has fallen below since. When a node is reached, each chain
-    through it sees its own least for each strategy, up to a constant; together that is the node's total (section 3.2 of
-    the paper). So a choice that takes k costs at least `before` + total[k] - min total.
+    `before`: the bound of the last sweep, below which no chain has fallen since. When the sweep reaches a node, each
+    chain through it has its least cost for each strategy, up to a constant; their sum is the node's total (section 3.2
+    of the paper). So a choice that takes strategy k costs at least `before` + total[k] - min total.
     """
     bound = 0.0
     for v in reversed(range(len(field.nodes))):
@@ -185,7 +183,7 @@ def _backward(field: _Field, messages: list[np.ndarray], marginals: list[np.ndar
 
 
 def _send(field: _Field, messages: list[np.ndarray], v: int, total: np.ndarray, halves: Sequence[int]) -> float:
-    """Send v's part of its total along the given edges; what the messages have been lowered by, in all."""
+    """Send v's share of its total along the given halves; returns the sum by which the messages were lowered."""
     share = 1.0 / max(1, len(field.earlier[v]), len(field.later[v]))
     lowered = 0.0
     for number in halves:

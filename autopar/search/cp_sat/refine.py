@@ -1,7 +1,7 @@
-"""Close the gap with CP-SAT, in a process of its own that is killed when its time is up.
+"""Refinement by CP-SAT, in a child process that is killed at the deadline.
 
-CP-SAT may overrun its own time limit, and may not return at all; here it can do neither, and what it has found is
-already with us.
+CP-SAT may overrun its own time limit, and may not return at all; the child can do neither to this process, which
+already has all solutions that it reported.
 
 Costs become integers of a power-of-two unit u, about 2^-40 of the incumbent (larger when the table's costs span more
 than 2^55 units). They are rounded down, so the integer optimum times u is a lower bound; it is below the true optimum
@@ -30,10 +30,10 @@ from autopar.errors import InfeasibleError
 from autopar.search.deadline import Deadline
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
-# `-P`: this directory stays off the worker's import path, where `table.py` and the like would shadow other modules.
+# `-P` keeps this directory off the worker's import path, where `table.py` and others would shadow modules.
 WORKER = (sys.executable, "-P", str(Path(__file__).with_name("worker.py")))
 
-# A deadline may be moved to now while an answer is awaited: it is looked at this often.
+# Seconds between looks at the deadline, which may be moved to now while this process waits for an answer.
 _PATIENCE_S = 0.1
 
 _COST_BITS, _WIDEST_BITS, _MEMORY_BITS = 40, 55, 50
@@ -47,11 +47,11 @@ def refine(
     deadline: Deadline,
     worker: Sequence[str] = WORKER,
 ) -> Iterator[Choice]:
-    """Yield ever better choices or bounds of a checked table until it is solved or the deadline has passed.
+    """Yield better incumbents or bounds of a checked table until it is solved or the deadline has passed.
 
-    `incumbent` is a choice within the limit (a hint, and the first to beat); without one, nothing is yielded until one
-    is found. Closing the iterator, or an exception in the consumer, kills the process. A process that fails is reported
-    by a warning.
+    `incumbent`: a choice within the limit, used as a hint; without one, nothing is yielded until CP-SAT has a solution.
+    `worker`: the command of the child process. Closing the iterator, or an exception in the consumer, kills it. A
+    failure of the process is reported by a warning.
     """
     cost_unit = _cost_unit(table, incumbent)
     problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": deadline.remaining_s}
@@ -72,7 +72,7 @@ def refine(
 
 
 def _next(answers: "queue.Queue[str | None]", deadline: Deadline) -> dict[str, Any] | None:
-    """The worker's next answer, None when it has ended or the deadline has passed."""
+    """The worker's next answer; None if it has ended or the deadline has passed."""
     while not deadline.is_past:
         with suppress(queue.Empty):
             line = answers.get(timeout=min(_PATIENCE_S, deadline.remaining_s))
@@ -81,7 +81,7 @@ def _next(answers: "queue.Queue[str | None]", deadline: Deadline) -> dict[str, A
 
 
 def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # a worker that has ended says so by its exit code
+    with suppress(BrokenPipeError):  # the exit code of a worker that has ended is checked elsewhere
         pickle.dump(problem, stdin)
         stdin.flush()
 
@@ -89,14 +89,14 @@ def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:
 def _receive(child: "subprocess.Popen[bytes]", lines: "queue.Queue[str | None]") -> None:
     for line in child.stdout:
         lines.put(line.decode())
-    child.wait()  # its exit code is known before its end is
+    child.wait()  # the exit code must be known before the reader sees the end
     lines.put(None)
 
 
 def _improved(
     table: CostTable, best: Choice | None, answer: dict[str, Any], lower_bound_s: float, cost_unit: float
 ) -> Choice | None:
-    """The best choice with what the answer adds to it, or None when it adds nothing."""
+    """The best choice and bound after the answer; None if it improves neither."""
     if "strategies" in answer:
         found = _choice(table, tuple(answer["strategies"]), lower_bound_s)
         is_better = found.memory_bytes <= table.memory_limit_bytes and (best is None or found.cost_s < best.cost_s)
@@ -120,7 +120,7 @@ def _cost_unit(table: CostTable, incumbent: tuple[int, ...] | None) -> float:
 def _integer_problem(
     table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, cost_unit: float
 ) -> dict[str, Any]:
-    """What `worker.solve_integer` takes, but for the time limit."""
+    """The problem for `worker.solve_integer`, without the time limit."""
     most_memory = sum(_largest(part.memory_bytes) for part in (*table.nodes, *table.edges))
     memory_unit = _power_of_two(most_memory * 2.0**-_MEMORY_BITS)
     edges = []
@@ -144,7 +144,7 @@ def _integer_problem(
         "edges": edges,
         "limit": math.floor(table.memory_limit_bytes / memory_unit) if table.memory_limit_bytes < most_memory else None,
         "hint": None if incumbent is None else list(incumbent),
-        # Each term was rounded down by less than one unit.
+        # Each term is rounded down by less than one unit.
         "bound": (
             math.floor(lower_bound_s / cost_unit) - len(table.nodes) - len(edges)
             if math.isfinite(lower_bound_s)
@@ -167,9 +167,9 @@ def _largest(values: np.ndarray) -> float:
 
 @contextmanager
 def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.Queue[str | None]"]:
-    """The lines the worker prints, None at its end. The worker is killed on the way out.
+    """A context whose value is the queue of the worker's lines, None at their end; the worker is killed at exit.
 
-    It gets a session of its own: Ctrl-C must reach us, who hold the incumbent, and not the worker.
+    The worker is in another session: Ctrl-C must reach this process, which has the incumbent, and not the worker.
     """
     lines: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryFile() as log:
@@ -190,7 +190,7 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
             code = child.wait()
             for thread in threads:
                 thread.join()
-            with suppress(BrokenPipeError):  # what it was killed before it read cannot be flushed
+            with suppress(BrokenPipeError):  # input that the killed worker has not read cannot be flushed
                 child.stdin.close()
             child.stdout.close()
         if code and not is_running:

@@ -1,8 +1,7 @@
-"""The CP-SAT process: reads one integer problem from stdin, writes each better choice and bound to stdout as a line of
-JSON.
+"""The CP-SAT process: it reads an integer problem from stdin and writes each better choice and bound as a line of JSON.
 
-Run as a file, not as a module, and importing nothing of this package: it starts in a fraction of a second whatever the
-package imports. It ends when its stdin is closed, so it cannot outlive the process that started it.
+It is run as a file and imports nothing of this package, so that it starts in a fraction of a second. It ends when its
+stdin is closed, so that it cannot outlive the process that started it.
 """
 
 import json
@@ -16,35 +15,34 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-# Fixed, not the number of cores: the same problem takes the same path on every machine.
+# A fixed number of threads, not that of the cores, so that a problem takes the same path on every machine.
 _NUM_WORKERS = 8
 
 
 def main() -> None:
-    """Solve what stdin holds."""
-    # The solver's own log goes to file descriptor 1 of the process: keep the answers apart from it.
+    """Solve the problem on stdin."""
+    # The solver logs to file descriptor 1 of the process: the answers must not mix with it.
     answers = os.dup(1)
     os.dup2(2, 1)
     problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    # One write a line: the solver calls from several threads.
+    # A single write for each line: the solver calls from several threads.
     solve_integer(problem, lambda answer: os.write(answers, json.dumps(answer).encode() + b"\n"))
 
 
 def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
-    """Call `answer` with {"strategies": [...]} for each better choice, {"bound": int} for each better bound, {"status":
-    name} last.
+    """Solve `problem` and call `answer` with each better choice and bound.
 
-    `problem`: nodes = [(cost i64[K], memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one
-    entry an allowed pair of strategies, limit = int or None, hint = list or None, bound = int or None, time_limit_s =
-    float.
+    Answers: {"strategies": [...]}, {"bound": int} and, at the end, {"status": name}. `problem`: nodes = [(cost i64[K],
+    memory i64[K], allowed bool[K])], edges = [(a, b, ka, kb, cost, memory)] with one entry for each allowed pair of
+    strategies, limit = int or None, hint = list or None, bound = int or None, time_limit_s = float.
     """
     model = cp_model.CpModel()
     chosen = _build(model, problem)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = _NUM_WORKERS
-    # rounds of fixed work: without it the threads' timing decides among equals
+    # Rounds of fixed work; otherwise the timing of the threads decides between equal solutions.
     solver.parameters.interleave_search = True
     solver.parameters.catch_sigint_signal = False  # the solver would leave the process without Python's own handler
     solver.parameters.relative_gap_limit = 0.0
@@ -61,10 +59,10 @@ def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], ob
 
 
 def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> list[list[Any]]:
-    """Variables: one a node and strategy, one an allowed pair of an edge.
+    """Build the model, with a variable for each node and strategy, and for each allowed pair of an edge.
 
-    exactly one strategy a node;  sum over kb of pair[ka, kb] = node_a[ka], and likewise for b;
-    sum of memory <= limit;  sum of cost >= bound;  minimise the sum of cost.
+    exactly one strategy a node;  sum over kb of pair[ka, kb] = node_a[ka], and likewise for b; sum of memory <= limit;
+    sum of cost >= bound;  minimise the sum of cost.
     """
     chosen = [[model.new_bool_var("") for _ in cost] for cost, _, _ in problem["nodes"]]
     variables, costs, memory = [], [], []
@@ -95,7 +93,7 @@ def _build(model: cp_model.CpModel, problem: dict[str, Any]) -> list[list[Any]]:
 
 
 def _tie(model: cp_model.CpModel, pairs: list[Any], index: np.ndarray, strategies: list[Any]) -> None:
-    """A strategy is taken exactly when one of its pairs is."""
+    """Constrain a strategy to be taken exactly when one of its pairs is."""
     members: list[list[Any]] = [[] for _ in strategies]
     for pair, k in zip(pairs, index):
         members[k].append(pair)
@@ -124,14 +122,14 @@ def _die_with_parent() -> None:
 
 
 class _Printer(cp_model.CpSolverSolutionCallback):
-    """Streams each better choice."""
+    """Callback of the solver that reports each better choice."""
 
     def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], object]) -> None:
         super().__init__()
         self._chosen, self._answer = chosen, answer
 
     def on_solution_callback(self) -> None:
-        """Called by CP-SAT."""
+        """Report the solution; called by CP-SAT."""
         self._answer({"strategies": [_taken(strategies, self.boolean_value) for strategies in self._chosen]})
 
 

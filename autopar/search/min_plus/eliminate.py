@@ -1,4 +1,4 @@
-"""Exact optimum of a table without a global constraint: eliminate node after node in min-plus algebra.
+"""The exact optimum of a table without a memory limit, by eliminating node after node in min-plus algebra.
 
 Bucket elimination (R. Dechter, "Bucket elimination: a unifying framework for reasoning", 1999). A node is removed by
 replacing the terms it takes part in by their minimum over its strategies, a function of its neighbours. The order
@@ -17,13 +17,13 @@ import numpy as np
 from autopar.search.min_plus.factors import Factor, contract
 from autopar.search.table import CostTable
 
-# Of a numpy array. Nodes with one strategy left make factors of many dims that are small all the same.
+# The most dims of a numpy array. Nodes with one strategy give small factors of many dims.
 _MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an elimination may take: entries of one factor, and additions in all (a core does about 5e8 a second)."""
+    """Limits of an elimination: entries of one factor, and additions in all (a core does about 5e8 a second)."""
 
     entries: float = 5e7
     additions: float = 5e9
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """The terms that were minimised over `node`, and the result: a function of the neighbours left at that time."""
+    """The terms that were minimised over `node`, and the result, a function of its neighbours left at that time."""
 
     node: int
     factors: tuple[Factor, ...]
@@ -40,9 +40,9 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The optimum `value` (`inf`: everything is forbidden) and the buckets in elimination order.
+    """The optimum `value` (`inf`: every choice is forbidden) and the buckets in elimination order.
 
-    `rest`: the terms of the nodes that were not eliminated, which the value is without.
+    `rest`: the terms of the nodes that were not eliminated, which are not part of the value.
     """
 
     value: float
@@ -51,7 +51,7 @@ class Elimination:
 
 
 def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int, ...] | None:
-    """Greedy order, smallest resulting factor first, or None when it would exceed the limits."""
+    """The greedy elimination order, smallest resulting factor first; None if it exceeds the limits."""
     sizes = [node.cost_s.size for node in table.nodes]
     neighbours: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for edge in table.edges:
@@ -64,7 +64,7 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
     while waiting:
         size, node = heapq.heappop(waiting)
         if entries.get(node) != size:
-            continue  # gone, or changed and waiting with another size
+            continue  # eliminated, or in the queue with another size
         additions += size * sizes[node]
         if size > limits.entries or additions > limits.additions or len(neighbours[node]) >= _MOST_DIMS:
             return None
@@ -80,10 +80,9 @@ def elimination_order(table: CostTable, limits: Limits = Limits()) -> tuple[int,
 
 
 def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0) -> Elimination:
-    """Minimise cost + multiplier * memory (seconds, and seconds a byte) over the nodes of `order`, which need not be
-    all.
+    """The minimum of cost + multiplier * memory (seconds, and seconds a byte) over the nodes in `order`, all or some.
 
-    The memory limit itself is not looked at.
+    The memory limit itself is ignored.
     """
     waiting = {
         v: [Factor((v,), _weighted(node.cost_s, node.memory_bytes, multiplier))] for v, node in enumerate(table.nodes)
@@ -106,8 +105,9 @@ def eliminate(table: CostTable, order: Sequence[int], *, multiplier: float = 0.0
 
 
 def argmin(elimination: Elimination, given: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
-    """An optimal strategy per node, by back-substitution; ties go to the lowest index. `given`: those of nodes that
-    were not eliminated.
+    """An optimal strategy for each node, by back-substitution; ties go to the lowest index.
+
+    `given`: node -> strategy of the nodes that were not eliminated.
     """
     chosen = dict(given)
     for bucket in reversed(elimination.buckets):

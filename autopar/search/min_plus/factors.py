@@ -1,4 +1,6 @@
-"""Min-plus algebra: functions of a few nodes' strategies, their sum, and minimising nodes out of the sum."""
+"""Min-plus algebra on factors, functions of a few nodes' strategies: their sum, and the minimum
+over nodes of the sum.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,24 +8,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Entries of a partial sum held at a time: two such float64 arrays stay in a core's cache.
+# Entries of a partial sum in memory at a time: two such float64 arrays stay in a core's cache.
 _BLOCK_ENTRIES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """`values[k0, k1, ...]`: one term of the objective, indexed by the strategies of the nodes in `scope`
-    (ascending).
+    """One term of the objective, `values[k0, k1, ...]`, indexed by the strategies of the nodes in
+    `scope` (ascending).
     """
 
     scope: tuple[int, ...]
-    values: np.ndarray  # f64, one dim a node of the scope
+    values: np.ndarray  # f64, a dim for each node of the scope
 
 
 def contract(factors: Sequence[Factor], keep: tuple[int, ...]) -> Factor:
-    """The sum of the factors, minimised over every node not in `keep`. `keep` must be ascending and within their
-    scopes.
-    """
+    """The sum of the factors, minimised over every node not in `keep`, which is ascending and within their scopes."""
     remaining = list(factors)
     while gone := {node for factor in remaining for node in factor.scope} - set(keep):
         node = min(gone, key=lambda v: (_joint_size(remaining, v), v))
@@ -37,7 +37,7 @@ def minimise_out(factors: Sequence[Factor], node: int) -> Factor:
     merged = _absorb(factors)
     scope = tuple(sorted({v for factor in merged for v in factor.scope} - {node}))
     arrays = [_aligned(factor, (node, *scope)) for factor in merged]
-    shape = tuple(map(max, zip(*(array.shape for array in arrays))))  # np.broadcast_shapes knows 32 dims at most
+    shape = tuple(map(max, zip(*(array.shape for array in arrays))))  # np.broadcast_shapes allows 32 dims at most
     block = max(1, _BLOCK_ENTRIES // max(1, math.prod(shape[1:])))
     best = np.full(shape[1:], np.inf)
     for start in range(0, shape[0], block):
@@ -49,7 +49,9 @@ def minimise_out(factors: Sequence[Factor], node: int) -> Factor:
 
 
 def _absorb(factors: Sequence[Factor]) -> list[Factor]:
-    """Add each factor to one whose scope contains its own, so that large sums have few terms."""
+    """The factors, each added to one whose scope contains its own if there is one, so that large
+    sums have few terms.
+    """
     merged: list[Factor] = []
     for factor in sorted(factors, key=lambda f: -len(f.scope)):
         for i, host in enumerate(merged):
@@ -62,7 +64,7 @@ def _absorb(factors: Sequence[Factor]) -> list[Factor]:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> np.ndarray:
-    """The values with one dim for each node of `scope`, of size 1 where the factor does not depend on it."""
+    """The values with a dim for each node of `scope`, of size 1 if the factor does not depend on the node."""
     present = [factor.scope.index(node) for node in scope if node in factor.scope]
     values = np.ascontiguousarray(factor.values.transpose(present))
     sizes = iter(values.shape)

@@ -1,7 +1,7 @@
 """Min-marginals: for each strategy, and each pair of an edge, the optimum among the choices that take it.
 
-The downward pass of bucket elimination: what lies outside a bucket's subtree, as a function of the bucket's neighbours.
-No message is subtracted from a sum that holds it, so `inf` (forbidden) needs no care.
+They are computed by the downward pass of bucket elimination: the least of all terms outside a bucket's subtree, as a
+function of the bucket's neighbours. No message is subtracted from a sum, so that `inf` (forbidden) needs no care.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,7 @@ from autopar.search.min_plus.factors import Factor, contract
 
 @dataclass(frozen=True, eq=False)
 class Marginals:
-    """`nodes[v][k]` and `pairs[a, b][ka, kb]`: the objective of the best choice that contains the strategy or the
-    pair.
-    """
+    """The objective of the best choice that contains a strategy, `nodes[v][k]`, or a pair, `pairs[a, b][ka, kb]`."""
 
     nodes: tuple[np.ndarray, ...]
     pairs: Mapping[tuple[int, int], np.ndarray]
@@ -38,10 +36,10 @@ def min_marginals(elimination: Elimination, pairs: frozenset[tuple[int, int]] = 
 
 
 def outside_messages(elimination: Elimination) -> dict[Factor, Factor]:
-    """For each bucket's message: the least of all that is not part of it, as a function of the same nodes."""
+    """Each bucket's message -> the least sum of all terms that are not part of it, as a function of the same nodes."""
     roots = [bucket.message for bucket in elimination.buckets if not bucket.message.scope]
     messages = {bucket.message for bucket in elimination.buckets}
-    # For the last bucket of a connected component: the optimum of the other components.
+    # For the last bucket of a connected component, that is the optimum of the other components.
     outside = {
         root: Factor((), np.array(sum(float(other.values) for other in roots if other is not root))) for root in roots
     }

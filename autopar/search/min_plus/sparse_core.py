@@ -1,8 +1,7 @@
-"""What is left of a table without a memory limit once every node with few neighbours is eliminated: a smaller table of
-the same optimum.
+"""The core of a table without a memory limit: the table with every node of few neighbours eliminated.
 
-A node beside one or two others leaves a function of these, which is a node's or an edge's term: what is left is a table
-again. Of models, where most values are used once, that is a tenth.
+Eliminating a node with one or two neighbours leaves a function of these, which is the term of a node or an edge, so
+that the core is a table with the same optimum. In models, where most values are used once, it has a tenth of the nodes.
 """
 
 import heapq
@@ -15,30 +14,30 @@ import numpy as np
 from autopar.search.min_plus.eliminate import Elimination, argmin, eliminate
 from autopar.search.table import CostTable, Edge, Node
 
-# A node that takes more additions stays: half a millisecond, and two nodes between which a dense edge is no larger than
-# most edges are.
+# A node whose elimination takes more additions stays. They take half a millisecond, and the resulting edge is no larger
+# than most edges.
 _MOST_ADDITIONS = 3e5
 
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """`table` holds the `nodes` (indices, ascending) that are left; its memory is 0 throughout."""
+    """The `table` of the `nodes` (indices, ascending) that are left; its memory is 0 throughout."""
 
     table: CostTable
     nodes: tuple[int, ...]
     elimination: Elimination
 
     def lower(self, strategies: Sequence[int]) -> tuple[int, ...]:
-        """The part of a choice that is left. What `lift` makes of it costs no more than the choice."""
+        """The part of a choice in the core; `lift` completes it to a choice that costs no more."""
         return tuple(strategies[v] for v in self.nodes)
 
     def lift(self, strategies: Sequence[int]) -> tuple[int, ...]:
-        """The cheapest choice of the whole table that contains these."""
+        """The cheapest choice of the whole table that contains these strategies of the core."""
         return argmin(self.elimination, dict(zip(self.nodes, strategies)))
 
 
 def core(table: CostTable) -> Core:
-    """Eliminate the nodes that have one or two neighbours when their turn comes, least work first."""
+    """The core of `table`: nodes that have one or two neighbours at their turn are eliminated, least work first."""
     elimination = eliminate(table, _sparse_order(table))
     nodes = tuple(sorted({v for factor in elimination.rest for v in factor.scope}))
     number = {v: i for i, v in enumerate(nodes)}
