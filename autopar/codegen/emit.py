@@ -1,4 +1,4 @@
-"""Print a program as Python: what runs is what a person can read."""
+"""`emit`: a program printed as Python, so that the code that runs can be read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,9 +24,10 @@ from autopar.sbp.redistribute import Collective, Step, again_in_backward, collec
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
-    """The source of `forward(self, *arguments)`, and of a split program first that of `gather(self)`, which returns
-    variable -> tensor that `forward` reads in `self.used`. `is_typed` adds, for a type checker of placements, each
-    variable's layout.
+    """The source of `forward(self, *arguments)`; of a split program, that of `gather(self)` before it.
+
+    `gather` returns variable -> tensor, which `forward` reads in `self.used`. `is_typed` adds the layout of each
+    variable, for a type checker of placements.
     """
     emitter = _Emitter(program, is_typed)
     gather = [*emitter.gather(program.gather), ""] if program.gather else []
@@ -38,7 +39,7 @@ class _Emitter:
         self.program = program
         self.is_typed = is_typed
         self.axis_names = axis_names(program.mesh, program.joint_axes)
-        self.offload = "None"  # the last one opened
+        self.offload = "None"  # the scope opened last
         self.is_offloading = False
 
     def gather(self, gather: Gather) -> list[str]:
@@ -82,7 +83,7 @@ class _Emitter:
         return lines
 
     def _inputs(self, names: set[str], kinds: tuple[str, ...]) -> list[str]:
-        """Those of `kinds` that are among the `names` read."""
+        """The lines for the inputs of `kinds` whose names are among the `names` read."""
         lines = []
         for item, layout in self.program.inputs:
             if item.kind in kinds and item.value.name in names:
@@ -95,7 +96,7 @@ class _Emitter:
             return note
         if item.kind == "constant":
             return f"{variable(item.value.name)} = self.constants[{item.value.name!r}]  {note}"
-        # what autograd saved of a buffer must outlive the write-back
+        # a buffer that autograd saved must not change in the write-back
         read = "local_copy" if item.fqn in dict(self.program.mutations) else "local"
         return f"{variable(item.value.name)} = self.{read}({item.fqn!r})  {note}"
 
@@ -215,7 +216,7 @@ def _names_read(steps: Iterable[AnyStep]) -> set[str]:
 
 
 def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> Step:
-    """The step of the plan, less the axes of size 1."""
+    """The step as the plan has it, without axes of size 1."""
     before = tuple(src if axis in step.axes else placement for axis, placement in enumerate(step.after))
     return Step(step.axes, src, dst, before)
 
@@ -225,5 +226,5 @@ def _note(collectives: tuple[Collective, ...]) -> str:
 
 
 def describe(value: Value, layout: Layout) -> str:
-    """`f32[4,8] S(0)B`: global shape and layout."""
+    """The text of a value's global shape and layout, such as `x: f32[4,8] S(0)B`."""
     return f"{value.name}: {short_dtype(value.dtype)}[{','.join(map(str, value.shape))}] {format_layout(layout)}"

@@ -1,4 +1,4 @@
-"""What emitted source may ask of its first argument, `self`."""
+"""`GeneratedSelf`: the protocol of the first argument of emitted functions, `self`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,8 +9,9 @@ from autopar.sbp.convert import Axis
 
 
 class GeneratedSelf(Protocol):
-    """The `self` of the functions that `emit` prints: this rank's tensors and axes. `forward` may use all of it,
-    `gather` only `axes` and `local`.
+    """The `self` of the functions that `emit` prints: this rank's tensors and axes.
+
+    `forward` may use all of it, `gather` only `axes` and `local`.
     """
 
     @property
@@ -20,21 +21,21 @@ class GeneratedSelf(Protocol):
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
-        """Values that no input changes, by variable."""
+        """The constants of the program, by variable."""
         ...
 
     @property
     def used(self) -> Mapping[str, torch.Tensor]:
-        """Of a split program, the results of `gather` that a microbatch reads, by variable."""
+        """The results of a split program's `gather` that a microbatch reads, by variable."""
         ...
 
     @property
     def step_seed(self) -> int:
-        """Seed of the random ops that draw the same numbers in all microbatches of a step."""
+        """The seed of random ops that draw the same numbers in all microbatches of a step."""
         ...
 
     def draw_seed(self) -> int:
-        """Seed of all other random ops of one call, the same on every rank."""
+        """The seed of all other random ops of one call, the same on every rank."""
         ...
 
     def local(self, fqn: str) -> torch.Tensor:
@@ -42,7 +43,7 @@ class GeneratedSelf(Protocol):
         ...
 
     def local_copy(self, fqn: str) -> torch.Tensor:
-        """`local` of a buffer that is written back to: what autograd saves of it must not change."""
+        """A copy of `local` for a buffer that is written back: autograd may save it, so that it must not change."""
         ...
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How long variables live: each is dropped after its last reading, and a region gives what is read after it."""
+"""Live ranges of variables: each is released after its last use, and a region outputs the variables used after it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,23 +7,26 @@ from autopar.codegen.program import AnyStep, Offload, Region, Release, reads, wr
 
 
 def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[AnyStep, ...]:
-    """`steps` with the inputs and outputs of regions, and each variable released after its last reading but those
-    `kept_alive`: so only what autograd saved stays in memory.
+    """`steps` with the inputs and outputs of regions, and with variables released after their last use.
+
+    Variables in `kept_alive` are not released. So only tensors that autograd saved stay in memory.
     """
-    found: list[AnyStep] = []
-    alive = set(kept_alive)  # what is read further on
+    released: list[AnyStep] = []
+    alive = set(kept_alive)  # variables that later steps read
     for step in reversed(steps):
         step = _closed(step, alive) if isinstance(step, Region | Offload) else step
         ends = (reads(step) | writes(step)) - alive
-        if ends and not isinstance(step, Offload):  # which releases its own
-            found.append(Release(tuple(sorted(ends))))
-        found.append(step)
+        if ends and not isinstance(step, Offload):  # an Offload releases its own variables
+            released.append(Release(tuple(sorted(ends))))
+        released.append(step)
         alive = (alive | reads(step)) - writes(step)
-    return tuple(reversed(found))
+    return tuple(reversed(released))
 
 
 def _closed(region: Region | Offload, alive: set[str]) -> Region | Offload:
-    """`region` with its releases, what enters it, in the order of reading, and what of it is `alive` afterwards."""
+    """`region` with its releases, its inputs in the order of their first use, and its outputs that are `alive` after
+    it.
+    """
     if isinstance(region, Offload):
         return replace(region, steps=with_releases(region.steps, alive))
     made: dict[str, None] = {}

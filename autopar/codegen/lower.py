@@ -1,4 +1,4 @@
-"""From an assignment to one rank's program: sizes made local, each conversion placed just before its first use."""
+"""`lower`: one rank's program of an assignment, with local sizes, and each conversion just before its first use."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -42,11 +42,11 @@ def lower(
     alike: Collection[str] = (),
     in_buckets: bool = True,
 ) -> Program:
-    """One rank's program for `graph` laid out as `assignment` says.
+    """The program of one rank for `graph` under `assignment`.
 
-    is_split: what parameters are converted to is made by a part of its own (`Program.gather`), once for many runs of
-    the rest; only those that are regathered are converted in each run. alike: random ops that draw the same numbers in
-    each run of a step. in_buckets: whether the gradients that can be reduced together are.
+    `is_split`: a part of its own, `Program.gather`, converts the parameters once for many runs of the rest; regathered
+    parameters are converted in each run. `alike`: random ops that draw the same numbers in each run of a step.
+    `in_buckets`: whether gradients are reduced in buckets.
     """
     lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
     gather = lowering.gather() if is_split else None
@@ -61,7 +61,7 @@ def lower(
 
 @dataclass
 class _Lowering:
-    """The walk over the graph: what has been emitted so far."""
+    """A walk over the graph, with the steps emitted so far."""
 
     graph: Graph
     mesh: Mesh
@@ -76,18 +76,18 @@ class _Lowering:
         self._conversions = conversions(self.graph, self.assignment)
         together = buckets(self._conversions) if self.in_buckets else ()
         self._buckets = {_key(member): bucket for bucket in together for member in bucket}
-        # conversion -> variable that holds what it makes
+        # conversion -> variable that holds its result
         self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}
         self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
         self._taken = {item.value.name for item in self.graph.inputs} | {
             value.name for op in self.graph.ops for value in op.outputs
         }
-        self._of_inputs = {item.value.name for item in self.graph.inputs}  # and what they are converted to
+        self._of_inputs = {item.value.name for item in self.graph.inputs}  # and their converted copies
         self._parameters = {item.value.name for item in self.graph.of_kind("parameter")}
 
     def gather(self) -> Gather:
-        """Convert the parameters for all their uses; the walk over the ops then finds them converted."""
+        """The gather of the program: it converts the parameters for all their uses before the walk over the ops."""
         groups: dict[tuple[str, tuple[Use, ...]], dict[str, Gathered]] = {}
         for name in (name for name in self._conversions if name in self._parameters):
             first, *rest = self._conversions[name]
@@ -104,7 +104,7 @@ class _Lowering:
         return Gather(with_releases(steps, kept_alive), results)
 
     def offload(self, number: int, ops: tuple[Op, ...]) -> None:
-        """Call `ops`; if they have a number, what backward needs of them waits on the host."""
+        """Emit `ops`; if they have a region `number`, their saved activations are offloaded."""
         if number >= 0:
             self._convert_parameters(ops)
         before, self.steps = self.steps, []
@@ -117,7 +117,7 @@ class _Lowering:
         self.steps += inside
 
     def _region(self, number: int, ops: tuple[Op, ...]) -> None:
-        """Call `ops`; if they have a number, backward runs them again with what they convert."""
+        """Emit `ops`; if they have a region `number`, backward runs them and their conversions again."""
         if number < 0:
             return self._calls(ops)
         self._convert_parameters(ops)
@@ -127,7 +127,7 @@ class _Lowering:
         self.steps.append(Region(number, (), (), inside))
 
     def _convert_parameters(self, ops: tuple[Op, ...]) -> None:
-        """Those that are kept as `ops` read them."""
+        """Convert the parameters that `ops` read and that are not regathered."""
         for op in ops:
             for slot, value in enumerate(op.inputs):
                 if value.name in self._parameters and not self._conversions[value.name][0].is_regathered:
@@ -138,7 +138,7 @@ class _Lowering:
             self._call(op)
 
     def read(self, value: Value, use: Use) -> str:
-        """Variable that holds `value` as `use` wants it, emitting the conversions still missing."""
+        """The variable that holds `value` in the layout of `use`; emits the conversions still missing."""
         return self._emit(next(c for c in reversed(self._conversions[value.name]) if use in c.uses))
 
     def _emit(self, conversion: Conversion) -> str:
@@ -152,7 +152,7 @@ class _Lowering:
         return self._converted[_key(conversion)]
 
     def _source(self, conversion: Conversion) -> str:
-        """Variable that holds what is converted: what was made, or the kept copy."""
+        """The variable that holds the source of a conversion: the value as produced, or its kept copy."""
         name = conversion.value.name
         first = self._conversions[name][0]
         return name if conversion is first else self._emit(first)
@@ -169,7 +169,7 @@ class _Lowering:
         return copies
 
     def _copy_of(self, name: str) -> str:
-        """A variable that holds a converted copy of value `name`, and is called like no other."""
+        """A fresh variable for a converted copy of the value called `name`."""
         number = self._num_copies.get(name, 0) + 1
         while (copy := f"{name}__{number}") in self._taken:
             number += 1
@@ -178,7 +178,7 @@ class _Lowering:
         return copy
 
     def _again(self, op: Op, names: list[str]) -> Iterator[Again]:
-        """The operands that are not kept for backward; what a region makes is not anyhow."""
+        """The operands that are regathered for backward; within a region they are recomputed with it."""
         if self.is_in_region:
             return
         for slot in sorted(footprint(op).saved_inputs):
@@ -225,13 +225,13 @@ class _Lowering:
 
 
 def _number_of(regions: tuple[tuple[str, ...], ...]) -> Callable[[Op], int]:
-    """Op -> number of its region, -1 outside of all."""
+    """The function from an op to the number of its region, -1 outside of all."""
     numbers = {name: number for number, region in enumerate(regions) for name in region}
     return lambda op: numbers.get(op.name, -1)
 
 
 def _key(conversion: Conversion) -> tuple[str, tuple[Use, ...]]:
-    """What tells conversions apart."""
+    """The identity of a conversion among those of a graph."""
     return conversion.value.name, conversion.uses
 
 

@@ -1,8 +1,7 @@
-"""What names and constants become in generated source: identifiers that are chosen here, literals, and comments that
-nothing ends.
+"""Names and constants in generated source: safe identifiers, literals, and comments that no text can end.
 
-Names of mesh axes, parameters and modules come from users and plan files. Only ASCII identifiers that are free are
-taken as they are.
+Names of mesh axes, parameters and modules come from users and plan files. Only free ASCII identifiers are used
+unchanged.
 """
 
 import keyword
@@ -20,7 +19,7 @@ from autopar.sbp.placement import Placement
 
 Axes = tuple[int, ...]
 
-# What generated functions read that is no variable of theirs.
+# Names that generated functions read and that are not their variables.
 GLOBALS = frozenset(
     (
         "aten",
@@ -39,7 +38,7 @@ GLOBALS = frozenset(
     )
     + ("seeded", "self", "torch", "use_together", "I", "Offload", "P", "R", "S")
 )
-# of Python's own, of names chosen here, of what `emit` counts
+# Prefixes of names that Python or this package chooses, and of names that `emit` numbers.
 _PREFIXES = ("__", "axis_", "named_", "offload_", "region_")
 _LITERALS = (bool, int, float, str, bytes, type(None))
 _TORCH_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
@@ -53,7 +52,8 @@ def variable(name: str) -> str:
     ('blocks_0_weight', 'class_', 'class__', 'named_w_2e_1')
     """
     if not is_identifier(name) or name.startswith(_PREFIXES):
-        # "_" is doubled and what is no letter or digit is its number between two, so that nothing reads in two ways.
+        # "_" is doubled, and any other character that is no letter or digit becomes its code between two "_", so that
+        # different names stay different.
         return "named_" + "".join(_escaped(char) for char in name)
     bare = name.rstrip("_")
     return f"{name}_" if keyword.iskeyword(bare) or bare in GLOBALS else name
@@ -66,14 +66,12 @@ def _escaped(char: str) -> str:
 
 
 def is_identifier(name: str) -> bool:
-    """Whether `name` is an ASCII identifier: others Python would take for equal to another spelling (PEP 3131), or not
-    at all.
-    """
+    """Whether `name` is an ASCII identifier; Python equates different spellings of others (PEP 3131)."""
     return name.isascii() and name.isidentifier()
 
 
 def axis_names(mesh: Mesh, joint: Sequence[Axes]) -> dict[Axes, str]:
-    """A different identifier for each axis of the mesh and each of the `joint` sets of several.
+    """Distinct identifiers for each axis of the mesh and each of the `joint` sets of several axes.
 
     >>> axis_names(Mesh((2, 4), ("dp-shard", "tp")), [(0, 1)])
     {(0,): 'axis_dp_shard', (1,): 'axis_tp', (0, 1): 'axis_dp_shard_and_tp'}
@@ -87,12 +85,12 @@ def axis_names(mesh: Mesh, joint: Sequence[Axes]) -> dict[Axes, str]:
 
 
 def comment(text: str) -> str:
-    """A comment on a line of its own or behind a statement; whatever `text` holds, it is that."""
+    """`text` as a comment, on a line of its own or behind a statement; no `text` can end it."""
     return f"# {printable(text)}"
 
 
 def called(target: str) -> str:
-    """The op `target`, a path below torch.ops, as an expression."""
+    """The expression for the op `target`, a path below torch.ops."""
     first, *rest = (
         target.split(".") if target.startswith(("aten.", "autopar.")) else ["torch", "ops", *target.split(".")]
     )
@@ -105,7 +103,7 @@ def called(target: str) -> str:
 
 
 def keywords(kwargs: Sequence[tuple[str, str]]) -> list[str]:
-    """Keyword arguments of a call, each name with its value's source."""
+    """The keyword arguments of a call as source, from (name, source of the value)."""
     return [
         f"{key}={value}" if is_identifier(key) and not keyword.iskeyword(key) else f"**{{{key!r}: {value}}}"
         for key, value in kwargs
@@ -113,7 +111,7 @@ def keywords(kwargs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def local_name(target: str) -> str:
-    """Name of an op's local implementation in the generated code.
+    """The name of an op's local implementation in the generated code.
 
     >>> local_name("aten.embedding.default"), local_name("aten.mean.dim")
     ('embedding', 'mean_dim')
@@ -123,7 +121,7 @@ def local_name(target: str) -> str:
 
 
 def code(item: Any) -> str:
-    """An argument as Python source. AutoparError if it is no literal: its own text may be anything."""
+    """An argument as Python source; AutoparError if it is no literal, since its repr could be any text."""
     match item:
         case Variable(name=name):
             return variable(name)

@@ -1,4 +1,4 @@
-"""One rank's program: local ops and explicit collectives, the same text on every rank."""
+"""`Program`: the local ops and explicit collectives of one rank; its text is the same on every rank."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from autopar.sbp.placement import Layout, Placement
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run an op on local tensors. `args` and `kwargs` hold `Variable`s; `roles` maps a role to the mesh axes that take
-    it.
+    """The call of an op on local tensors.
 
-    `random` numbers the random ops (-1: none); `split_axes` are the axes along which its output, hence its random
-    numbers, differ. `reads` are its tensor operands with the layouts it needs them in, `layouts` those of the outputs.
-    `again`: what of its operands is not kept for backward, but made once more. is_alike: a random op that draws the
-    same numbers in all microbatches of a step.
+    `args`, `kwargs`: arguments with `Variable`s for tensors. `reads`: its tensor operands with the layouts it reads
+    them in; `layouts`: those of its outputs. `roles`: (role, the mesh axes that take it). `random`: the number of a
+    random op, -1 for others; `split_axes`: the axes on which its output is split, so that ranks draw different numbers.
+    `again`: operands that are regathered for backward. `is_alike`: whether it draws the same numbers in all
+    microbatches of a step.
     """
 
     outputs: tuple[Value, ...]
@@ -38,7 +38,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Variable `whole` is made of the stored parameter `source` by `steps`, in forward and again in backward."""
+    """A regathered operand: variable `whole` is converted from the stored `source` by `steps`, and
+    again in backward.
+    """
 
     whole: str
     source: str
@@ -47,9 +49,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """Turn variable `source` from placement `src` to `dst` on mesh axes `axes`, as one axis;
-    none of them has size 1.
-    """
+    """A conversion of variable `source` from placement `src` to `dst` on mesh `axes`, none of size 1, as one axis."""
 
     output: str
     source: str
@@ -62,7 +62,7 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class UseTogether:
-    """Turn several parameters from I to R on mesh axes `axes`: their gradients are all-reduced as one."""
+    """A conversion of several parameters from I to R on mesh `axes`, with one all-reduce for all their gradients."""
 
     outputs: tuple[str, ...]
     sources: tuple[str, ...]
@@ -73,7 +73,7 @@ class UseTogether:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The variables are not read again."""
+    """The end of the live ranges of variables."""
 
     names: tuple[str, ...]
 
@@ -87,8 +87,9 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Run `steps` and keep for backward only the variables `inputs`; backward runs them again. `outputs` are read
-    afterwards.
+    """A recomputed region: only the variables `inputs` are kept for backward, which runs `steps` again.
+
+    `outputs`: the variables that later steps read.
     """
 
     number: int
@@ -99,8 +100,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What autograd keeps of `steps` waits in the host's memory, but for the variables `stay`: these are on the device
-    anyhow.
+    """An offloaded region: autograd's saved tensors of `steps` wait in the host's memory, except the variables `stay`.
+
+    These are on the device in any case.
     """
 
     number: int
@@ -113,7 +115,7 @@ AnyStep = Call | Convert | UseTogether | Release | Region | Offload
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Variable `name` holds parameter `value` in `layout`, as the rest of the program reads it."""
+    """A result of `gather`: variable `name` holds parameter `value` in the `layout` in which the program reads it."""
 
     name: str
     value: Value
@@ -122,9 +124,10 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Gather:
-    """What is done once a step, however many microbatches it has: the parameters are made ready. `results`: the
-    variables that are left, grouped by what makes them: the gradients of a group go back through its conversions
-    together.
+    """The part of a split program that runs once a step: it converts the parameters.
+
+    `results`: its variables in groups that are produced by the same conversions, through which the gradients of a group
+    are propagated back together.
     """
 
     steps: tuple[AnyStep, ...]
@@ -133,9 +136,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class Program:
-    """`inputs`: every graph input with its variable and layout. `outputs`: per flat output its variable and layout, or
-    a constant and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: of a
-    split program, the part that is run once a step; `steps` are then those of one microbatch.
+    """The program of one rank.
+
+    `inputs`: every graph input with its layout. `outputs`: for each flat output its variable and layout, or a constant
+    and (). `mutations`: (buffer FQN, variable) to write back after the outputs are computed. `gather`: the part of a
+    split program that runs once a step; `steps` are then those of one microbatch.
     """
 
     mesh: Mesh
@@ -147,7 +152,7 @@ class Program:
 
     @property
     def joint_axes(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of several mesh axes that conversions take as one, sorted."""
+        """The sets of several mesh axes that conversions treat as one axis, sorted."""
         steps = flat((*self.steps, *(self.gather.steps if self.gather else ())))
         return tuple(
             sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1})
@@ -159,13 +164,13 @@ class Program:
 
 
 def flat(steps: Iterable[AnyStep]) -> Iterator[AnyStep]:
-    """The steps, and those of regions in place of them."""
+    """The steps, with each region replaced by its steps."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, Region | Offload) else (step,)
 
 
 def reads(step: AnyStep) -> set[str]:
-    """Variables the step reads."""
+    """The variables that the step reads."""
     match step:
         case Convert(source=source):
             return {source}
@@ -181,7 +186,7 @@ def reads(step: AnyStep) -> set[str]:
 
 
 def writes(step: AnyStep) -> set[str]:
-    """Variables the step defines."""
+    """The variables that the step defines."""
     match step:
         case Convert(output=output):
             return {output}

@@ -1,7 +1,7 @@
-"""Tensors without data that are kept and freed as those of a device are, though there is no such device here.
+"""Tensors without data that are saved and freed as on a given type of device, which need not be present.
 
-Ops choose kernels by device, and what they keep for backward differs: on a GPU attention is fused and dropout keeps one
-byte an element; on a CPU attention that drops out or has a float mask keeps its scores.
+Ops choose kernels by device, and the kernels save different tensors for backward: on a GPU attention is fused and
+dropout saves one byte an element; on a CPU attention with dropout or a float mask saves its scores.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -23,8 +23,9 @@ _LARGEST_FLASH_HEAD = 256
 
 @contextmanager
 def without_data(device_type: str) -> Iterator[None]:
-    """Scope in which factories make tensors without data; on the meta device for GPUs, where ops run some twenty times
-    as fast.
+    """A context in which factories make tensors without data: fake ones for CPUs, on the meta device for GPUs.
+
+    Ops run about twenty times as fast on the meta device.
     """
     if device_type == "cpu":
         with FakeTensorMode():
@@ -35,9 +36,7 @@ def without_data(device_type: str) -> Iterator[None]:
 
 
 class _Known(TorchDispatchMode):
-    """Shapes on the meta device are worked out once: a call with arguments like those of one before gives tensors like
-    its results.
-    """
+    """A cache of shapes on the meta device: a call with arguments of known shapes gives tensors of the known shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ _EMPTY, _META = torch.ops.aten.empty_strided.default, torch.device("meta")
 
 @lru_cache(maxsize=2**16)
 def _makes_all(func: Any) -> bool:
-    """Whether its results are tensors that share no memory with its arguments, which it leaves as they are."""
+    """Whether an op neither writes to its arguments nor returns tensors that share their memory."""
     returns = func._schema.returns
     return (
         bool(returns)
@@ -70,7 +69,7 @@ def _makes_all(func: Any) -> bool:
 
 
 def _key(arg: Any) -> Hashable:
-    """Equal for arguments that give results of equal shapes."""
+    """A key of an argument, equal for arguments that give results of equal shapes."""
     if isinstance(arg, torch.Tensor):
         return arg.shape, arg.stride(), arg.dtype
     if isinstance(arg, (tuple, list)):
@@ -79,14 +78,14 @@ def _key(arg: Any) -> Hashable:
 
 
 def _recipe(out: Any) -> tuple[Any, ...]:
-    """(shape, strides, dtype) of each result; None for a gradient that nothing asks for."""
+    """(shape, strides, dtype) of each result; None for a gradient that is not needed."""
     return tuple(
         None if x is None else (x.shape, x.stride(), x.dtype) for x in (out if isinstance(out, tuple) else (out,))
     )
 
 
 def namespace_on(device_type: str) -> dict[str, Any]:
-    """Names that generated code may use, with the kernels of the device."""
+    """The names that generated code may use, with the kernels of the device."""
     names = namespace()
     if device_type == "cpu":
         return names
@@ -97,7 +96,7 @@ def namespace_on(device_type: str) -> dict[str, Any]:
 
 
 class _Aten:
-    """`torch.ops.aten` with some kernels of a GPU."""
+    """`torch.ops.aten` with attention and dropout as on a GPU."""
 
     def __init__(self) -> None:
         self.scaled_dot_product_attention = SimpleNamespace(default=attention)
@@ -131,10 +130,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU
-    of compute capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention, else the
-    memory-efficient one, else separate products, which keep the scores. cuDNN's, which is preferred on some GPUs, keeps
-    what FlashAttention does.
+    """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU.
+
+    On compute capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) that is FlashAttention,
+    else the memory-efficient kernel, else separate products, which save the scores. cuDNN's kernel, preferred on some
+    GPUs, saves the same tensors as FlashAttention.
     """
     aten = torch.ops.aten
     if _takes_flash(query, key, value, attn_mask, is_causal):
@@ -164,7 +164,9 @@ def _takes_flash(
 
 
 def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """As many heads of keys as of queries; the head size of the values may be another."""
+    """Whether the memory-efficient kernel applies: equal numbers of heads of queries and keys; values may differ in
+    size.
+    """
     aligned = 16 // query.dtype.itemsize
     is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned
     return (
@@ -173,7 +175,7 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """With a head size that FlashAttention's kernels have: a multiple of 8."""
+    """`x` padded to a head size of FlashAttention's kernels, a multiple of 8."""
     return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 

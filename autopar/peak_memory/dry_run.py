@@ -1,4 +1,4 @@
-"""A training step of a generated program on tensors without data: what each action of a schedule makes and holds."""
+"""A dry run: a training step of a generated program on tensors without data, action by action of a schedule."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -27,8 +27,9 @@ from autopar.torch_compat import stage_backward, stage_backward_input, stage_bac
 
 @dataclass
 class Rank:
-    """`self` of the generated functions (`GeneratedSelf`), with tensors that have no data. `receives`: names of the
-    arguments that come from another stage, for each microbatch anew.
+    """The `self` of generated functions (`GeneratedSelf`) in a dry run, with tensors without data.
+
+    `receives`: names of the arguments received from another stage, which are allocated for each microbatch.
     """
 
     program: Program
@@ -45,7 +46,9 @@ class Rank:
     def of(
         cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str
     ) -> "Rank":
-        """`state`: parameters and buffers of the rank's stages before, by FQN, to which this one's are added."""
+        """The rank of `program`; `state`: FQN -> parameter or buffer of the rank's previous stages,
+        which is extended.
+        """
         names, mesh = namespace_on(device_type) | {"Offload": _Away}, program.mesh
         function = compile_source(emit(program), names)
         single = [Axis(name, size, 0, None) for name, size in zip(mesh.axis_names, mesh.shape)]
@@ -62,7 +65,7 @@ class Rank:
         return cls(program, function, names.get("gather"), (*single, *joint), receives, state, constants, batch, {})
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there all the time."""
+        """The tensors that exist during the whole step."""
         return [*self.state.values(), *self.constants.values(), *self.batch.values()]
 
     def local(self, fqn: str) -> torch.Tensor:
@@ -72,7 +75,7 @@ class Rank:
         return self.state[fqn].clone()
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:
-        """Takes no memory."""
+        """Does nothing: a write-back allocates no memory."""
 
     def draw_seed(self) -> int:
         return 0
@@ -82,14 +85,14 @@ class Rank:
         return 0
 
     def received(self) -> dict[str, torch.Tensor]:
-        """Buffers for one microbatch."""
+        """Receive buffers for one microbatch."""
         inputs, shape = self.program.inputs, self.program.mesh
         return {
             item.value.name: _part(item, layout, shape) for item, layout in inputs if item.value.name in self.receives
         }
 
     def run(self, received: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """One microbatch, the same batch each time."""
+        """The outputs of one microbatch; all microbatches read the same batch."""
         values = self.batch | dict(received)
         return self.function(
             self, *(values[item.value.name] for item, _ in self.program.inputs if item.kind == "argument")
@@ -97,7 +100,7 @@ class Rank:
 
 
 class _Away(Offload):
-    """What waits on the host does not count until it is back."""
+    """The scope of offloaded activations in a dry run: they count again from when they are fetched."""
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         return torch.empty(0)
@@ -118,8 +121,10 @@ Tensors = list[torch.Tensor]
 
 @dataclass
 class Stage:
-    """What torch's stage does and holds: `arrived`, buffers made already for an action; `flying`, by microbatch,
-    outputs and what was received; `halved`, what waits for "W"; `gathered`, what is made once a step.
+    """The actions of torch's pipeline stage, and the tensors that it holds between them.
+
+    `arrived`: receive buffers allocated before their action; `flying`: microbatch -> (outputs, received tensors);
+    `halved`: microbatch -> tensors that wait for "W"; `gathered`: results of `gather`, once a step.
     """
 
     rank: Rank
@@ -131,16 +136,16 @@ class Stage:
     gathered: Results | None = None
 
     def open(self) -> None:
-        """What is done once a step, before all microbatches."""
+        """Run the part of a step before all microbatches."""
         self.gathered = open_step(self.rank)
 
     def close(self) -> None:
-        """And after all."""
+        """Run the part of a step after all microbatches."""
         gathered, self.gathered = self.gathered, None
         close_step(self.rank, gathered)
 
     def receive(self, action: Action) -> Any:
-        """The buffers for what an action gets from another stage; those made before if there are."""
+        """The buffers for the tensors that an action receives from another stage, possibly allocated before."""
         if action in self.arrived:
             return self.arrived.pop(action)
         if action.kind == "F":
@@ -150,7 +155,7 @@ class Stage:
         return None if is_loss else [torch.empty_like(x) if x.requires_grad else None for x in outputs]
 
     def forward(self, action: Action) -> Tensors:
-        """The outputs, which are kept until the backward."""
+        """Run a forward; returns its outputs, which are kept until the backward."""
         received = self.receive(action)
         found = [x for x in self.rank.run(received) if isinstance(x, torch.Tensor)]
         outputs = [sendable(x) for x in found] if self.sends else _differentiated(found)
@@ -158,7 +163,9 @@ class Stage:
         return outputs
 
     def backward(self, action: Action) -> tuple[Tensors, Tensors]:
-        """Whole, or its part for the inputs: the gradients that came, and those that go to the stage before."""
+        """Run a backward, or its part for the inputs; returns the gradients received and those for
+        the previous stage.
+        """
         came = self.receive(action._replace(kind="B"))
         outputs, received = self.flying.pop(action.microbatch)
         is_whole, groups = action.kind == "B", None
@@ -174,7 +181,7 @@ class Stage:
         return [x for x in came or () if x is not None], [x.contiguous() for x in gone if x is not None]
 
     def weights(self, action: Action) -> None:
-        """The rest of the backward."""
+        """Run the part of a backward for the weights."""
         outputs, came, received, groups = self.halved.pop(action.microbatch)
         if groups is not None:
             stage_backward_weight(iter(self._leaves()), groups)
@@ -187,9 +194,11 @@ class Stage:
 
 @dataclass
 class Step:
-    """A step of a rank. What torch's schedules hold besides is held as long: those in rounds the gradients on their way
-    back, the others what was received and sent last. arrivals: as `_arrivals` of the rank. `tied`: FQN of what other
-    ranks of the pipeline hold too -> how many.
+    """A step of one rank, which holds the buffers of torch's schedules as long as they do.
+
+    Schedules in rounds hold the gradients that are being sent back, the others the tensors received and sent last.
+    `arrivals`: those of the rank (see `predict._arrivals`). `tied`: FQN of a parameter that other ranks of the pipeline
+    hold too -> their number.
     """
 
     stages: Mapping[int, Stage]
@@ -200,7 +209,7 @@ class Step:
     tied: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, storages: Storages) -> list[tuple[str, np.ndarray]]:
-        """The phases but the update, and what they take and let go of (`Storages.take_changes`)."""
+        """(phase, its allocations and frees as `Storages.take_changes` gives them) for all phases but the update."""
         phases: list[tuple[str, np.ndarray]] = []
         storages.restart()
         stages = tuple(self.stages.values())
@@ -214,7 +223,7 @@ class Step:
                 stage.close()
             phases.append(("reduce", storages.take_changes()))
         for fqn, num in self.tied.items():
-            # The others' gradients, and the sum, of which there may be two for a moment.
+            # The gradients of other ranks and their sum, of which two may exist at a time.
             size = stages[0].rank.state[fqn].untyped_storage().nbytes()
             phases.append((f"tied {fqn}", size * (num + min(num, 2)) * np.array([1, -1])))
         return phases
@@ -241,11 +250,13 @@ class Step:
 
 def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:
     if not any(x.requires_grad for x in outputs):
-        return ()  # nothing is trained
+        return ()  # the stage trains nothing
     return stage_backward(outputs, came or [None] * len(outputs), received)
 
 
 def _differentiated(outputs: Tensors) -> Tensors:
-    """The loss, which is a scalar; of a stage that has none, all that a gradient comes back for."""
+    """The outputs that backward starts from: the loss, a scalar, or all outputs with a gradient of
+    a stage without one.
+    """
     found = [x for x in outputs if x.requires_grad]
     return [x for x in found if not x.shape][:1] or found

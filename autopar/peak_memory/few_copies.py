@@ -1,5 +1,5 @@
-"""What a program with many copies of a block takes and lets go of, allocation by allocation, from runs with few of
-them.
+"""The allocations and frees of a program with many copies of a block, extrapolated exactly from
+runs with few copies.
 """
 
 import math
@@ -17,23 +17,23 @@ from autopar.sbp.analysis.sample_blocks import drop_copies, droppable
 from autopar.sbp.assignment import BUCKET_BYTES, Assignment, Conversion, buckets, conversions
 from autopar.sbp.placement import local_shape
 
-# (name, i64[changes]): bytes taken (positive) and let go of (negative), in order
+# (name of a phase, i64[changes]): bytes allocated (positive) and freed (negative), in order
 Phases = list[tuple[str, np.ndarray]]
-Run = Callable[[Graph, Assignment, bool], Phases]  # the last: whether gradients are reduced in buckets
+Run = Callable[[Graph, Assignment, bool], Phases]  # the last argument: whether gradients are reduced in buckets
 
-# Copies that are run of each: the first and the last have other neighbours, and what one leaves is let go of in the
-# next.
+# Copies of each repeat that are run: the first and the last have other neighbours, and memory of one copy may be freed
+# in the next.
 _NUM_RUN = 3
 _BACKWARD = ("B", "I", "W")  # parts of a step in which the last copy comes first
 
 
 def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Phases:
-    """What `run` gives for the graph, of whose copies of a block that are planned alike only a few are run.
+    """The result of `run` for the graph, computed from runs with only a few of the copies that are planned alike.
 
-    Equal to the byte: what one copy more changes must be what the copy before it changed, else the whole graph is run.
-    All blocks get one copy more at once; where it is unclear whose changes are whose, one block after the other does.
-    Where gradients of several copies are reduced in one bucket, each is reduced alone, and as much as a bucket can take
-    is added where there may be one.
+    It is exact: the changes of one further copy must equal those of the copy before it, otherwise the whole graph is
+    run. All blocks get one further copy at once; if it is unclear which changes belong to which block, one block after
+    the other does. Where a bucket reduces the gradients of several copies, each is reduced alone in these runs, and the
+    memory of a bucket is added where one may exist.
     """
     found = _few_of(graph, assignment, mesh)
     if found is None:
@@ -59,10 +59,11 @@ def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Ph
 
 
 def extended(few: np.ndarray, more: np.ndarray, times: Sequence[int]) -> tuple[np.ndarray, int] | None:
-    """`few` with each block of numbers that `more` has once more than `few` repeated so many times, in the order in
-    which they come; and where the first of these blocks begins.
+    """(`few` with each block of numbers that `more` has once more repeated `times` further, position of the first
+    block).
 
-    None where a block is not what stands before it, or it is unclear which is which.
+    `times`: one number for each block, in their order. None if a block does not equal the numbers before it, or if
+    blocks are ambiguous.
 
     >>> extended(np.array([1, 2, 3, 2, 3, 9]), np.array([1, 2, 3, 2, 3, 2, 3, 9]), (3,))[0].tolist()
     [1, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 9]
@@ -83,7 +84,7 @@ def extended(few: np.ndarray, more: np.ndarray, times: Sequence[int]) -> tuple[n
 def extended_in_turn(
     few: np.ndarray, more: Sequence[np.ndarray], times: Sequence[int]
 ) -> tuple[np.ndarray, int] | None:
-    """As `extended`, of one array more for each block, in which only that block is once more."""
+    """As `extended`, from an array in `more` for each block, which has only that block once more."""
     inserted = []
     for longer, count in zip(more, times, strict=True):
         found = [] if np.array_equal(few, longer) else _insertions(few, longer, 1)
@@ -99,7 +100,9 @@ def extended_in_turn(
 
 
 def _insertions(few: np.ndarray, more: np.ndarray, num: int) -> list[tuple[int, np.ndarray]] | None:
-    """(position in `few`, block) of `num` blocks, each equal to what stands before it, with which `few` is `more`."""
+    """(position in `few`, block) of `num` insertions that turn `few` into `more`, each equal to the
+    numbers before it.
+    """
     if num == 0:
         return [] if np.array_equal(few, more) else None
     alike = few == more[: len(few)]
@@ -120,9 +123,7 @@ def _start(few: np.ndarray, position: int, block: np.ndarray) -> int:
 
 
 def _with_bucket(changes: np.ndarray, start: int, num_bytes: int) -> np.ndarray:
-    """With so many bytes more for a moment where there are most behind `start`: no gradient of a copy is there
-    before.
-    """
+    """`changes` with a transient of `num_bytes` at the peak behind `start`, before which no copy has a gradient."""
     if not num_bytes or start >= len(changes):
         return changes
     most = start + int(np.argmax(np.cumsum(changes)[start:])) + 1
@@ -135,8 +136,9 @@ def _ordered(phase: str, times: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Few:
-    """A graph, and the repeats in it of which copies can be left out. bucket_bytes: what reducing a bucket of gradients
-    of several copies takes at most.
+    """A graph and its repeats of which copies can be left out.
+
+    `bucket_bytes`: the most memory of reducing a bucket with gradients of several copies.
     """
 
     graph: Graph
@@ -146,16 +148,18 @@ class _Few:
 
     @property
     def times(self) -> tuple[int, ...]:
-        """How many copies of each `part` lacks, in graph order."""
+        """The numbers of copies that `part` lacks of each repeat, in graph order."""
         return tuple(repeat.count - _NUM_RUN for repeat in self.repeats)
 
     @property
     def num_ops_in_turn(self) -> int:
-        """Ops of the parts with one copy more of one repeat each."""
+        """The number of ops of all parts with one further copy of one repeat."""
         return sum(len(self.part(number)[0].ops) for number in range(len(self.repeats)))
 
     def part(self, *longer: int) -> tuple[Graph, Assignment]:
-        """`_NUM_RUN` copies of each repeat, and one more of those with these numbers."""
+        """The graph and assignment with `_NUM_RUN` copies of each repeat, and one more of the repeats numbered
+        `longer`.
+        """
         short = drop_copies(
             self.graph, self.repeats, [_NUM_RUN + (number in longer) for number in range(len(self.repeats))]
         )
@@ -163,8 +167,8 @@ class _Few:
 
 
 def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
-    """None where no copies can be left out, or too few to gain by it."""
-    # the program is the same wherever that is
+    """The repeats of which copies can be left out; None if there are none, or too few to gain by it."""
+    # the optimizer's state does not change the program
     folded = as_planned(fold(graph), graph, replace(assignment, state_on_host=frozenset()))
     long = droppable(graph, [repeat for repeat in folded.repeats if repeat.count > _NUM_RUN + 1], _NUM_RUN)
     found = _Few(graph, assignment, long, 0)
@@ -178,8 +182,9 @@ def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
 
 
 def _bucket_bytes(graph: Graph, repeats: Sequence[Repeat], found: dict[str, tuple[Conversion, ...]], mesh: Mesh) -> int:
-    """What reducing the largest bucket takes: its gradients in one tensor, and their sum; 0 if no bucket has those of
-    several copies.
+    """Bytes of reducing the largest bucket: its gradients in one tensor, and their sum.
+
+    0 if no bucket has gradients of several copies.
     """
     position = {op.name: number for number, op in enumerate(graph.ops)}
     copies, most = {}, 0

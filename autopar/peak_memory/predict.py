@@ -1,6 +1,4 @@
-"""The most memory that one rank has in use during a step: its generated program is run on tensors without data, which
-are counted.
-"""
+"""Prediction of the peak memory of a rank in a step, by running its generated program on tensors without data."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,16 +28,17 @@ from autopar.schedule.timeline import Action
 
 Inputs = tuple[tuple[Input, Layout], ...]
 
-# Tensors as large as a parameter that its update makes for a moment: torch.optim, one parameter after the other
-# (`foreach=False`).
+# Transient tensors of a parameter's size in its update, by torch.optim one parameter after the other (`foreach=False`).
 UPDATE_COPIES = {"adam": 2, "adamw": 2, "adagrad": 1}
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank. `stored_bytes`: what is there all the time: parameters, buffers, constants, optimizer state,
-    the batch. `phases`: the most at one time of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce",
-    "update"), actions as they print.
+    """The memory of one rank in a step.
+
+    `stored_bytes`: of tensors that exist all the time: parameters, buffers, constants, optimizer state, the batch.
+    `phases`: (name, bytes at its peak) of each part of the step, in order ("gather", "0F0", "0B0", ..., "reduce",
+    "update"), actions by their text.
     """
 
     stored_bytes: int
@@ -47,19 +46,19 @@ class Peak:
 
     @property
     def total_bytes(self) -> int:
-        """The most at one time."""
+        """The largest memory at any time of the step."""
         return max(num_bytes for _, num_bytes in self.phases)
 
     @property
     def phase(self) -> str:
-        """The first in which it is reached."""
+        """The first phase that reaches the peak."""
         return max(self.phases, key=lambda phase: phase[1])[0]
 
 
 def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
-    """Bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster.
+    """The peak in bytes of a device of each rank of the pipeline, or of the only one, on devices of the plan's cluster.
 
-    One stage that runs the whole batch is no pipeline: it reduces gradients as they come, as a plan without stages.
+    One stage that runs the whole batch is no pipeline: it reduces gradients during backward, as a plan without stages.
     """
     if isinstance(plan, StagedPlan):
         if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
@@ -81,12 +80,11 @@ def predict_peak(
     device_type: str = "cpu",
     is_whole: bool = False,
 ) -> Peak:
-    """Run a step of the program as the first rank would, without peers, with the kernels of such a device.
+    """The peak of the first rank in a step, run without peers and with the kernels of `device_type`.
 
-    graph: of one microbatch; of a stage what it receives is an argument with a gradient. actions: of this stage, in
-    order; by default one microbatch after the other. The batch is counted whole, as plain tensors are handed in.
-    Outputs that lead to no gradient are dropped. Of copies of a block alike a few are run (`run_phases`); is_whole: all
-    are.
+    `graph`: of one microbatch; the received values of a stage are arguments with a gradient. `actions`: of this stage,
+    in order; by default one microbatch after the other. The batch is counted whole, as plain tensors are given. Outputs
+    without gradient are dropped. Only a few copies of a repeat are run (`run_phases`), all of them if `is_whole`.
     """
     is_split = training.num_microbatches > 1 or actions is not None
     if actions is None:
@@ -108,11 +106,10 @@ def predict_peak(
 
 
 def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ...]:
-    """The peak of each rank of the pipeline, with all its stages, in the order of its schedule, on devices of the
-    plan's cluster.
+    """The peak of each rank of the pipeline, with all its stages and in the order of its schedule.
 
-    Of stages alike one is run, for two microbatches, and what they do to the memory is replayed; is_whole: all are run
-    for all.
+    The devices are those of the plan's cluster. Of isomorphic stages one is run, for two microbatches, and its
+    allocation trace is replayed; if `is_whole`, all stages are run for all microbatches.
     """
     made = {value.name for stage in plan.stages for op in stage.graph.ops for value in op.outputs}
     receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
@@ -141,7 +138,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
 
 
 def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[Recording]:
-    """Of each stage; stages alike are run once."""
+    """The recording of each stage; isomorphic stages are run once."""
     known: dict[Hashable, Recording] = {}
     found = []
     for number, own in enumerate(plan.stages):
@@ -167,7 +164,7 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
 
 
 def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> Stage:
-    """state: as in `Rank.of`."""
+    """The stage called `number`, to be run; `state`: as in `Rank.of`."""
     own = plan.stages[number]
     program = lower(own.graph, own.mesh, own.assignment, is_split=True)
     return Stage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
@@ -184,7 +181,7 @@ def _replayed(
 
 
 def _slices(plan: StagedPlan) -> dict[str, int]:
-    """Inputs of which a microbatch reads one part of so many."""
+    """Name of each input that is sliced into microbatches -> number of slices."""
     whole = {item.value.name: item.value for item in plan.graph.inputs}
     parts = {
         item.value.name: item.value for stage in plan.stages for item in stage.graph.inputs if item.value.name in whole
@@ -197,10 +194,10 @@ def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
 
 
 def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
-    """Of each rank: what "F" and "B" get from other stages -> before which action, by its index, there is room for it.
+    """For each rank: index of an action -> the "F" and "B" actions whose receive buffers are allocated before it.
 
-    torch's schedules in rounds take a step together: what one sends in it the other receives before its next, even if
-    it needs it later.
+    The ranks of torch's schedules in rounds advance together: a tensor sent in one step is received before the
+    receiver's next step, even if it is needed later.
     """
     rows, last = schedule_actions(schedule), schedule.num_stages - 1
     at, done = [0] * len(rows), set()
@@ -211,7 +208,7 @@ def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
             for rank, (here, row) in enumerate(zip(at, rows))
             if here < len(row) and _needs(row[here], last) <= done
         ]
-        assert ran, f"{schedule}: no rank can go on"
+        assert ran, f"{schedule}: no rank can continue"
         for rank, action in ran:
             at[rank] += 1
             done.add(_sent(action))
@@ -223,7 +220,7 @@ def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
 
 
 def _sent(action: Action) -> Action:
-    """The action of another stage for which this makes something."""
+    """The action of another stage that receives the result of `action`."""
     if action.kind == "W":
         return action
     return (
@@ -240,7 +237,7 @@ def _needs(action: Action, last: int) -> set[Action]:
 
 
 def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:
-    """FQN of each trained parameter of the rank that others hold too -> how many others."""
+    """FQN of each trained parameter of the rank that other ranks hold too -> number of these ranks."""
     holders: dict[str, set[int]] = {}
     for number, stage in enumerate(plan.stages):
         for item in stage.graph.of_kind("parameter"):
@@ -250,7 +247,7 @@ def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:
 
 
 def _on_host(graph: Graph, assignment: Assignment) -> set[str]:
-    """FQNs of the parameters whose optimizer state waits there."""
+    """FQNs of the parameters whose optimizer state is on the host."""
     return {item.fqn for item in graph.of_kind("parameter") if item.value.name in assignment.state_on_host}
 
 
@@ -272,7 +269,7 @@ def _peak(
     slices: Mapping[str, int],
     on_host: Collection[str],
 ) -> Peak:
-    """inputs: of each stage of the rank. slices: constants of which the graph reads one part of so many."""
+    """The peak of a rank; `inputs`: (mesh, inputs) of each of its stages, `slices`: as `_slices` gives them."""
     kinds = _bytes_of(inputs, training, slices)
     stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
     stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
@@ -284,9 +281,7 @@ def _peak(
 
 
 def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
-    """What there is besides while parameters are updated: all gradients, copies, and state that waits on the host a
-    bucket at a time.
-    """
+    """Bytes during the update beyond stored ones: all gradients, transient copies, and a bucket of offloaded state."""
     copies = UPDATE_COPIES.get(training.optimizer, 0)
     gradients = {name: own["gradients"] for name, own in kinds.items() if "gradients" in own}
     staying = copies * max((size for name, size in gradients.items() if name not in on_host), default=0)
@@ -302,8 +297,9 @@ def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[st
 def _bytes_of(
     inputs: Sequence[tuple[Mesh, Inputs]], training: Training, slices: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
-    """By FQN or another name and by kind, of what is there all the time but the batch, and of gradients; what several
-    stages read is there once.
+    """FQN or other name -> kind -> bytes of all stored inputs but the batch, and of gradients.
+
+    An input that several stages read is counted once.
     """
     found: dict[str, dict[str, int]] = {}
     for number, (mesh, own) in enumerate(inputs):

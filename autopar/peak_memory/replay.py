@@ -1,4 +1,4 @@
-"""A stage whose actions take and let go of memory as they did once, without running its program again."""
+"""`Replayed`: a stage that replays a recorded allocation trace instead of running its program."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from autopar.schedule.timeline import Action
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """most_bytes: at one time, above what there was when it began; left_bytes: above that once it is over."""
+    """The change of memory by an action, relative to its start: `most_bytes` at its peak, `left_bytes` at its end."""
 
     most_bytes: int
     left_bytes: int
@@ -26,8 +26,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that an action hands on. alike: which of those that were handed to it, or of those before it, shares its
-    memory, -1 for none; is_stored: whether it shares that of one that is there all the time.
+    """A tensor that an action outputs.
+
+    `alike`: index of the tensor, among the action's inputs and its earlier outputs, whose memory it shares, -1 for
+    none; `is_stored`: whether it shares memory with a tensor that exists during the whole step.
     """
 
     shape: tuple[int, ...]
@@ -38,11 +40,11 @@ class Made:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it adds."""
+        """The bytes that the tensor adds; 0 if it shares memory."""
         return 0 if self.is_stored or self.alike >= 0 else torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def make(self, handed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One like it."""
+        """A tensor without data of this description; `handed`: the action's inputs and its earlier outputs."""
         if self.alike < 0 and not self.is_stored:
             return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.needs_grad)
         like = torch.empty((), dtype=self.dtype) if self.is_stored else handed[self.alike].detach()
@@ -51,8 +53,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Recording:
-    """changes: what is done -> what it changes, in the first microbatch and in later ones. drops_outputs: whether its
-    outputs are gone once "I" is done.
+    """A recorded allocation trace of a stage.
+
+    `changes`: kind of action -> its change in the first microbatch and in later ones. `outputs`, `gone`: tensors sent
+    and gradients sent back. `drops_outputs`: whether its outputs are freed after "I".
     """
 
     gather: Change
@@ -64,7 +68,7 @@ class Recording:
 
 
 class Handed(NamedTuple):
-    """What a microbatch hands on, and `drops_outputs` as in `Recording`."""
+    """The tensors that a microbatch sends, and `drops_outputs` as in `Recording`."""
 
     outputs: tuple[Made, ...]
     gone: tuple[Made, ...]
@@ -72,9 +76,10 @@ class Handed(NamedTuple):
 
 
 def run_two(stage: Stage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
-    """Run two microbatches of the stage, which has not run; is_halved: their backward in two parts.
+    """(changes of each action, tensors that the second microbatch sends) from running two microbatches of a fresh
+    stage.
 
-    What each action changes, called "gather", "F0", "B0", ..., "reduce", and what the second microbatch hands on.
+    The actions are called "gather", "F0", "B0", ..., "reduce". `is_halved`: whether backward is split in two parts.
     """
     with count_storages(stage.rank.tensors()) as storages:
         phases = [("gather", _changes(storages, stage.open)[0])]
@@ -86,7 +91,7 @@ def run_two(stage: Stage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarra
 
 
 def recorded(phases: Sequence[tuple[str, np.ndarray]], handed: Handed) -> Recording:
-    """The recording of a stage from what `run_two` gives."""
+    """The recording of a stage from the results of `run_two`."""
     found = {name: Change(int(np.cumsum(changes).max(initial=0)), int(changes.sum())) for name, changes in phases}
     kinds = [name[0] for name in found if name.endswith("0")]
     return Recording(
@@ -115,7 +120,7 @@ def _microbatch(
 
 
 def _changes(storages: Storages, work: Callable[[], Any]) -> tuple[np.ndarray, Any]:
-    """What `work` changes, and its result, which counts."""
+    """(changes of memory by `work`, its result, which is counted)."""
     storages.restart()
     found = work()
     return storages.take_changes(), found
@@ -148,8 +153,10 @@ def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
 
 @dataclass
 class Replayed(Stage):
-    """`Stage` by its recording, in blocks of bytes. kept: of each microbatch what its backward wants besides what it
-    received and sends. once: what was gathered, then also the gradients of it, at last those of the parameters.
+    """A `Stage` that allocates blocks of bytes by its recording.
+
+    `kept`: microbatch -> memory that its backward needs beyond received and sent tensors. `once`: the gathered
+    parameters, then also their gradients, at last the gradients of the stored parameters.
     """
 
     recording: Recording = field(kw_only=True)
@@ -158,30 +165,30 @@ class Replayed(Stage):
     begun: set[str] = field(default_factory=set)
 
     def open(self) -> None:
-        """What is gathered."""
+        """Allocate the gathered parameters."""
         _blob(self.recording.gather.most_bytes)
         self.once = [_blob(self.recording.gather.left_bytes)]
 
     def close(self) -> None:
-        """The gradients of the parameters in place of all else."""
+        """Replace all memory of the step by the gradients of the parameters."""
         _blob(self.recording.reduce.most_bytes)
         left = sum(len(x) for x in self.once) + self.recording.reduce.left_bytes
         self.once.clear()
         self.once = [_blob(left)]
 
     def forward(self, action: Action) -> Tensors:
-        """As that of `Stage`."""
+        """As in `Stage`."""
         received = list(self.receive(action).values())
         left_bytes = self._run(action)
         outputs = _make(self.recording.outputs, received)
         for x in outputs:
-            x.made_of = received  # as autograd's graph holds the leaves that it ends in
+            x.made_of = received  # autograd's graph holds its leaves alive
         self.kept[action.microbatch] = _blob(left_bytes - sum(x.num_bytes for x in self.recording.outputs))
         self.flying[action.microbatch] = outputs, received
         return outputs
 
     def backward(self, action: Action) -> tuple[Tensors, Tensors]:
-        """As that of `Stage`."""
+        """As in `Stage`."""
         came = [x for x in self.receive(action._replace(kind="B")) or () if x is not None]
         left_bytes = self._run(action)
         outputs, received = self.flying.pop(action.microbatch)
@@ -190,7 +197,7 @@ class Replayed(Stage):
             if self.recording.drops_outputs:
                 left_bytes, outputs = left_bytes + sum(x.num_bytes for x in self.recording.outputs), []
             for x in outputs:
-                x.made_of = None  # torch has detached it
+                x.made_of = None  # torch detaches it
             self.halved[action.microbatch] = outputs, came, received, _blob(left_bytes)
         del outputs, received
         gone = _make(self.recording.gone, came)
@@ -200,19 +207,19 @@ class Replayed(Stage):
         return came, gone
 
     def weights(self, action: Action) -> None:
-        """As that of `Stage`."""
+        """As in `Stage`."""
         self._run(action)
         del self.halved[action.microbatch]
         self._accumulate(action)
 
     def _run(self, action: Action) -> int:
-        """Bytes that a later action of the kind leaves."""
+        """Allocate the peak of an action; returns the bytes that a later action of its kind leaves."""
         first, later = self.recording.changes[action.kind]
         _blob(later.most_bytes if action.kind in self.begun else first.most_bytes)
         return later.left_bytes
 
     def _accumulate(self, action: Action) -> None:
-        """What the first action of the kind leaves more, which is there until the end of the step."""
+        """Allocate what only the first action of its kind leaves, which exists until the end of the step."""
         first, later = self.recording.changes[action.kind]
         if action.kind not in self.begun:
             self.once.append(_blob(max(0, first.left_bytes - later.left_bytes)))
@@ -220,7 +227,7 @@ class Replayed(Stage):
 
 
 def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashable:
-    """Equal for stages that are alike but for names."""
+    """A key that is equal for isomorphic stages."""
     graph, number = plan.graph, {}
     for place, name in enumerate(graph_names(graph)):
         number.setdefault(name, place)
@@ -228,6 +235,6 @@ def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashab
     ops = tuple((nameless(op), tuple(number[x.name] for x in op.inputs)) for op in graph.ops)
     outputs = tuple(number[x.name] if isinstance(x, Value) else repr(x) for x in graph.outputs)
     written = tuple(number[value.name] for _, value in graph.mutations)
-    # the program is the same wherever the optimizer's state is
+    # the optimizer's state does not change the program
     key = replace(plan.assignment, state_on_host=frozenset()).key(number)
     return plan.mesh, inputs, ops, outputs, written, key, others
