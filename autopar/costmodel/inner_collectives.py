@@ -1,4 +1,4 @@
-"""Collectives that an op issues itself when it is run by a local implementation."""
+"""Inner collectives: those that the local implementation of an op issues."""
 
 from autopar.ir.graph import Op
 from autopar.sbp.local_ops import LOCAL_OPS
@@ -7,7 +7,7 @@ from autopar.sbp.signature import Strategy
 
 
 def inner_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
-    """What the local implementation of `op` issues in forward and backward; nothing if no axis takes a role."""
+    """The collectives of the local implementation of `op` in forward and backward; () if no axis takes a role."""
     if not any(signature.role for signature in strategy.signatures):
         return ()
     return LOCAL_OPS[op.target].collectives(op, strategy, mesh_shape)

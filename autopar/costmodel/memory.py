@@ -1,4 +1,4 @@
-"""Bytes per device: what is stored for training, and what backward needs from forward."""
+"""Memory of a device: stored tensors of training, and tensors that autograd saves."""
 
 import math
 from functools import lru_cache
@@ -12,19 +12,19 @@ from autopar.ir.op_facts import Shapes
 from autopar.sbp.placement import I, Layout, local_shape
 from autopar.sbp.signature import Strategy
 
-# Kept free of a device's memory for what no tensor accounts for: the driver's context, the collectives' own buffers,
-# workspaces, what the allocator cannot use between blocks. Tensors made for a moment are counted by
-# `peak_memory.predict`. A round number, not measured.
+# The share of a device's memory that is kept free for memory outside tensors: the driver's context, buffers of
+# collectives, workspaces, fragmentation of the allocator. `peak_memory.predict` counts transients. A round number, not
+# measured.
 SPARE_MEMORY = 0.1
 
 
 def usable_memory_bytes(cluster: Cluster) -> float:
-    """Bytes of one device that a plan may fill."""
+    """The bytes of one device that a plan may use."""
     return cluster.memory_bytes * (1 - SPARE_MEMORY)
 
 
 def local_bytes(shape: tuple[int, ...], itemsize: int, layout: Layout, mesh_shape: tuple[int, ...]) -> int:
-    """Bytes of one rank's part."""
+    """Bytes of one rank's part of a tensor of global `shape`."""
     return math.prod(local_shape(shape, layout, mesh_shape)) * itemsize
 
 
@@ -32,8 +32,8 @@ def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], traini
     """Bytes by kind ("parameters", "gradients", "optimizer", "buffers", "constants", "arguments") of an input stored in
     `layout`.
 
-    Of the batch all microbatches are there; an argument with a gradient is an activation that another stage sends, one
-    for each in flight.
+    An argument without gradient counts for the whole batch; one with a gradient is an activation received from another
+    stage and counts for each microbatch in flight.
     """
     held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
     found = {item.kind + "s": held}
@@ -46,26 +46,27 @@ def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], traini
 
 
 def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
-    """Bytes the optimizer reads and writes: parameter and state twice, gradient once."""
+    """Bytes that the optimizer reads and writes for an input: parameter and state twice, gradient once."""
     found = input_bytes(item, layout, mesh_shape, training)
     return 2 * (found["parameters"] + found["optimizer"]) + found["gradients"] if "gradients" in found else 0
 
 
 @lru_cache(maxsize=2**16)
 def memory_layout(layout: Layout) -> Layout:
-    """`layout` with its gradient forgotten."""
+    """`layout` with I for R, which have the same memory."""
     return tuple(I if placement.kind == "R" else placement for placement in layout)
 
 
 def waiting_bytes(op: Op, outputs: Shapes) -> int:
-    """Bytes of the gradient that is kept until a layer's weight gets its own, on these local
-    shapes; 0 for other ops.
+    """Bytes of an output's gradient that is kept until the weight's gradient is computed, on local shapes.
+
+    0 for ops that are no layers.
     """
     return math.prod(outputs[0]) * op.outputs[0].dtype.itemsize if weight_share(op) else 0
 
 
 def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mesh_shape: tuple[int, ...]) -> int:
-    """Bytes of results and internal tensors that `op` keeps for backward on these local shapes, those of `strategy`."""
+    """Bytes of results and internal tensors that `op` saves for backward, on the local shapes of `strategy`."""
     has_role = any(signature.role for signature in strategy.signatures)
     if has_role and (found := saved_by_local_op(op, strategy, mesh_shape)) is not None:
         return found
@@ -76,8 +77,8 @@ def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mes
 
 
 def internal_bytes(op: Op, inputs: Shapes) -> int:
-    """Bytes backward needs besides inputs and outputs, when the op runs on local inputs of these shapes: split as its
-    first input is.
+    """Bytes that `op` saves beyond its inputs and outputs, on local inputs of these shapes: split
+    like its first input.
     """
     whole = footprint(op).internal_bytes
     if not whole or not op.inputs:

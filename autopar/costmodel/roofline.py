@@ -1,4 +1,4 @@
-"""Time of an op on one device: a roofline on its local shapes."""
+"""The time of an op on one device, by a roofline on its local shapes."""
 
 import math
 
@@ -13,13 +13,13 @@ from autopar.sbp.signature import Strategy
 
 
 def local_shapes(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Shapes, Shapes]:
-    """Local shapes of the inputs and of the outputs."""
+    """The local shapes of the inputs and of the outputs of `op` under `strategy`."""
     inputs = tuple(local_shape(v.shape, strategy.input_layout(i), mesh_shape) for i, v in enumerate(op.inputs))
     return inputs, tuple(local_shape(v.shape, strategy.output_layout(i), mesh_shape) for i, v in enumerate(op.outputs))
 
 
 def op_flops(op: Op, inputs: Shapes, outputs: Shapes) -> float:
-    """Flops of a forward run of `op` on tensors of these shapes: those of its products, 0 for other ops."""
+    """Flops of a forward of `op` on tensors of these shapes, those of its products; 0 for other ops."""
     if is_function(op):
         return function_flops(op, inputs)[0]
     product = facts_of(op.target).product
@@ -27,7 +27,7 @@ def op_flops(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 
 
 def op_bytes(op: Op, inputs: Shapes, outputs: Shapes) -> float:
-    """Bytes a forward run reads and writes; 0 for views."""
+    """Bytes that a forward of `op` reads and writes; 0 for views."""
     if footprint(op).is_view:
         return 0.0
     read = [math.prod(shape) * value.dtype.itemsize for shape, value in zip(inputs, op.inputs)]
@@ -57,7 +57,7 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
 
 
 def _backward_products(op: Op, inputs: Shapes) -> float:
-    """Products of backward, in products of forward."""
+    """The number of products of backward for each product of forward."""
     if is_function(op):
         forward, backward = function_flops(op, inputs)
         return backward / forward
@@ -66,7 +66,7 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
 
 
 def weight_share(op: Op) -> float:
-    """What part of a layer's backward makes its weight's gradient: one of its products; 0 for other ops."""
+    """The share of a layer's backward that computes its weight's gradient, one of its products; 0 for other ops."""
     product = facts_of(op.target).product
     if product is None or product.weight != "always":
         return 0.0

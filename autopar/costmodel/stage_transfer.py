@@ -1,13 +1,13 @@
-"""Links between the stages of a pipeline."""
+"""The links of p2p transfers between the stages of a pipeline."""
 
 from autopar.costmodel.cluster.hardware import Cluster
 
 
 def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float, float]:
-    """(seconds, bytes/s of one direction) between a device and its like on the next stage, `num_devices` further on.
+    """(latency in seconds, bytes/s of one direction) between a device and its peer on the next stage.
 
-    Stages are outermost: as soon as the `num_ranks` of them do not lie in one block of a link level together, some
-    neighbours are joined by the next, and the pipeline runs at their pace.
+    The peer is `num_devices` further on. Stages are outermost: if the `num_ranks` stages do not lie in one block of a
+    link level together, some neighbours are joined by the next level, which limits the pipeline.
 
     >>> from autopar.costmodel.cluster.presets import PRESETS
     >>> level = PRESETS["h100"].levels[0]

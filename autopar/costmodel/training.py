@@ -1,10 +1,10 @@
-"""How a plan is trained: what the optimizer holds, and how the batch is cut into microbatches."""
+"""`Training`: the optimizer of a step, and its microbatches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Bytes of state per element, held in float32 as mixed-precision training does. "-master": with a float32 copy of each
-# parameter besides.
+# Bytes of state for each element, in float32 as mixed-precision training has it. "-master": with a float32 copy of each
+# parameter too.
 OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
     "none": 0,
     "sgd": 0,
@@ -21,10 +21,11 @@ OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A step of `optimizer` after `num_microbatches` passes over the graph that is priced, which is of one microbatch;
-    `num_in_flight` of them are between their forward and their backward at the worst time, and of `num_waiting` the
-    gradients of weights are still to be made, as in zero-bubble schedules. ValueError for an unknown optimizer or a
-    count below 1.
+    """A training step: `num_microbatches` passes over the priced graph, which is of one microbatch, and an update.
+
+    `num_in_flight`: the most microbatches between their forward and their backward at a time; `num_waiting`: those
+    whose weight gradients are put off, as in zero-bubble schedules. ValueError for an unknown optimizer or a count
+    below 1.
     """
 
     optimizer: str = "adamw"
@@ -46,9 +47,9 @@ class Training:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state per element of a parameter."""
+        """Bytes of optimizer state for each element of a parameter."""
         return OPTIMIZER_STATE_BYTES[self.optimizer]
 
 
-# AdamW, the batch in one pass.
+# AdamW, with the batch in one pass.
 WHOLE_BATCH = Training()

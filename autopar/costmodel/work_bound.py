@@ -1,4 +1,4 @@
-"""A step time that no plan can beat, without looking at any strategy."""
+"""A lower bound of the step time from the work alone, for all strategies."""
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import update_bytes
@@ -10,9 +10,9 @@ from autopar.sbp.placement import I
 
 
 def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> float:
-    """Every op and update split evenly over all devices, communication free.
+    """Seconds of a step with every op and update split evenly over all devices, and communication free.
 
-    A device computes and moves at least its share of an op, and the roofline is monotone in both.
+    It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
     """
     whole = (I,) * mesh.ndim
     ops_s = (

@@ -1,6 +1,4 @@
-"""What it costs to keep in the host's memory what backward needs: the time that computing does not hide, and what stays
-on the device.
-"""
+"""The cost of activation offload: transfer time that compute does not hide, and memory that stays on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,9 @@ from autopar.sbp.analysis.sampled_graph import Sampled
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """Of a byte that an offloaded region keeps: seconds of forward and of backward that wait for it, and how much of it
-    counts as being on the device.
+    """The cost of one byte that an offloaded region saves: seconds that forward and backward wait for its transfer.
+
+    `share`: the part of the byte that counts as being on the device.
     """
 
     forward_s: float
@@ -33,14 +32,16 @@ def movings(
     found: Mapping[str, tuple[Saving, ...]],
     cluster: Cluster,
 ) -> tuple[Moving, ...]:
-    """For each of the `offloaded` regions, which are in graph order.
+    """The cost for each of the `offloaded` regions, which are in graph order.
 
-    Time: a region's bytes leave while it and what follows compute, until the next region needs the way to the host;
-    they come back while backward computes what lies behind the region, to the end of the next, at whose beginning they
-    are fetched. What the last one keeps is fetched when it is wanted. No second of computing hides two transfers. bytes
-    / bandwidth beyond those seconds is waited for; per byte, this is the same for every layout that splits computing
-    and bytes alike, so it is taken from the whole graph on one device: it is a sum over ops and conversions, which a
-    table can hold. Memory: a region and its neighbour are there at a time. The two largest count, shared like the
+    Time: a region's bytes are copied to the host while the region and the ops behind it compute, until the next region
+    needs the link. They are prefetched at the start of the next region's backward, while backward computes the next
+    region and the ops between. The last region's bytes are fetched when they are needed. No second of compute hides two
+    transfers. The step waits for bytes / bandwidth beyond those seconds. For each byte, this wait is the same for every
+    layout that splits compute and bytes equally, so it is taken from the whole graph on one device; it is then a sum
+    over ops and conversions, as a table needs.
+
+    Memory: a region and its neighbour are on the device at a time. The two largest count, with the same shares as the
     inside of recomputed regions.
     """
     if not offloaded:
@@ -54,7 +55,7 @@ def movings(
 
 
 def is_moved(op: Op, recomputed: Mapping[str, int], offloaded: Mapping[str, int]) -> bool:
-    """Whether what `op` itself keeps is on the host: it is in an offloaded region, and in none that is recomputed."""
+    """Whether the saved results of `op` are on the host: it is in an offloaded region and in no recomputed one."""
     return op.name in offloaded and op.name not in recomputed
 
 
@@ -65,7 +66,7 @@ def _sizes(
     offloaded: Regions,
     found: Mapping[str, tuple[Saving, ...]],
 ) -> list[int]:
-    """Bytes that each region moves when nothing is split."""
+    """Bytes that each region offloads if nothing is split."""
     places, again = region_of_ops(offloaded), region_of_ops(recomputed)
     sizes = [0] * len(offloaded)
     for op in graph.ops:
@@ -83,7 +84,7 @@ def _sizes(
 def _waited_for(
     sampled: Sampled, recomputed: Regions, offloaded: Regions, sizes: Sequence[int], cluster: Cluster
 ) -> Iterator[tuple[float, float]]:
-    """Seconds per byte that forward and backward wait."""
+    """Seconds that forward and backward wait for each byte, for each region."""
     ops = sampled.graph.ops
     position = {op.name: number for number, op in enumerate(ops)}
     begins, ends = [position[region[0]] for region in offloaded], [position[region[-1]] + 1 for region in offloaded]

@@ -1,6 +1,4 @@
-"""What autograd saves for an op and which of its results share memory with its inputs: asked of the op itself, on the
-meta device.
-"""
+"""The autograd footprint of an op: the tensors saved for backward, and aliases, observed by running it on meta."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,9 +24,11 @@ Spec = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, needs_grad
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """saved_inputs, saved_outputs: positions of the tensors kept for backward. internal_bytes: other tensors kept, of
-    the whole op. alias_of: for each output the input whose memory it shares, -1 if it has its own. is_assumed: not
-    asked of the op.
+    """The tensors that autograd saves for an op, and the memory that its outputs share with its inputs.
+
+    `saved_inputs`, `saved_outputs`: positions of saved tensors. `internal_bytes`: of all other saved tensors, for
+    global shapes. `alias_of`: for each output the input whose memory it shares, -1 for none. `is_assumed`: not observed
+    by running the op.
     """
 
     saved_inputs: frozenset[int]
@@ -39,19 +39,19 @@ class Footprint:
 
     @property
     def is_view(self) -> bool:
-        """Whether running the op moves no bytes."""
+        """Whether all outputs share memory with an input, so that the op moves no bytes."""
         return bool(self.alias_of) and min(self.alias_of) >= 0
 
 
 def footprint(op: Op) -> Footprint:
-    """The footprint of `op`; nothing is saved where no output needs a gradient."""
+    """The footprint of `op`; nothing is saved if no output needs a gradient."""
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple((v.shape, v.dtype, is_tracked and v.needs_grad) for v in op.inputs)
     return _footprint(op.target, op.args, op.kwargs, inputs, tuple(spec(v) for v in op.outputs), is_tracked)
 
 
 def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
-    """The footprint of every op by name; of those that repeat, asked of their representatives."""
+    """Op name -> its footprint; repeated ops have that of their `representative`."""
     same = representative or {}
     found: dict[str, Footprint] = {}
     for op in graph.ops:
@@ -61,10 +61,9 @@ def footprints(graph: Graph, representative: Mapping[str, str] | None = None) ->
 
 
 def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
-    """Classes of parameters each member of which is read once, by an op that saves it for backward: these may be
-    gathered again there.
+    """The classes of parameters that may be regathered: each member is read once, by an op that saves it for backward.
 
-    What is read several times is kept, as FSDP keeps what its root holds.
+    A parameter that is read several times is kept, as FSDP keeps the parameters of its root.
     """
     known, readings = footprints(graph, representative), uses_of(graph)
     classes: dict[str, bool] = {}
@@ -77,7 +76,7 @@ def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[s
 
 
 def spec(value: Value) -> Spec:
-    """What a tensor without data is made from."""
+    """Shape, dtype and needs_grad of a value, from which a tensor without data is made."""
     return value.shape, value.dtype, value.needs_grad
 
 
@@ -93,15 +92,16 @@ def _footprint(
         keeps = is_tracked and class_of(target) is not None
         return replace(found, saved_inputs=frozenset(range(len(inputs))), is_assumed=True) if keeps else found
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
-        # ops that look at values (nonzero, unique) have no meta kernel, and custom functions may have none: assume that
-        # everything is kept
+        # ops that depend on contents (nonzero, unique) have no meta kernel, and custom functions may have none: assume
+        # that everything is saved
         saved = frozenset(range(len(inputs))) if is_tracked else frozenset()
         return Footprint(saved, frozenset(), 0, (-1,) * len(outputs), is_assumed=True)
 
 
 def _attention(outputs: tuple[Spec, ...], is_tracked: bool) -> Footprint:
-    """The fused kernels keep q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023); on the meta
-    device the unfused one would run.
+    """The footprint of fused attention: q, k, v, the result and its float32 log-sum-exp (Dao, FlashAttention-2, 2023).
+
+    On the meta device the unfused kernel would run.
     """
     if not is_tracked:
         return Footprint(frozenset(), frozenset(), 0, (-1,), is_assumed=True)
@@ -125,11 +125,11 @@ def _probe(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...]) -> Foo
 
 
 def saved_by_local_op(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> int | None:
-    """Bytes that the local implementation of `op` keeps for backward, without inputs that the op itself keeps;
-    `strategy` has a role.
+    """Bytes that the local op of `op` saves for backward, without inputs that the op itself saves; `strategy` has a
+    role.
 
-    None if it looks at values, which on the meta device there are none of. The axes of a role are taken as one: how
-    they lie in the mesh changes no size.
+    None if it depends on contents, which meta tensors lack. The axes of a role are treated as one: their position in
+    the mesh changes no size.
     """
     if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
         return 0
@@ -168,12 +168,12 @@ def _saved_by_local_op(
 
 
 def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Position of a tensor by the identity of its storage; the tensors hold their storages alive."""
+    """Identity of a tensor's storage -> its position; the tensors keep their storages alive."""
     return {id(tensor.untyped_storage()): position for position, tensor in enumerate(tensors)}
 
 
 def fill(arg: Any, tensors: list[torch.Tensor]) -> Any:
-    """An op's argument with tensors in its slots."""
+    """An op's argument with `tensors` in place of its slots."""
     if isinstance(arg, Slot):
         return tensors[arg.index]
     if isinstance(arg, tuple):

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are there at one time, counted as their storages come and go."""
+"""Counting of allocated bytes, as the storages of tensors are allocated and freed."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,12 +17,12 @@ from autopar.torch_compat import (
 
 
 class Storages:
-    """`num_bytes` that are held now, `peak_bytes` at any time since `restart`, and each change since then."""
+    """A count of storages: `num_bytes` allocated now, `peak_bytes` since `restart`, and each change since then."""
 
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
         self.changes: list[int] = []
-        self._known: dict[int, weakref.ref] = {}  # by identity of a storage, which is its own as long as it lives
+        self._known: dict[int, weakref.ref] = {}  # by identity of a storage, unique while it lives
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of `tensors`, each once, until they are freed."""
@@ -43,13 +43,15 @@ class Storages:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
     def restart(self) -> int:
-        """`peak_bytes`, which from now on is the most from now on."""
+        """Return `peak_bytes` and reset it to the bytes allocated now."""
         most, self.peak_bytes = self.peak_bytes, self.num_bytes
         self.changes.clear()
         return most
 
     def take_changes(self) -> np.ndarray:
-        """i64[changes] since `restart`, bytes taken and let go of in their order; and restart."""
+        """Return i64[changes] since `restart`, bytes allocated (positive) and freed (negative) in
+        order; and restart.
+        """
         found = np.array(self.changes, dtype=np.int64)
         self.restart()
         return found
@@ -57,9 +59,9 @@ class Storages:
 
 @contextmanager
 def count_storages(held: Iterable[torch.Tensor] = ()) -> Iterator[Storages]:
-    """Count what is allocated inside the block by tensors of any device, real, fake or meta, and before it by `held`.
+    """A context that counts the storages of `held` and of all tensors made inside: of any device, real, fake or meta.
 
-    Of a DTensor its local tensor counts. What kernels allocate for themselves and free again is not seen.
+    For a DTensor its local tensor counts. Memory that kernels allocate and free themselves is not seen.
     """
     storages = Storages()
     storages.hold(plain for tensor in held for plain in plain_tensors(tensor))
@@ -84,7 +86,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # its inner, plain ops come by once more
+            return NotImplemented  # its ops on plain tensors come through here later
         out = func(*args, **(kwargs or {}))
         found = (
             x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x)

@@ -1,4 +1,4 @@
-"""Which stretches of a graph may be run again in backward instead of being kept."""
+"""The regions of a graph for activation checkpointing."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,10 @@ from autopar.ir.graph import Graph, Op
 
 
 def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """The names of the ops of each copy of each repeat, in graph order, less those at its end that save nothing, such
-    as the addition to the residual: to run these again would free nothing. Copies that save nothing at all are left
-    out.
+    """The names of the ops of each region that may be recomputed, in graph order: the copies of the repeats.
+
+    Ops at the end of a copy that save nothing, such as the addition to the residual, are left out, since recomputing
+    them frees nothing. So are copies that save nothing at all.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     known = footprints(graph, folded.representative)
@@ -23,7 +24,7 @@ def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
 
 
 def saves(op: Op) -> bool:
-    """Whether backward needs anything of `op`."""
+    """Whether autograd saves any tensor for `op`."""
     return _is_saving(footprint(op))
 
 

@@ -1,4 +1,6 @@
-"""What of each value is in memory from forward to backward, and what only while a recomputed region is run again."""
+"""Saved activations: the values kept from forward to backward, and those that exist only while a
+region is recomputed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +15,13 @@ NOWHERE = -1  # number of no region
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What becomes of a value at one of its conversions (`assignment.conversions`), which is made in region number
-    `region`.
+    """The memory of one conversion of a value (`assignment.conversions`), which runs in region number `region`.
 
-    From forward to backward: is_saved: what is made is kept. is_entering: what it is made of is kept, for it is made
-    again in its region. is_held: what it is made of is in memory anyhow. While its region is run again:
-    is_saved_inside, is_held_inside. The same of what waits on the host, for offloaded region `moved_in`, the first to
-    want it: is_moved, is_source_moved, is_source_on_host (or stays, as inputs).
+    From forward to backward: `is_saved`: its result is saved. `is_entering`: its source is saved as an input of the
+    region, which converts it again. `is_held`: its source is in memory for other reasons. While the region is
+    recomputed: `is_saved_inside` and `is_held_inside`, likewise. On the host, for the first offloaded region `moved_in`
+    that saves it: `is_moved`: the result is offloaded, `is_source_moved`: the source is, `is_source_on_host`: the
+    source is on the host for other reasons, or stays on the device as inputs do.
     """
 
     region: int
@@ -35,18 +37,18 @@ class Saving:
 
 
 def region_of_ops(regions: Regions) -> dict[str, int]:
-    """Number of the region of every op that is in one."""
+    """Name of each op in a region -> number of the region."""
     return {name: number for number, region in enumerate(regions) for name in region}
 
 
 def savings(
     graph: Graph, known: Mapping[str, Footprint], regions: Regions = (), offloaded: Regions = ()
 ) -> dict[str, tuple[Saving, ...]]:
-    """For each value that is read a saving for each of its conversions. known: footprint of each op, by name.
+    """Name of each value that is read -> the `Saving` of each of its conversions; `known`: op name -> footprint.
 
-    A value is converted where it is first read, a parameter before all regions unless it is regathered. What enters a
-    region is kept as it is outside; its inside is kept only while the region runs again. What ops in `offloaded`
-    regions keep is on the host; what others keep too is there twice.
+    A value is converted at its first reader, a parameter before all regions unless it is regathered. The inputs of a
+    region are saved in their layout outside; the values inside are saved only while the region is recomputed. Values
+    that ops in `offloaded` regions save are on the host; those that other ops save too are in both places.
     """
     moved_in = region_of_ops(offloaded)
     found = _savings(graph, known, regions, frozenset(moved_in))
@@ -79,7 +81,7 @@ def _with_moved(own: Saving, on_host: Saving, place: int) -> Saving:
 def _savings(
     graph: Graph, known: Mapping[str, Footprint], regions: Regions, away: frozenset[str]
 ) -> dict[str, tuple[Saving, ...]]:
-    """As `savings`, but what is kept from forward to backward by the ops `away` does not count."""
+    """As `savings`, without the values that the ops `away` save from forward to backward."""
     places = region_of_ops(regions)
     made_in = {value.name: places.get(op.name, NOWHERE) for op in graph.ops for value in op.outputs}
     parameters, inputs = ({item.value.name for item in items} for items in (graph.of_kind("parameter"), graph.inputs))
@@ -118,7 +120,9 @@ def _savings(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """By an op in region `place`, which saves what it reads or not; whether what it keeps outside of regions counts."""
+    """A use of a value by an op in region `place`: whether the op saves it, and whether a save
+    outside regions counts.
+    """
 
     place: int
     is_saved: bool
@@ -126,8 +130,8 @@ class Reading:
 
 
 def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
-    """Converted before all regions: there it is kept, as what enters. Regathered, it is made in its one reader's
-    region.
+    """The savings of a parameter, which is converted and saved before all regions, regathered in
+    its reader's region.
     """
     each = [
         Saving(
@@ -142,7 +146,7 @@ def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
 
 
 def _of_value(readings: Sequence[Reading], made_in: int, is_held: bool, is_held_inside: bool) -> tuple[Saving, ...]:
-    """Of an activation, buffer, constant or argument, made in region `made_in`."""
+    """The savings of an activation, buffer, constant or argument that region `made_in` produces."""
     first = readings[0].place
     enters = first not in (NOWHERE, made_in)
     # read elsewhere: by an op that saves it, or where it enters another region
@@ -169,8 +173,10 @@ def _is_saved(use: Use, known: Mapping[str, Footprint]) -> bool:
 
 
 def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Use]:
-    """Readings by ops whose results share the memory of what they read, and are saved by others: so a parameter is kept
-    as it was gathered where a product saves it transposed. Of what ops make the view itself counts, see `_held_values`.
+    """Uses by view ops whose results are saved by other ops: so a gathered parameter is kept if a product saves its
+    view.
+
+    For activations the view itself counts, see `_held_values`.
     """
     found: set[Use] = set()
     kept = {op.inputs[slot].name for op in graph.ops for slot in known[op.name].saved_inputs}
@@ -183,9 +189,10 @@ def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Us
 
 
 def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:
-    """Values whose memory is there until backward even if none of their readers saves it: inputs, what ops save of
-    their results, views of those and of what a reader keeps. saved: values that a reader keeps. apart: ops that keep
-    nothing of theirs.
+    """Values whose memory exists until backward even if none of their readers saves them.
+
+    These are inputs, results that their ops save, and views of those and of the values `saved` by a reader. `apart`:
+    ops whose saved results do not count.
     """
     held = {item.value.name for item in graph.inputs}
     for op in graph.ops:
@@ -206,13 +213,13 @@ def inside_shares(
     num_waiting: int = 0,
     nums: Sequence[int] = (),
 ) -> list[float]:
-    """How often to count each region's inside: so that the sum is the inside of one, or of all as often as
-    `Training.num_waiting` says.
+    """The weight of each region's inside in the estimate, so that the weighted sum is the inside of one region.
 
-    One region is run again at a time. Those whose inside is largest when nothing is split, the copies of a block, share
-    the count: so it is a sum over ops and conversions, which a table can hold, and exact where the copies are laid out
-    alike. Where the gradients of weights are made later, all that the regions hold once they have run again waits for
-    these (`runtime.saved_tensors.recompute`). nums: how many regions each of these stands for, by default itself.
+    One region is recomputed at a time. The regions whose inside is largest if nothing is split, the copies of a block,
+    share the weight: so the estimate is a sum over ops and conversions, as a table needs, and exact if the copies have
+    equal layouts. If the gradients of weights are put off, the recomputed tensors of all regions wait for them
+    (`runtime.saved_tensors.recompute`): then every region counts `num_waiting` times. `nums`: the number of regions
+    that each one represents, by default 1.
     """
     if not regions:
         return []

@@ -1,10 +1,10 @@
-"""The largest transient of a step: what one op has in memory for a moment, less what is counted but not there at that
-moment.
+"""The largest transient of a step: memory that exists only while one op runs, less counted memory that does not exist
+then.
 
-The sum that is searched counts all gradients and all that is saved. While the backward of an op makes its gradients
-(and of a loss over a large vocabulary these are several copies of its float32 logits), the gradients of all parameters
-that are read up to there are still to come, and what later ops saved is gone. It is the op with which the sum is
-largest, all split alike.
+The estimate counts all gradients and all saved activations. While the backward of an op runs (for a loss over a large
+vocabulary it has several copies of the float32 logits), the gradients of all parameters that are read up to that op do
+not exist yet, and the activations saved by later ops are freed. The transient is that of the op for which the sum is
+largest, with all tensors split equally.
 """
 
 import math
@@ -25,14 +25,17 @@ from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import uses_of
 from autopar.torch_compat import pytree
 
-# No op takes more than so many times its operands; those whose operands are smaller are not asked.
+# An upper bound of an op's transient in units of its operands; an op whose operands are too small for the largest is
+# not measured.
 _MOST = 6
 
 
 @dataclass(frozen=True)
 class Transient:
-    """ops: name of the op -> the part of its transient that counts, besides what later ops saved. pending: names of the
-    parameters whose gradients are to come. Both empty if the sum is larger without.
+    """The largest transient; empty if the estimate is larger without it.
+
+    `ops`: name of the op -> the part of its transient that counts, beyond the activations saved by later ops.
+    `pending`: names of the parameters whose gradients do not exist yet.
     """
 
     ops: Mapping[str, float]
@@ -42,11 +45,10 @@ class Transient:
 def largest_transient(
     sampled: Sampled, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
 ) -> Transient:
-    """That of the graph, by global shapes. With several microbatches the gradients of those before are there, so none
-    is to come.
+    """The largest transient of `graph`, by global shapes.
 
-    A stage that ends in no loss has none: the sweep that cuts stages adds up blocks, and knows nothing of the largest
-    in each.
+    With several microbatches the gradients of earlier ones exist, so that none is pending. A stage without a loss has
+    no transient: the sweep that cuts stages adds up blocks and does not know the largest of each.
     """
     graph = sampled.graph
     if not any(
@@ -70,7 +72,7 @@ def largest_transient(
 
 
 def transient_bytes(op: Op, inputs: Shapes, outputs: Shapes, parameters: frozenset[str]) -> float:
-    """Bytes of the transient on local shapes: split as the largest of what the op reads and makes."""
+    """Bytes of the transient of `op` on local shapes: it is split like the largest of its inputs and outputs."""
     sizes = [value.num_bytes for value in (*op.inputs, *op.outputs)]
     largest = sizes.index(max(sizes))
     whole = math.prod((*op.inputs, *op.outputs)[largest].shape)
@@ -84,7 +86,7 @@ def _operand_bytes(op: Op) -> int:
 def _saved_behind(
     sampled: Sampled, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions
 ) -> Sequence[int]:
-    """For each op, bytes of their own that later ops save and that are counted."""
+    """For each op, the counted bytes that later ops save of their own results."""
     apart = region_of_ops(regions).keys() | region_of_ops(offloaded).keys()
     own = [
         (
@@ -99,14 +101,14 @@ def _saved_behind(
 
 
 def _last_readers(graph: Graph) -> dict[str, int]:
-    """Position of the last op that reads each trained parameter: from its backward on there is a gradient."""
+    """Name of each trained parameter -> position of its last reader, from whose backward on its gradient exists."""
     number, uses = {op.name: position for position, op in enumerate(graph.ops)}, uses_of(graph)
     names = [item.value.name for item in graph.of_kind("parameter") if item.value.needs_grad]
     return {name: max((number.get(use.user, 0) for use in uses.get(name, ())), default=0) for name in names}
 
 
 def _by_position(sampled: Sampled, last: Mapping[str, int]) -> list[int]:
-    """Bytes of the parameters that each op is the last to read."""
+    """For each op, bytes of the parameters whose last reader it is."""
     found = [0] * len(sampled.graph.ops)
     for item in sampled.graph.of_kind("parameter"):
         if item.value.name in last:
@@ -115,7 +117,7 @@ def _by_position(sampled: Sampled, last: Mapping[str, int]) -> list[int]:
 
 
 def _transient(op: Op, parameters: frozenset[str]) -> int:
-    """Bytes of the whole op."""
+    """Bytes of the transient of `op` on global shapes."""
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
     inputs = tuple(
         (value.shape, value.dtype, is_tracked and value.needs_grad and value.name not in parameters)
@@ -126,15 +128,13 @@ def _transient(op: Op, parameters: frozenset[str]) -> int:
 
 @lru_cache(maxsize=2**16)
 def _measured(target: str, args: Any, kwargs: Any, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> int:
-    """The more of what forward lets go of again and of what backward has: the gradients that come, those that it makes,
-    and all between.
-    """
-    if family(target) == ATTENTION:  # fused; on the meta device the unfused one would run
+    """The larger of the transients of forward and of backward, which include all gradients of the op."""
+    if family(target) == ATTENTION:  # fused; on the meta device the unfused kernel would run
         return sum(_num_bytes(one) for one in (*inputs, *outputs) if one[2])
     try:
         return _run(target, args, kwargs, inputs)
     except (RuntimeError, NotImplementedError):
-        return 0  # ops that look at values
+        return 0  # the op depends on contents
 
 
 def _num_bytes(one: Spec) -> int:

@@ -1,4 +1,4 @@
-"""Between a choice of the table (one index an entity) and an assignment of the whole graph."""
+"""Conversion between a choice of the table (an index for each entity) and an assignment of the whole graph."""
 
 from collections.abc import Mapping
 
@@ -35,10 +35,10 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
 
 
 def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:
-    """The choice of the table for an assignment, read off the representatives.
+    """The choice of the table for an assignment, by the options of its representatives.
 
-    Where the assignment keeps no layout for a value with several uses, the cheapest one given its neighbours is taken.
-    PlanError if it takes an option that was not a candidate.
+    If the assignment has no kept layout for a value with several uses, the cheapest one given its neighbours is taken.
+    PlanError for an option that is no candidate.
     """
     members = _members(graph, folded)
     found = [
@@ -52,7 +52,7 @@ def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment)
 
 
 def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str, ...]]:
-    """(kind, class) of kept and output entities -> the names of the values they stand for."""
+    """(kind, class) of kept and output entities -> the names of their values."""
     members: dict[tuple[str, str], tuple[str, ...]] = {}
     classes = value_classes(graph, folded)
     several = [("kept", name) for name, uses in uses_of(graph).items() if len(uses) > 1]
@@ -63,7 +63,7 @@ def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str
 
 
 def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> int | None:
-    """Number of the option taken; None if the assignment leaves it open."""
+    """The index of the entity's option in the assignment; None if the assignment leaves it open."""
     taken = {
         "op": assignment.strategies,
         "input": assignment.layouts,

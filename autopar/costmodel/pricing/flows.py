@@ -1,6 +1,4 @@
-"""What there is to choose on a graph, and which choices meet: a value flows from where it is made to where it is
-read.
-"""
+"""Entities, the decisions of a graph, and flows, the conversions of values between two entities."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +29,10 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Entity:
-    """One thing to choose for all members of a class. kind "op": options are strategies; "input": what is stored;
-    "kept" and "output": layouts (see `Assignment`). `name` is that of the class: its representative op or value.
+    """A decision for all members of a class.
+
+    `kind` "op": `options` are strategies; "input": `Stored` layouts; "kept" and "output": layouts (see `Assignment`).
+    `name`: the representative op or value of the class.
     """
 
     kind: str
@@ -42,8 +42,9 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where entity number `node` meets a value: port "in" or "out" `index` of an op; "stored" of an input; "layout" of
-    the others.
+    """One end of a flow at entity number `node`.
+
+    `port`: "in" or "out" number `index` of an op, "stored" of an input, "layout" of the other kinds.
     """
 
     node: int
@@ -53,8 +54,9 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A value of class `value` goes from `src` to `dst` and is converted on the way. saving: what becomes of it, its
-    region 0 or NOWHERE. gives_gradient: whether a gradient comes back.
+    """The conversion of a value of class `value` between the layouts of two entities.
+
+    `saving`: its memory, with region 0 or NOWHERE; `gives_gradient`: whether a gradient is propagated back.
     """
 
     value: str
@@ -66,11 +68,15 @@ class Flow:
 
 @dataclass(slots=True)
 class Count:
-    """How often something occurs: `times` in all, `num_inside` times in a region, with `share` of its bytes to count
-    there; num_moved times its bytes go to the host, with `moved_share` of them to count, and moved_s seconds of waiting
-    for each byte, all told; num_on_host times its optimizer state waits there, with `brought_share` of it to count;
-    `transient_share`: of the transients, what counts; num_pending: gradients that are to come when the largest is
-    there.
+    """The multiplicities of a flow, an op or an input, summed over the members of its class.
+
+    `times`: occurrences in all.
+    `num_inside`: occurrences in recomputed regions; `share`: the sum of the weights of their bytes there.
+    `num_moved`: occurrences in offloaded regions; `moved_share`: the sum of the weights of their bytes on the device;
+        `moved_s`: the sum of the seconds of waiting for each byte.
+    `num_on_host`: occurrences with optimizer state on the host; `brought_share`: the sum of its weights on the device.
+    `transient_share`: the sum of the weights of their transients.
+    `num_pending`: occurrences whose gradient does not exist yet at the largest transient.
     """
 
     times: int = 0
@@ -93,9 +99,10 @@ class Count:
 
 @dataclass(frozen=True)
 class Flows:
-    """`entities` in the order ops, inputs, kept, outputs; `counts`: how many readings take each flow; `members`: how
-    many ops or inputs are of each class; `offered`: the layouts at the ends of the flows; `parameters`: the classes of
-    parameters; `values`: the class of a value -> its representative.
+    """The entities of a graph, in the order ops, inputs, kept, outputs, and the flows between them.
+
+    `counts`: flow -> its multiplicities; `members`: class of an op or input -> its multiplicities; `offered`: end of a
+    flow -> its possible layouts; `parameters`: classes of parameters; `values`: class of a value -> its representative.
     """
 
     entities: tuple[Entity, ...]
@@ -106,7 +113,7 @@ class Flows:
     values: Mapping[str, Value]
 
     def is_stored(self, flow: Flow) -> bool:
-        """Whether the value leaves from where it is stored or handed in."""
+        """Whether the flow starts at an input, in its stored layout."""
         return self.entities[flow.src.node].kind == "input"
 
 
@@ -115,9 +122,10 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 @dataclass(frozen=True)
 class _Places:
-    """Where ops and conversions lie: of each recomputed region the share of its inside that counts, of each offloaded
-    one its `Moving`; of each parameter whose optimizer state is on the host the share of it that counts; and the
-    largest transient.
+    """The regions of ops, with the weights that they give to bytes.
+
+    `shares`: of the inside of each recomputed region; `movings`: of each offloaded region; `brought`: parameter with
+    state on the host -> share of its state on the device; `transient`: the largest.
     """
 
     recomputed: Mapping[str, int]
@@ -128,7 +136,7 @@ class _Places:
     transient: Transient
 
     def count(self, region: int, moved_in: int) -> Count:
-        """One occurrence."""
+        """The multiplicities of one occurrence in `region` that is offloaded in `moved_in`."""
         found = Count(1) if region == NOWHERE else Count(1, 1, self.shares[region])
         if moved_in != NOWHERE:
             moving = self.movings[moved_in]
@@ -136,7 +144,7 @@ class _Places:
         return found
 
     def count_of(self, name: str) -> Count:
-        """One occurrence of an op or an input."""
+        """The multiplicities of one occurrence of an op or an input."""
         if name in self.brought or name in self.transient.pending:
             is_away, is_pending = name in self.brought, name in self.transient.pending
             return Count(
@@ -198,9 +206,7 @@ def _alike(
     found: Mapping[str, tuple[Saving, ...]],
     places: _Places,
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
-    """Values that are of one class, read by the same and kept alike; of each of their conversions, how many there
-    are.
-    """
+    """(class, readers, savings) of values -> the multiplicities of each of their conversions."""
     alike: dict[tuple, list[Count]] = {}
     makers = {value.name: op.name for op in sampled.graph.ops for value in op.outputs}
     for name, uses in uses_of(sampled.graph).items():
@@ -216,7 +222,7 @@ def _alike(
 
 
 def _numberless(saving: Saving) -> Saving:
-    """The same in any region."""
+    """The saving with region numbers dropped, equal for all regions."""
     return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
 
 
@@ -230,7 +236,7 @@ def _members(sampled: Sampled, folded: Folded, places: _Places) -> dict[str, Cou
 def _flows(
     value: str, src: End, kept: End | None, readers: Sequence[tuple[End, bool]], savings: Sequence[Saving]
 ) -> Iterator[Flow]:
-    """The flows of one value, by its kept layout if it has one; in the order of its conversions."""
+    """The flows of one value in the order of its conversions, through its kept layout if it has one."""
     if kept is not None:
         yield Flow(value, src, kept, savings[0], any(gives for _, gives in readers))
         src, savings = kept, savings[1:]
@@ -242,7 +248,7 @@ def _values(graph: Graph) -> list[Value]:
 
 
 def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mapping[str, str]) -> list[Entity]:
-    """The entities; the kept ones still without options."""
+    """The entities of the graph; the options of kept ones are added later."""
     ops = [
         Entity("op", op.name, candidates.strategies[op.name])
         for op in graph.ops
@@ -263,13 +269,13 @@ def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mappi
 
 
 def _stored(layouts: tuple[Layout, ...], is_regatherable: bool) -> tuple[Stored, ...]:
-    """Each layout, and those that have something to gather once more, regathered."""
+    """An option for each layout, and a regathered one for each layout that has a split to gather."""
     again = [layout for layout in layouts if is_regatherable and any(placement.is_split for placement in layout)]
     return (*map(Stored, layouts), *(Stored(layout, is_regathered=True) for layout in again))
 
 
 def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, End]:
-    """Where the values of each class are made."""
+    """Class of a value -> the end at which it is produced."""
     names = [item.value.name for item in graph.inputs if ("input", item.value.name) in nodes]
     sources = {name: End(nodes["input", name], "stored") for name in names}
     for op in graph.ops:
@@ -283,7 +289,7 @@ def _sources(graph: Graph, nodes: Mapping[tuple[str, str], int]) -> dict[str, En
 def _readers(
     graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int]
 ) -> dict[Reader, tuple[End, bool]]:
-    """Where each reader meets what it reads, and whether a gradient comes back."""
+    """Reader -> (its end, whether it propagates a gradient back)."""
     ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
     found: dict[Reader, tuple[End, bool]] = {}
     for index, value in enumerate(graph.outputs):
@@ -298,7 +304,7 @@ def _readers(
 
 
 def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Offered]:
-    """The layouts at every end. A kept layout is one the value can be made in or can be wanted in."""
+    """End -> its possible layouts; those of a kept entity are all in which the value can be produced or read."""
     found: dict[End, Offered] = {}
     known: dict[tuple[int, str, int], Offered] = {}  # equal ops have the same tuple of strategies
     kept: dict[End, dict[Layout, None]] = {}

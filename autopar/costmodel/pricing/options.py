@@ -1,4 +1,4 @@
-"""The layouts that a list of options can give one value, found without looking at each option by itself."""
+"""`Offered`: the layouts of one value under a list of options, computed without a loop over the options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +28,13 @@ Options = tuple[Strategy, ...] | tuple[Stored, ...] | tuple[Layout, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offered:
-    """layouts: in the order of the first option that gives each. index: i64[options], which of them an option gives.
-    again: for each, whether what gives it is regathered (of `Stored`) or would have it so (of ops: those run without a
-    role); a layout that is given with and without occurs twice.
+    """The distinct layouts of a value under a list of options.
 
-    Equal ones are one object, so that what is computed from them is found again by identity.
+    `layouts`: in the order of the first option with each. `index`: i64[options], position in `layouts` of each option's
+    layout. `again`: for each layout, whether its `Stored` option is regathered or, for an op, whether it can read a
+    regathered value (it runs without a role). A layout that occurs with both is listed twice.
+
+    Equal values are one object, so that results can be cached by identity.
     """
 
     layouts: tuple[Layout, ...]
@@ -41,7 +43,7 @@ class Offered:
 
 
 def offered(options: Options, port: str, slot: int) -> Offered:
-    """What `options` give the value at an entity's `port` and `slot` (`entities.End`)."""
+    """The layouts of the value at `port` and `slot` of an entity (`flows.End`) under its `options`."""
     if port == "layout":
         return _known(options, np.arange(len(options)).tobytes(), (False,) * len(options))
     if port == "stored":
@@ -63,8 +65,9 @@ def _known(layouts: tuple[Layout, ...], index: bytes, again: tuple[bool, ...]) -
 
 
 def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
-    """i64[strategies, axes] positions in a list of signatures; equal ones that are several objects occur there several
-    times.
+    """(i64[strategies, axes] positions in a list of signatures, the list).
+
+    Equal signatures that are different objects are listed separately.
     """
     found = {id(signature): signature for strategy in strategies for signature in strategy.signatures}
     number = {key: position for position, key in enumerate(found)}
@@ -73,9 +76,7 @@ def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
 
 
 def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Positions of the first of each of equal `keys` (rows, if two-dimensional), and for each key which of these it
-    equals.
-    """
+    """(positions of the first of equal `keys`, for each key the number of that first); keys are rows if 2-d."""
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)

@@ -1,4 +1,6 @@
-"""The search problem of a graph on a mesh: every choice and every meeting of two choices in seconds and bytes."""
+"""`price`: the cost table of a graph on a mesh, with the seconds and bytes of every option and of
+every pair of them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +21,11 @@ from autopar.search.table import CostTable
 
 @dataclass(frozen=True)
 class Priced:
-    """`table.nodes[i]` prices the options of `entities[i]` where the regions `recomputed` are run again in backward,
-    and what is kept of those `offloaded`, and the optimizer's state of `state_on_host`, waits on the host.
+    """A cost table with its entities: `table.nodes[i]` prices the options of `entities[i]`.
 
-    The table is exact: a choice costs and takes what `evaluate` says of the assignment it stands for. What is equal in
-    it, such as the copies of a block, is one array.
+    `recomputed`, `offloaded`, `state_on_host`: as in `Assignment`, given for the whole table. The table is exact: the
+    cost and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a block's
+    copies, are one array.
     """
 
     table: CostTable
@@ -46,8 +48,8 @@ def price(
     state_on_host: frozenset[str] = frozenset(),
     memory_limit_bytes: float = math.inf,
 ) -> Priced:
-    """Price everything `candidates` offers, for one training step of `training`. recomputed, offloaded,
-    state_on_host: as in `Assignment`.
+    """Price everything `candidates` offers, for one training step of `training`. recomputed, offloaded, state_on_host:
+    as in `Assignment`.
 
     MeshError if the mesh does not fit the cluster.
     """

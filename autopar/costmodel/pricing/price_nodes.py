@@ -1,4 +1,4 @@
-"""What every option costs by itself: an op under a strategy, an input in a layout."""
+"""Node costs of the table: those of an op under a strategy and of an input in a layout."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -26,7 +26,7 @@ Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
 
 
 def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
-    """A node an entity, without what flows cost; equal ones share their arrays."""
+    """A node for each entity, without the costs of flows; equal nodes share their arrays."""
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
     known: dict[tuple, Prices] = {}
     nodes = []
@@ -57,8 +57,10 @@ def _price_ops(
     cluster: Cluster,
     training: Training,
 ) -> Prices:
-    """The class of an op, from what one costs: those in a region run forward again, and keep theirs only while it runs;
-    what others keep may be on the host.
+    """The costs of a class of ops, from those of one op and their multiplicities.
+
+    Ops in a recomputed region run forward twice, and their saved tensors exist only while it is recomputed; those of
+    other ops may be on the host.
     """
     weights = flows.parameters if count.transient_share else None
     prices = _price_op(op, strategies, _operands(op, number, flows), mesh, cluster, weights)
@@ -71,7 +73,7 @@ def _price_ops(
 
 
 def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:
-    """The layouts of the op's inputs and outputs; of an output that nothing reads there is no flow."""
+    """The layouts of the op's inputs and outputs; an output that no op reads has no flow."""
     options = flows.entities[node].options
     ends = [End(node, port, i) for port, values in (("in", op.inputs), ("out", op.outputs)) for i in range(len(values))]
     found = [flows.offered.get(end) or offered(options, end.port, end.index) for end in ends]
@@ -86,9 +88,10 @@ def _price_op(
     cluster: Cluster,
     parameters: frozenset[str] | None,
 ) -> np.ndarray:
-    """f64[strategies, 5]: seconds of forward and of backward, bytes saved without what is saved of the inputs, of the
-    gradient that a weight waits with, and of the transient, 0 without `parameters`. Strategies with the same local
-    shapes and roles share a price.
+    """f64[strategies, 5]: seconds of forward and of backward; bytes saved beyond inputs, of put-off gradients,
+    transient.
+
+    The transient is 0 without `parameters`. Strategies with the same local shapes and roles share a price.
     """
     values, each = (*op.inputs, *op.outputs), (*operands[0], *operands[1])
     shapes = [
@@ -110,7 +113,7 @@ def _price_op(
 
 
 def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
-    """i64[strategies]: equal where the axes take the same roles."""
+    """i64[strategies], equal for strategies whose axes take the same roles."""
     if op.target not in LOCAL_OPS:
         return np.zeros(len(strategies), dtype=np.int64)
     numbers: dict[tuple[str, ...], int] = {}
@@ -119,7 +122,7 @@ def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
 
 
 def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    """f64[strategies, 2]: seconds of the collectives that the op issues itself, in forward and in backward."""
+    """f64[strategies, 2]: seconds of the op's inner collectives in forward and in backward."""
     found = np.zeros((len(strategies), 2))
     for row, strategy in zip(found, strategies):
         for collective in inner_collectives(op, strategy, mesh.shape):
@@ -130,7 +133,7 @@ def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cl
 def _price_inputs(
     item: Input, count: Count, options: Sequence[Stored], mesh: Mesh, cluster: Cluster, training: Training
 ) -> Prices:
-    """The class of an input; the state of some may wait on the host."""
+    """The costs of a class of inputs, of which some may have optimizer state on the host."""
     layouts = [option.layout for option in options]
     cost_s = [
         update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts
