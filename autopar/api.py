@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
+from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
 from autopar.ir.trace_with_loss import LossFunction, traced
@@ -202,7 +203,7 @@ def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: Plan
                 stacklevel=4,
             )
     plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
-    for note in plan.notes:
+    for note in notes(plan):
         warnings.warn(note, stacklevel=4)
     return plan
 

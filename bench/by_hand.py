@@ -125,7 +125,7 @@ def plan_by_hand(model: Model, point: Staged, cluster: Cluster, training: Traini
         again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
         assignment = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
         own = replace(training, num_microbatches=schedule.num_microbatches, **counts)
-        stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own, found_by="hand"))
+        stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
     mesh = _whole_mesh(point)
     own = replace(training, num_microbatches=schedule.num_microbatches)
     return StagedPlan(

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
+from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -38,7 +40,6 @@ from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import read, write
 from autopar.plans.staged_plan import PIPELINE, StagedPlan
-from autopar.plans.staged_text import plan_json, plan_trace
 from autopar.sbp.candidates import annotate
 from autopar.schedule.orders import NAMES as SCHEDULES
 from autopar.verify.one_step import DTYPES, verify
@@ -269,9 +270,8 @@ def _by_hand(
     candidates = annotate(graph, mesh, folded)
     plan = parse_hand_plan(kind, mesh)
     assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
-    return plan_of(
-        graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit, found_by=f"hand plan {kind}"
-    )
+    found = plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit)
+    return replace(found, found_by=f"hand plan {kind}")
 
 
 def _pin(text: str) -> tuple[str, str]:

@@ -3,55 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import Costs, PlannedCollective
-from autopar.costmodel.training import Training
-from autopar.ir.folding.fold import Folded
-from autopar.ir.graph import Graph, short_dtype
+from autopar.explain.batch_size import notes
+from autopar.ir.graph import short_dtype
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment
+from autopar.plans.plan import Plan
+from autopar.plans.serialise import HandCosts
 from autopar.sbp.placement import format_layout
 from autopar.sbp.redistribute import Collective
-
-
-class HandCost(Protocol):
-    """A hand plan's costs a step."""
-
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def memory_bytes(self) -> int: ...
-
-
-class Explained(Protocol):
-    """What is read of a `Plan`; a protocol because plans print themselves, so `plans` stands above `explain`."""
-
-    mesh: Mesh
-    cluster: Cluster
-    training: Training
-    memory_limit_bytes: float
-    graph: Graph
-    folded: Folded
-    assignment: Assignment
-    costs: Costs
-    lower_bound_s: float
-    bound_of: str
-    without_rule: Mapping[str, float]
-    not_divided: tuple[tuple[str, int, int], ...]
-    found_by: str
-    hand: Mapping[str, HandCost]
-    meshes: Mapping[str, float]
-    timings: Mapping[str, float]
-    peak_bytes: tuple[int, ...]
-    is_from_file: bool
-
-    @property
-    def gap(self) -> float: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +86,7 @@ class Report:
     gap: float
     found_by: str
     notes: tuple[str, ...]
-    hand: Mapping[str, Mapping[str, float]]
+    hand: Mapping[str, HandCosts]
     meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
     not_divided: tuple[Mapping[str, Any], ...]
@@ -136,7 +98,7 @@ class Report:
         return asdict(self)
 
 
-def report(plan: Explained) -> Report:
+def report(plan: Plan) -> Report:
     """Put the plan's content in order; computes no cost."""
     costs = plan.costs
     return Report(
@@ -169,8 +131,8 @@ def report(plan: Explained) -> Report:
         bound_of=plan.bound_of,
         gap=plan.gap,
         found_by=plan.found_by,
-        notes=plan.notes,
-        hand={name: {"step_s": cost.step_s, "memory_bytes": cost.memory_bytes} for name, cost in plan.hand.items()},
+        notes=notes(plan),
+        hand=dict(plan.hand),
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),
         not_divided=tuple(_not_divided(plan)),
@@ -179,7 +141,7 @@ def report(plan: Explained) -> Report:
     )
 
 
-def _op_rows(plan: Explained) -> Iterator[OpRow]:
+def _op_rows(plan: Plan) -> Iterator[OpRow]:
     counts = Counter(plan.folded.representative[op.name] for op in plan.graph.ops)
     collectives = _by_owner(plan)
     for op in plan.graph.ops:
@@ -198,7 +160,7 @@ def _op_rows(plan: Explained) -> Iterator[OpRow]:
             )
 
 
-def _input_rows(plan: Explained) -> Iterator[InputRow]:
+def _input_rows(plan: Plan) -> Iterator[InputRow]:
     counts = Counter(plan.folded.representative[item.value.name] for item in plan.graph.inputs)
     collectives = _by_owner(plan)
     for item in plan.graph.inputs:
@@ -212,7 +174,7 @@ def _input_rows(plan: Explained) -> Iterator[InputRow]:
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
 
 
-def _by_owner(plan: Explained) -> dict[str, tuple[CollectiveRow, ...]]:
+def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
     """Representative op or input -> the collectives on what it, or one of its repeats, makes."""
     owners = {value.name: op.name for op in plan.graph.ops for value in op.outputs}
     found: dict[str, list[PlannedCollective]] = {}
@@ -233,7 +195,7 @@ def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tupl
     return tuple(sorted(rows, key=lambda row: row.phase != "forward"))
 
 
-def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
+def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
     """All collectives by phase, axes and kind; `num_bytes` is the sum."""
     found: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
     issued = plan.costs.num_issued
@@ -253,7 +215,7 @@ def _totals(plan: Explained) -> tuple[CollectiveRow, ...]:
     )
 
 
-def _not_divided(plan: Explained) -> Iterator[dict[str, Any]]:
+def _not_divided(plan: Plan) -> Iterator[dict[str, Any]]:
     """A row for each dim that an axis does not divide; repeats once."""
     shapes = {op.name: op.outputs[0].shape if op.outputs else () for op in plan.graph.ops}
     shapes |= {item.value.name: item.value.shape for item in plan.graph.inputs}

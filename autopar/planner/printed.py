@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import singledispatch
 from typing import Any
 
-from autopar.explain.text import format_bytes, format_seconds
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import format_graph
@@ -15,6 +14,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.placement import format_layout
 from autopar.sbp.signature import Candidates
 from autopar.search.table import Choice, CostTable
+from autopar.units import format_bytes, format_seconds
 
 
 @singledispatch

@@ -66,10 +66,6 @@ class Fields:
         """A string."""
         return self._checked(key, self[key], str, "text")
 
-    def flag(self, key: str) -> bool:
-        """True or false."""
-        return self._checked(key, self[key], bool, "true or false")
-
     def number(self, key: str, *, least: float = 0.0) -> float:
         """A finite number, at least `least`."""
         found = self[key]
@@ -78,10 +74,6 @@ class Fields:
                 f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(found)}"
             )
         return float(found)
-
-    def numbers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, none negative."""
-        return tuple(Fields({key: item}, self.where).whole(key) for item in self.list(key))
 
     def whole(self, key: str, *, least: int = 0) -> int:
         """A whole number, at least `least`."""
@@ -98,10 +90,6 @@ class Fields:
         """A list of strings."""
         return tuple(self._checked(key, item, str, "a list of text") for item in self.list(key))
 
-    def text_lists(self, key: str) -> tuple[tuple[str, ...], ...]:
-        """A list of lists of strings."""
-        return tuple(Fields({key: item}, self.where).texts(key) for item in self.list(key))
-
     def under(self, key: str) -> "Fields":
         """An object."""
         return Fields.of(self[key], self._place(key))
@@ -111,6 +99,10 @@ class Fields:
         if stray := sorted(set(self.content) - set(keys)):
             raise ValueError(f"{self.where or 'the text'}: expected no key {shown(stray[0])}")
         return self
+
+    def without(self, *keys: str) -> "Fields":
+        """The other fields."""
+        return Fields({key: item for key, item in self.content.items() if key not in keys}, self.where)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.content)

@@ -1,22 +1,19 @@
 """The plan: where everything is, what that costs, and how good it is."""
 
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.roofline import op_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.explain.report import report
-from autopar.explain.text import format_report
 from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
-from autopar.plans.batch_size import too_small
+from autopar.plans.base_plan import BasePlan
 from autopar.plans.equal_runs import as_planned
 from autopar.plans.serialise import HandCosts, SavedPlan
 from autopar.plans.validate import check_assignment, check_names
@@ -26,7 +23,7 @@ from autopar.sbp.signature import Candidates
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(BasePlan):
     """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0
     when nothing was proven). bound_of: "plan" for a model without repeated layers; else plans whose inner layers are
     alike, all or in the segments that were searched.
@@ -40,6 +37,8 @@ class Plan:
     reading.
     """
 
+    SAVED = SavedPlan
+
     mesh: Mesh
     cluster: Cluster
     training: Training
@@ -49,12 +48,12 @@ class Plan:
     folded: Folded
     assignment: Assignment
     costs: Costs
-    lower_bound_s: float
-    bound_of: str
     without_rule: Mapping[str, float]
     not_divided: tuple[tuple[str, int, int], ...]
-    found_by: str
-    hand: Mapping[str, HandCosts]
+    lower_bound_s: float = 0.0
+    bound_of: str = "plan"
+    found_by: str = ""
+    hand: Mapping[str, HandCosts] = field(default_factory=dict)
     meshes: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: tuple[int, ...] = ()
@@ -66,81 +65,31 @@ class Plan:
         return (self.costs.total_memory_bytes,)
 
     @property
-    def gap(self) -> float:
-        """Relative distance of the step time to its bound, 0 when proven optimal."""
-        return (self.costs.step_s - self.lower_bound_s) / self.costs.step_s if self.costs.step_s > 0 else 0.0
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.costs.step_s
 
-    def without_savings(self) -> Iterator[tuple[str, Costs]]:
-        """Each of the plan's choices that save memory, and the costs of the plan without it."""
-        for what, changed in (
-            ("blocks recomputed", replace(self.assignment, recomputed=())),
-            ("what blocks keep moved to the host", replace(self.assignment, offloaded=())),
-            ("optimizer state on the host", replace(self.assignment, state_on_host=frozenset())),
-            ("parameters gathered again in backward", replace(self.assignment, regathered=frozenset())),
-        ):
-            if changed != self.assignment:
-                yield what, evaluate(self.graph, changed, self.mesh, self.cluster, training=self.training)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know before running the plan, as that the batch is too small for the devices."""
-        small = too_small(self)
-        return (str(small),) if small else ()
-
-    def explain(self) -> str:
-        """The plan for people: every choice, what it costs, and what else there is."""
-        return format_report(report(self))
-
-    def dumps(self) -> str:
-        """JSON text; the graph is not in it, only its fingerprint."""
-        return serialise.signed(serialise.content_of_plan(self))
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the plan as JSON, whole or not at all."""
-        serialise.write(path, self.dumps())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lower_bound_s", min(self.lower_bound_s, self.costs.step_s))
 
     @classmethod
-    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "Plan":
-        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError.
-        Trusts nothing in it: what cannot be computed again is shown as the file's, unless this run wrote the text
-        itself (`is_own`).
-        """
-        return cls.of_saved(
-            serialise.reading(lambda: serialise.read_plan(serialise.fields_of(text))), graph, mesh, is_own=is_own
-        )
-
-    @classmethod
-    def of_saved(cls, saved: SavedPlan, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
-        """`loads` of what was read already."""
+    def of_saved(cls, saved: "SavedPlan | Plan", graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
+        """The plan that makes the choices of `saved`; PlanError if they are none for this graph and mesh."""
         mesh = serialise.check_belongs(saved, graph, mesh)
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)
         check_assignment(saved.assignment, graph, folded, candidates, mesh)
-        plan = plan_of(
-            graph,
-            saved.assignment,
-            mesh,
-            saved.cluster,
-            training=saved.training,
-            memory_limit_bytes=saved.memory_limit_bytes,
+        place = {"training": saved.training, "memory_limit_bytes": saved.memory_limit_bytes}
+        return replace(
+            plan_of(graph, saved.assignment, mesh, saved.cluster, **place),
             lower_bound_s=saved.lower_bound_s,
             bound_of=saved.bound_of,
             found_by=saved.found_by,
             hand=saved.hand,
             peak_bytes=saved.peak_bytes,
+            is_from_file=not is_own,
         )
-        return replace(plan, is_from_file=not is_own)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike, graph: Graph, mesh: Mesh | Devices) -> "Plan":
-        """`loads` of the file at `path`; PlanError if it cannot be read."""
-        return cls.loads(serialise.read(path), graph, mesh)
 
 
 def plan_of(
@@ -151,13 +100,6 @@ def plan_of(
     *,
     training: Training = WHOLE_BATCH,
     memory_limit_bytes: float = math.inf,
-    lower_bound_s: float = 0.0,
-    bound_of: str = "plan",
-    found_by: str = "",
-    hand: Mapping[str, HandCosts] | None = None,
-    meshes: Mapping[str, float] | None = None,
-    timings: Mapping[str, float] | None = None,
-    peak_bytes: tuple[int, ...] = (),
     costs: Costs | None = None,
 ) -> Plan:
     """The plan that `assignment` is, with its `costs`, which are evaluated if they are not known; nothing is
@@ -176,15 +118,8 @@ def plan_of(
         folded=folded,
         assignment=assignment,
         costs=costs,
-        lower_bound_s=min(lower_bound_s, costs.step_s),
-        bound_of=bound_of,
         without_rule=_without_rule(graph, folded, candidates, assignment, costs, mesh, cluster),
         not_divided=candidates.not_divided,
-        found_by=found_by,
-        hand=hand or {},
-        meshes=meshes or {},
-        timings=timings or {},
-        peak_bytes=peak_bytes,
     )
 
 

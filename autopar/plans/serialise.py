@@ -3,27 +3,28 @@
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field
+from dataclasses import fields as fields_in
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopar.costmodel.cluster.load_cluster import Cluster, cluster_from_json
+from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.training import Training
 from autopar.errors import MeshError, MicrobatchError, PlanError, UnsupportedOp
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint, printable
 from autopar.mesh import Devices, Mesh
+from autopar.plans.json_codec import MemoryLimit, as_json, from_object
 from autopar.plans.json_fields import Fields, parse, shown
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import Layout, format_layout, parse_layout
-from autopar.sbp.signature import Signature, Strategy
+from autopar.schedule.orders import Schedule
 
 Result = TypeVar("Result")
+Plans = TypeVar("Plans", bound="Saved")
 
 FORMAT = 2
 _MOST_TOLD = 500  # characters of what is wrong with a text, which may quote it
@@ -40,18 +41,18 @@ class HandCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the file of any plan says; the graph and everything computed from it are not in the file.
+    """What the file of any plan holds; the graph and everything computed from it are not in the file.
 
-    `fingerprint`: of the graph the plan was made for. lower_bound_s, found_by, hand and peak_bytes took a search or a
-    run to find and are not checked on reading: another version's, which priced otherwise, are left out, and a plan that
-    is read from a file says so.
+    `fingerprint`: of the graph the plan was made for. The fields with defaults are claims: lower_bound_s, found_by,
+    hand and peak_bytes took a search or a run to find and are not checked on reading. Those of another version of
+    autopar, which priced otherwise, are left out, and a plan that is read from a file says so.
     """
 
     fingerprint: str
     mesh: Mesh
     cluster: Cluster
     training: Training
-    memory_limit_bytes: float
+    memory_limit_bytes: MemoryLimit
     lower_bound_s: float = 0.0
     found_by: str = ""
     hand: Mapping[str, HandCosts] = field(default_factory=dict)
@@ -66,44 +67,52 @@ class SavedPlan(Saved):
     assignment: Assignment
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedStages(Saved):
+    """The file of a plan with stages, microbatches or both."""
+
+    schedule: Schedule
+    starts: tuple[str, ...]
+    stages: tuple[SavedPlan, ...]
+
+
 @cache
 def autopar_version() -> str:
     """Of this autopar, which is in every plan's file."""
     return version("autopar")
 
 
-def content_of_plan(plan: Any) -> dict[str, Any]:
-    """What is written of a `SavedPlan`, or of a `Plan`, which has the same fields."""
-    return common_content(plan) | {
-        "bound_of": plan.bound_of,
-        "strategies": {
-            name: [str(s) for s in strategy.signatures] for name, strategy in plan.assignment.strategies.items()
-        },
-        "layouts": _layouts_text(plan.assignment.layouts),
-        "kept": _layouts_text(plan.assignment.kept),
-        "outputs": _layouts_text(plan.assignment.outputs),
-        "regathered": sorted(plan.assignment.regathered),
-        "recomputed": plan.assignment.recomputed,
-        "offloaded": plan.assignment.offloaded,
-        "state_on_host": sorted(plan.assignment.state_on_host),
-    }
+def dumps(kind: type[Saved], plan: Any) -> str:
+    """JSON text of a plan that has the fields of `kind`."""
+    return signed({"format": FORMAT, "autopar": autopar_version(), **as_json(kind, plan)})
 
 
-def common_content(plan: Any) -> dict[str, Any]:
-    """The part of it that plans with and without stages share: the fields of `Saved`."""
-    return {
-        "format": FORMAT,
-        "autopar": autopar_version(),
-        "fingerprint": plan.fingerprint,
-        "mesh": {"shape": plan.mesh.shape, "axis_names": plan.mesh.axis_names},
-        "cluster": json.loads(plan.cluster.to_json()),
-        "training": asdict(plan.training),
-        "memory_limit_bytes": None if plan.memory_limit_bytes == float("inf") else plan.memory_limit_bytes,
-        "lower_bound_s": plan.lower_bound_s,
-        "found_by": plan.found_by,
-        "hand": {name: asdict(costs) for name, costs in plan.hand.items()},
-        "peak_bytes": plan.peak_bytes,
+def loads(kind: type[Plans], text: str) -> Plans:
+    """The content of a plan's text; PlanError if it holds no plan of this kind, was edited, or is of another format."""
+    fields = fields_of(text)
+    return reading(lambda: _read(kind, fields))
+
+
+def _read(kind: type[Plans], fields: Fields) -> Plans:
+    is_same_version = fields.text("autopar") == autopar_version()
+    saved = from_object(kind, fields.without("format", "autopar"))
+    return saved if is_same_version else _without_claims(saved)
+
+
+def _without_claims(saved: Plans) -> Plans:
+    """What another version says that cannot be computed again, in the whole and in its stages, is dropped."""
+    claims = {
+        each.name for each in fields_in(Saved) if each.default is not MISSING or each.default_factory is not MISSING
     }
+    known = {each.name: getattr(saved, each.name) for each in fields_in(saved) if each.name not in claims}
+    if isinstance(saved, SavedStages):
+        known["stages"] = tuple(map(_without_claims, saved.stages))
+    return type(saved)(**known)
+
+
+def has_stages(text: str) -> bool:
+    """Whether the text is of a plan with stages, microbatches or both; PlanError if it is of none."""
+    return "stages" in fields_of(text)
 
 
 def signed(content: Mapping[str, Any]) -> str:
@@ -117,60 +126,6 @@ def reading(read: Callable[[], Result]) -> Result:
         return read()
     except (ValueError, RecursionError, MeshError, MicrobatchError, UnsupportedOp) as error:
         raise PlanError(f"the plan cannot be read: {printable(str(error), _MOST_TOLD)}; {AGAIN}") from error
-
-
-def read_plan(fields: Fields) -> SavedPlan:
-    """The plan without stages that the fields describe; ValueError or MeshError if they describe none."""
-    strategies = fields.under("strategies")
-    return SavedPlan(
-        **vars(read_common(fields)),
-        bound_of=fields.text("bound_of"),
-        assignment=Assignment(
-            {name: Strategy(tuple(map(parse_signature, strategies.texts(name)))) for name in strategies},
-            *(_read_layouts(fields.under(key)) for key in ("layouts", "kept", "outputs")),
-            frozenset(fields.texts("regathered")),
-            *(fields.text_lists(key) for key in ("recomputed", "offloaded")),
-            state_on_host=frozenset(fields.texts("state_on_host")),
-        ),
-    )
-
-
-def read_common(fields: Fields) -> Saved:
-    """What plans with and without stages share; errors as in `read_plan`."""
-    saved = Saved(
-        fingerprint=fields.text("fingerprint"),
-        mesh=_read_mesh(fields.under("mesh")),
-        cluster=cluster_from_json(json.dumps(fields.under("cluster").content)),
-        training=_read_training(fields.under("training")),
-        memory_limit_bytes=(
-            float("inf") if fields["memory_limit_bytes"] is None else fields.number("memory_limit_bytes", least=1.0)
-        ),
-    )
-    told = {
-        "lower_bound_s": fields.number("lower_bound_s"),
-        "found_by": fields.text("found_by"),
-        "hand": _read_hand(fields.under("hand")),
-        "peak_bytes": fields.numbers("peak_bytes"),
-    }
-    return replace(saved, **told) if fields.text("autopar") == autopar_version() else saved
-
-
-def _read_mesh(fields: Fields) -> Mesh:
-    return Mesh(fields.numbers("shape"), tuple(fields.list("axis_names")))
-
-
-def _read_training(fields: Fields) -> Training:
-    counts = {key: fields.whole(key) for key in ("num_microbatches", "num_in_flight", "num_waiting")}
-    return Training(fields.only("optimizer", *counts).text("optimizer"), **counts)
-
-
-def _read_hand(fields: Fields) -> dict[str, HandCosts]:
-    each = {name: fields.under(name).only("step_s", "memory_bytes") for name in fields}
-    return {name: HandCosts(costs.number("step_s"), costs.whole("memory_bytes")) for name, costs in each.items()}
-
-
-def _read_layouts(fields: Fields) -> dict[str, Layout]:
-    return {name: parse_layout(fields.text(name)) for name in fields}
 
 
 def fields_of(text: str) -> Fields:
@@ -226,25 +181,6 @@ def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
             " they were planned, or plan anew"
         )
     return saved.mesh if is_open else mesh
-
-
-def _layouts_text(layouts: Mapping[str, Layout]) -> dict[str, str]:
-    return {name: format_layout(layout) for name, layout in layouts.items()}
-
-
-def parse_signature(text: str) -> Signature:
-    """Inverse of `str(Signature)`; ValueError if it is none.
-
-    >>> str(parse_signature("S(1) S(0) -> P [vocabulary]"))
-    'S(1) S(0) -> P [vocabulary]'
-    """
-    match = re.fullmatch(r"([^>]*) -> ([^\[]*?)(?: \[([^\]]+)\])?", text)
-    if match is None:
-        raise ValueError(f"not a signature: {shown(text)}")
-    inputs, outputs = (
-        tuple(placement for part in side.split() for placement in parse_layout(part)) for side in match.group(1, 2)
-    )
-    return Signature(inputs, outputs, match[3] or "")
 
 
 def write(path: str | os.PathLike, text: str) -> None:

@@ -1,8 +1,7 @@
 """A plan in stages, in microbatches, or both: what each stage is, in which order they run, and what that costs."""
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +17,9 @@ from autopar.ir.print_graph import fingerprint
 from autopar.ir.split_stages import StageGraph, cut
 from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
-from autopar.plans.batch_size import too_small
-from autopar.plans.json_fields import Fields
+from autopar.plans.base_plan import BasePlan
 from autopar.plans.plan import Plan
-from autopar.plans.serialise import HandCosts
-from autopar.plans.staged_text import format_staged
+from autopar.plans.serialise import HandCosts, Saved, SavedPlan, SavedStages
 from autopar.plans.validate import check_crossing, check_stages
 from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
 from autopar.schedule.orders import Schedule
@@ -31,11 +28,10 @@ from autopar.schedule.timeline import Timeline
 
 # The mesh axis along which the stages lie, as torchtitan calls it; it is the outermost.
 PIPELINE = "pp"
-KIND = "staged"
 
 
 @dataclass(frozen=True)
-class StagedPlan:
+class StagedPlan(BasePlan):
     """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first
     ops of the stages but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by,
     timings, lower_bound_s: as in `Plan`; peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in
@@ -44,6 +40,8 @@ class StagedPlan:
     A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients,
     update.
     """
+
+    SAVED = SavedStages
 
     mesh: Mesh
     cluster: Cluster
@@ -93,11 +91,6 @@ class StagedPlan:
         return self.timeline.step_s + max(ranks)
 
     @property
-    def gap(self) -> float:
-        """Relative distance of the step time to its bound."""
-        return (self.step_s - self.lower_bound_s) / self.step_s if self.step_s > 0 else 0.0
-
-    @property
     def memory_bytes(self) -> tuple[int, ...]:
         """Of a device of each rank of the pipeline."""
         ranks = range(self.schedule.num_ranks)
@@ -116,74 +109,34 @@ class StagedPlan:
         fit.
         """
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
-        stages = tuple(_stage_for(stage, one.graph) for stage, one in zip(self.stages, cut_graphs))
+        stages = tuple(
+            Plan.of_saved(
+                replace(stage, fingerprint=fingerprint(part.graph)),
+                part.graph,
+                stage.mesh,
+                is_own=not stage.is_from_file,
+            )
+            for stage, part in zip(self.stages, cut_graphs)
+        )
         return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """As in `Plan`."""
-        small = too_small(self)
-        return (str(small),) if small else ()
-
-    def explain(self) -> str:
-        """The plan for people: stages, timeline, memory, and what else there is."""
-        return format_staged(self)
-
-    def dumps(self) -> str:
-        """JSON text; the graph is not in it, only its fingerprint."""
-        content = serialise.common_content(self) | {
-            "kind": KIND,
-            "schedule": asdict(self.schedule),
-            "starts": list(self.starts),
-            "stages": [serialise.content_of_plan(plan) for plan in self.stages],
-        }
-        return serialise.signed(content)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the plan as JSON, whole or not at all."""
-        serialise.write(path, self.dumps())
-
     @classmethod
-    def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> "StagedPlan":
-        """As `Plan.loads`."""
-        fields = serialise.fields_of(text)
-        return serialise.reading(lambda: _staged_plan(fields, graph, mesh, is_own))
+    def of_saved(cls, saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "StagedPlan":
+        """The plan whose stages make the choices of `saved`; PlanError if they are none for this graph and mesh."""
+        return serialise.reading(lambda: _of_saved(saved, graph, mesh, is_own=is_own))
 
 
-def _stage_for(plan: Plan, graph: Graph) -> Plan:
-    """The same choices for a stage of other shapes."""
-    return Plan.loads(
-        replace(plan, fingerprint=fingerprint(graph)).dumps(), graph, plan.mesh, is_own=not plan.is_from_file
-    )
-
-
-def _staged_plan(fields: Fields, graph: Graph, mesh: Mesh | Devices, is_own: bool) -> StagedPlan:
-    saved = serialise.read_common(fields)
+def _of_saved(saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> StagedPlan:
     mesh = serialise.check_belongs(saved, graph, mesh)
-    schedule, starts = _read_schedule(fields.under("schedule")), fields.texts("starts")
-    parts = [
-        serialise.read_plan(Fields.of(stage, f"stages.{number}")) for number, stage in enumerate(fields.list("stages"))
-    ]
-    _check_ranks(schedule, mesh)
-    check_stages(saved, schedule, starts, parts)
-    cut_graphs = stage_graphs(graph, starts, schedule.num_microbatches)[1]
-    plans = tuple(Plan.of_saved(part, one.graph, sub_mesh(mesh), is_own=is_own) for part, one in zip(parts, cut_graphs))
-    check_crossing(cut_graphs, [part.assignment for part in parts])
-    found = StagedPlan(
-        mesh=mesh,
-        cluster=saved.cluster,
-        training=saved.training,
-        memory_limit_bytes=saved.memory_limit_bytes,
-        graph=graph,
-        schedule=schedule,
-        starts=starts,
-        stages=plans,
-        found_by=saved.found_by,
-        hand=saved.hand,
-        peak_bytes=saved.peak_bytes,
-        is_from_file=not is_own,
-    )
-    return replace(found, lower_bound_s=min(saved.lower_bound_s, found.step_s))
+    _check_ranks(saved.schedule, mesh)
+    check_stages(saved)
+    cut_graphs = stage_graphs(graph, saved.starts, saved.schedule.num_microbatches)[1]
+    parts = zip(saved.stages, cut_graphs)
+    stages = tuple(Plan.of_saved(part, one.graph, sub_mesh(mesh), is_own=is_own) for part, one in parts)
+    check_crossing(cut_graphs, [part.assignment for part in saved.stages])
+    known = {name: item for name, item in vars(saved).items() if name != "fingerprint"}
+    plan = StagedPlan(**known | {"mesh": mesh, "graph": graph, "stages": stages, "is_from_file": not is_own})
+    return replace(plan, lower_bound_s=min(saved.lower_bound_s, plan.step_s))
 
 
 def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
@@ -195,14 +148,9 @@ def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
         )
 
 
-def _read_schedule(fields: Fields) -> Schedule:
-    counts = {key: fields.whole(key, least=1) for key in ("num_stages", "num_ranks", "num_microbatches")}
-    return Schedule(fields.only("name", *counts).text("name"), **counts)
-
-
 def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> Plan | StagedPlan:
     """The plan that `text` holds, of either kind; errors and `is_own` as in `Plan.loads`."""
-    if serialise.fields_of(text).content.get("kind") == KIND:
+    if serialise.has_stages(text):
         return StagedPlan.loads(text, graph, mesh, is_own=is_own)
     plan = Plan.loads(text, graph, mesh, is_own=is_own)
     if plan.training != Training(plan.training.optimizer):
@@ -210,16 +158,20 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False
     return plan
 
 
+def _saved(text: str) -> Saved:
+    return serialise.loads(SavedStages if serialise.has_stages(text) else SavedPlan, text)
+
+
 def mesh_in(text: str) -> Mesh:
     """The mesh of the plan that `text` holds; PlanError if there is none."""
-    return serialise.reading(lambda: serialise.read_common(serialise.fields_of(text))).mesh
+    return _saved(text).mesh
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
     """The cluster and the fields of a `PlanRequest` for which the plan that `text` holds was made; PlanError if it
     holds none.
     """
-    saved = serialise.reading(lambda: serialise.read_common(serialise.fields_of(text)))
+    saved = _saved(text)
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
 

@@ -14,11 +14,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
-from autopar.plans.serialise import Saved, SavedPlan
+from autopar.plans.serialise import SavedStages
 from autopar.sbp.assignment import Assignment, uses_of
 from autopar.sbp.placement import Layout, format_layout, is_even
 from autopar.sbp.signature import Candidates
-from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
+from autopar.schedule.orders import num_in_flight, num_waiting
 
 _AGAIN = "make the plan anew for this model and mesh"
 
@@ -61,10 +61,11 @@ def check_names(assignment: Assignment, graph: Graph) -> None:
     _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
 
 
-def check_stages(saved: Saved, schedule: Schedule, starts: Sequence[str], parts: Sequence[SavedPlan]) -> None:
+def check_stages(saved: SavedStages) -> None:
     """PlanError unless there is a part for each stage of the schedule, for the devices and the microbatches of the
     whole plan.
     """
+    schedule, starts, parts = saved.schedule, saved.starts, saved.stages
     if not schedule.num_stages == len(starts) + 1 == len(parts):
         found = f"{len(parts)} plans of stages and {len(starts)} places to cut"
         raise PlanError(f"the plan has {found} for {schedule}, expected one plan a stage and one place fewer; {_AGAIN}")

@@ -113,6 +113,9 @@ class Assignment:
         return Assignment(*(_formed(value, change(of, _choices(value))) for of, value in pairs))
 
 
+NO_CHOICES = Assignment({}, {}, {}, {})
+
+
 def _choices(value: Any, *source: Hashable) -> Mapping[str, Any]:
     """A field as name -> choice; that of a member of a group is `source`, the group's number, and its place there."""
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from autopar.explain.text import format_seconds
+from autopar.units import format_seconds
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 WIDTH = 100  # columns of a row of text

@@ -19,6 +19,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.evaluate import evaluate
 from autopar.errors import MeshError, PlanError
+from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph, Value
 from autopar.ir.trace import trace
@@ -27,7 +28,6 @@ from autopar.peak_memory.predict import rank_peaks
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan
-from autopar.plans.staged_text import plan_json, plan_trace
 from autopar.runtime.load_program import compile_source, namespace
 from tests.planner.cases import CPU, MESH, by_hand, hand_made, traced
 from tests.runtime.any_plan import Example, differences
@@ -121,7 +121,8 @@ def _with_all_choices() -> Plan:
     host = frozenset(item.value.name for item in graph.of_kind("parameter")[:2])
     assignment = replace(assignment, recomputed=(tuple(names[:3]),), offloaded=(tuple(names[:4]),), state_on_host=host)
     hand = {"ddp": serialise.HandCosts(1.0, 2**20)}
-    return plan_of(graph, assignment, MESH, CPU, lower_bound_s=1e-6, found_by="search", hand=hand, peak_bytes=(2**20,))
+    plan = plan_of(graph, assignment, MESH, CPU)
+    return replace(plan, lower_bound_s=1e-6, found_by="search", hand=hand, peak_bytes=(2**20,))
 
 
 def places(item: Any) -> Iterator[tuple[Any, Any]]:

@@ -9,8 +9,8 @@ import pytest
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.plans import serialise
+from autopar.plans.json_codec import parse_signature
 from autopar.plans.plan import Plan
-from autopar.plans.serialise import parse_signature
 from autopar.sbp.placement import parse_layout
 from autopar.sbp.signature import Signature, Strategy
 from tests.planner.cases import MESH, hand_made, traced

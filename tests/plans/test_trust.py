@@ -130,7 +130,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no rate": ({"cluster": CLUSTER | {"flops_per_s": {"float32": 1e-320}}}, "flops_per_s of 'float32'"),
     "a rate that is none": ({"cluster": CLUSTER | {"flops_per_s": {"float32": "fast"}}}, "flops_per_s"),
     "too many devices": ({"cluster": CLUSTER | {"levels": MANY}}, "link levels"),
-    "names that are none": ({"mesh": {"shape": [2, 2], "axis_names": ["a", 3]}}, "the name of a mesh axis is text"),
+    "names that are none": ({"mesh": {"shape": [2, 2], "axis_names": ["a", 3]}}, "axis_names: expected text"),
     "axes in a row": ({"mesh": {"shape": [2, 2], "axis_names": "ab"}}, "axis_names: expected a list"),
     "sizes that are none": ({"mesh": {"shape": [2.0, 2], "axis_names": ["a", "b"]}}, "shape: expected a whole number"),
     "stray fields": ({"hand": {"ddp": {"step_s": 1.0, "memory_bytes": 1, "\x1b[2J": 0}}}, r"no key '\\x1b\[2J'"),

@@ -3,6 +3,7 @@ other.
 """
 
 import math
+from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
 from autopar.costmodel.cluster.load_cluster import Cluster
@@ -59,13 +60,9 @@ def make_plan(
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, request, to_beat_s, budget)
     best = min(found.values(), key=lambda solved: solved.cost_s)
-    return plan_of(
-        graph,
-        best.assignment,
-        best.mesh,
-        cluster,
-        training=request.training,
-        memory_limit_bytes=request.memory_limit_bytes,
+    asked = {"training": request.training, "memory_limit_bytes": request.memory_limit_bytes}
+    return replace(
+        plan_of(graph, best.assignment, best.mesh, cluster, **asked),
         lower_bound_s=best.lower_bound_s,
         bound_of=best.bound_of,
         found_by=best.found_by,

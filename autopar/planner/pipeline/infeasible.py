@@ -9,13 +9,13 @@ from dataclasses import replace
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import evaluate
 from autopar.errors import InfeasibleError
-from autopar.explain.text import format_bytes
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import LIGHTEST, Model, Staged, lightest
 from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
+from autopar.units import format_bytes
 
 # Kinds of memory that neither fewer samples nor shorter sequences make less.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")

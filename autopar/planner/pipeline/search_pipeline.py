@@ -262,13 +262,9 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     names = [value.name for value in graph.outputs if isinstance(value, Value)]
     whole = {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
     assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
-    return plan_of(
-        graph,
-        assignment,
-        plan.mesh,
-        plan.cluster,
-        training=plan.training,
-        memory_limit_bytes=plan.memory_limit_bytes,
+    asked = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
+    return replace(
+        plan_of(graph, assignment, plan.mesh, plan.cluster, **asked),
         lower_bound_s=plan.lower_bound_s,
         found_by=plan.found_by,
         hand=plan.hand,

@@ -129,16 +129,9 @@ class Solver:
         for number, (graph, assignment), costs in zip(numbers, best.parts, best.costs or [None] * len(numbers)):
             for item in (item for item in graph.of_kind("parameter") if item.fqn in self.shared):
                 self.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
-            plans[number] = plan_of(
-                graph,
-                assignment,
-                self.mesh,
-                self.cluster,
-                training=self._training(number),
-                memory_limit_bytes=self.limit_bytes,
-                found_by="search",
-                costs=costs,
-            )
+            asked = {"training": self._training(number), "memory_limit_bytes": self.limit_bytes}
+            plan = plan_of(graph, assignment, self.mesh, self.cluster, costs=costs, **asked)
+            plans[number] = replace(plan, found_by="search")
         return plans
 
     def _tie_within(self, numbers: Sequence[int]) -> None:

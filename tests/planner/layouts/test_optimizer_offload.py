@@ -15,6 +15,7 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.state_offload import hostable
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError, PlanError
+from autopar.explain.memory_savings import costs_without
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
@@ -165,7 +166,7 @@ def test_it_is_written_read_and_explained() -> None:
     text = plan.explain()
     assert "Optimizer state of 2 parameters" in text and "autopar.offload_optimizer(optimizer, model)" in text
     assert text.count("state on host") >= 1 and "waiting for the host update" in text
-    [(what, without)] = [found for found in plan.without_savings() if "state" in found[0]]
+    [(what, without)] = [found for found in costs_without(plan) if "state" in found[0]]
     assert what == "optimizer state on the host"
     assert without.step_s < plan.step_s and without.total_memory_bytes > plan.costs.total_memory_bytes
 

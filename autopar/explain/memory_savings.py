@@ -2,22 +2,28 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.split_stages import cut
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.assignment import NO_CHOICES
 from autopar.schedule.orders import Schedule
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.plans.staged_plan import StagedPlan
+# Field of an assignment -> what it decides, of those that save memory where they are not empty.
+_DECISIONS = {
+    "recomputed": "blocks recomputed",
+    "offloaded": "what blocks keep moved to the host",
+    "state_on_host": "optimizer state on the host",
+    "regathered": "parameters gathered again in backward",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Bought:
+class MemorySaving:
     """`where`: the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the whole
     plan.
     """
@@ -30,22 +36,30 @@ class Bought:
     step_s_without: float
 
 
-def bought(plan: "StagedPlan") -> Iterator[Bought]:
+def memory_savings(plan: StagedPlan) -> Iterator[MemorySaving]:
     """Each choice, stage by stage, and the microbatches; the rest of the plan stays as it is."""
     for number, stage in enumerate(plan.stages):
-        for choice, costs in stage.without_savings():
+        for choice, costs in costs_without(stage):
             stages = (*plan.stages[:number], replace(stage, costs=costs), *plan.stages[number + 1 :])
             step_s, num_bytes = replace(plan, stages=stages).step_s, stage.costs.total_memory_bytes
-            yield Bought(str(number), choice, num_bytes, costs.total_memory_bytes, plan.step_s, step_s)
+            yield MemorySaving(str(number), choice, num_bytes, costs.total_memory_bytes, plan.step_s, step_s)
     num = plan.schedule.num_microbatches
     if num > 1:
         other = _in_one(plan)
-        yield Bought(
+        yield MemorySaving(
             "all", f"{num} microbatches", max(plan.memory_bytes), max(other.memory_bytes), plan.step_s, other.step_s
         )
 
 
-def _in_one(plan: "StagedPlan") -> "StagedPlan":
+def costs_without(plan: Plan) -> Iterator[tuple[str, Costs]]:
+    """Each decision of the plan that saves memory, and the costs of the plan without it."""
+    for name, decision in _DECISIONS.items():
+        without = replace(plan.assignment, **{name: getattr(NO_CHOICES, name)})
+        if without != plan.assignment:
+            yield decision, evaluate(plan.graph, without, plan.mesh, plan.cluster, training=plan.training)
+
+
+def _in_one(plan: StagedPlan) -> StagedPlan:
     """The same stages and layouts with the whole batch in one pass."""
     graphs = (stage.graph for stage in cut(loss_only(plan.graph), plan.starts))
     training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
@@ -57,7 +71,7 @@ def _in_one(plan: "StagedPlan") -> "StagedPlan":
     return replace(plan, schedule=schedule, stages=stages, training=training)
 
 
-def _costs_in_one(stage: "Plan", graph: Graph, training: Training) -> Costs:
+def _costs_in_one(stage: Plan, graph: Graph, training: Training) -> Costs:
     names = {old.name: new.name for old, new in zip(stage.graph.outputs, graph.outputs) if isinstance(new, Value)}
     outputs = {names[name]: layout for name, layout in stage.assignment.outputs.items()}
     # without what a microbatch alone computes: its share of a mean

@@ -12,9 +12,10 @@ from torch import nn
 import autopar
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import InfeasibleError
-from autopar.plans.memory_over_time import memory_over_time
-from autopar.plans.memory_savings import bought
-from autopar.plans.staged_text import format_staged, plan_trace, staged_json
+from autopar.explain.explain_plan import plan_trace
+from autopar.explain.memory_over_time import memory_over_time
+from autopar.explain.memory_savings import memory_savings
+from autopar.explain.staged_text import format_staged, staged_json
 from autopar.schedule.timeline import format_counts
 
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved")
@@ -101,7 +102,7 @@ def test_text_json_and_trace_say_the_same(plans):
 
 def test_microbatches_are_compared_with_the_plan_of_one_pass():
     plan = planned("dp=2")
-    (found,) = (one for one in bought(plan) if one.choice == "4 microbatches")
+    (found,) = (one for one in memory_savings(plan) if one.choice == "4 microbatches")
     whole = planned("dp=2", num_microbatches=1)
     kept = plan.stages[0].assignment
     strategies = {name: kept.strategies[name] for name in whole.assignment.strategies}
@@ -114,7 +115,7 @@ def test_microbatches_are_compared_with_the_plan_of_one_pass():
 
 def test_recomputed_blocks_save_what_the_plan_without_them_takes_more():
     plan = planned("pp=2", batch=4096, schedule="1f1b", memory_limit_bytes=9.2e6)
-    found = {int(one.where): one for one in bought(plan) if one.choice == "blocks recomputed"}
+    found = {int(one.where): one for one in memory_savings(plan) if one.choice == "blocks recomputed"}
     assert found and found.keys() == {number for number, stage in enumerate(plan.stages) if stage.assignment.recomputed}
     for number, one in found.items():
         stage = plan.stages[number]

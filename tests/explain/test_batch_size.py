@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.explain.batch_size import _LITTLE, too_small
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models.catalogue import build_model
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
-from autopar.plans.batch_size import _LITTLE, too_small
 from autopar.schedule.simulate import simulate
 
 

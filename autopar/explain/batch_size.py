@@ -4,16 +4,13 @@ other's work.
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from autopar.costmodel.work_bound import floor_s
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sequence_dim import batch_arguments
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import as_array, ordered, step_s
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.plans.staged_plan import StagedPlan
 
 # A batch is too small where more than this part of the time goes that way; one for which it is at most that part is
 # not.
@@ -38,16 +35,22 @@ class TooSmall:
         )
 
 
-def too_small(plan: "Plan | StagedPlan") -> TooSmall | None:
+def too_small(plan: Plan | StagedPlan) -> TooSmall | None:
     """Why the batch is too small, if it is, and the least batch known to be enough."""
     arguments = batch_arguments(plan.graph)
     if not arguments:
         return None
     batch = arguments[0].value.shape[0]
-    return _filling(plan, batch) if hasattr(plan, "stages") else _repeating(plan, batch)
+    return _filling(plan, batch) if isinstance(plan, StagedPlan) else _repeating(plan, batch)
 
 
-def _filling(plan: "StagedPlan", batch: int) -> TooSmall | None:
+def notes(plan: Plan | StagedPlan) -> tuple[str, ...]:
+    """What a person should know before running the plan."""
+    small = too_small(plan)
+    return (str(small),) if small else ()
+
+
+def _filling(plan: StagedPlan, batch: int) -> TooSmall | None:
     """From one microbatch for each rank on, a step takes `fill_s + m * each_s` with m of them: two simulations tell
     both.
     """
@@ -64,11 +67,11 @@ def _filling(plan: "StagedPlan", batch: int) -> TooSmall | None:
     return TooSmall(batch, "the pipeline fills and drains", wasted, enough * batch // num)
 
 
-def _step_s(plan: "StagedPlan", schedule: Schedule) -> float:
+def _step_s(plan: StagedPlan, schedule: Schedule) -> float:
     return float(step_s(ordered(schedule), as_array(plan.times)))
 
 
-def _repeating(plan: "Plan", batch: int) -> TooSmall | None:
+def _repeating(plan: Plan, batch: int) -> TooSmall | None:
     """A batch of a sample a device can be split evenly over all of them."""
     if batch >= plan.mesh.num_devices:
         return None

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
 from autopar.schedule.timeline import Span
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.plans.staged_plan import StagedPlan
 
 # Of an action, how many microbatches more its stage holds something for, once it has begun or once it is done.
 _BEGUN, _DONE = {"F": 1}, {"B": -1, "W": -1}
@@ -34,7 +32,7 @@ class Moment(NamedTuple):
 class _Stage:
     """One stage as the step goes on."""
 
-    plan: "Plan"
+    plan: Plan
     in_flight: int = 0
     waiting: int = 0
     has_gradients: bool = False
@@ -66,7 +64,7 @@ class _Stage:
         return memory
 
 
-def memory_over_time(plan: "StagedPlan", rank: int) -> tuple[Moment, ...]:
+def memory_over_time(plan: StagedPlan, rank: int) -> tuple[Moment, ...]:
     """From the first forward on, a moment for each change; what is done once a step has no moment of its own.
 
     Never more than `plan.memory_bytes[rank]`, which adds up the most that each stage of the rank takes.

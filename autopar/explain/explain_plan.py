@@ -1,0 +1,33 @@
+"""A plan of either kind as text, as JSON and as a trace."""
+
+from typing import Any
+
+from autopar.explain.memory_over_time import memory_over_time
+from autopar.explain.report import report
+from autopar.explain.staged_text import format_staged, staged_json
+from autopar.explain.text import format_report
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import StageTimes, simulate
+from autopar.schedule.timeline import trace_json
+
+
+def explain(plan: Plan | StagedPlan) -> str:
+    """The plan for people: every choice, what it costs, and what else there is."""
+    return format_staged(plan) if isinstance(plan, StagedPlan) else format_report(report(plan))
+
+
+def plan_json(plan: Plan | StagedPlan) -> dict[str, Any]:
+    """What `explain` says as plain dicts, lists, strings and numbers."""
+    return staged_json(plan) if isinstance(plan, StagedPlan) else report(plan).as_json()
+
+
+def plan_trace(plan: Plan | StagedPlan) -> str:
+    """A trace file of the planned step; without stages and microbatches, of one forward and one backward."""
+    if isinstance(plan, StagedPlan):
+        over_time = {rank: memory_over_time(plan, rank) for rank in range(plan.schedule.num_ranks)}
+        memory = {rank: [(x.start_s, x.bytes_by_kind) for x in row] for rank, row in over_time.items()}
+        return trace_json({"planned": plan.timeline}, memory)
+    times = StageTimes(plan.costs.microbatch_s("forward"), plan.costs.microbatch_s("backward"))
+    return trace_json({"planned": simulate(Schedule("accumulate", 1, 1, 1), [times])})
