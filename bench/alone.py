@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.search.bounds.lagrange import by_elimination, by_messages, maximise, memory_only
-from autopar.search.bounds.squeeze_state import cheapest, trivial_bound
 from autopar.search.bounds.trws import pass_messages
 from autopar.search.coordinate_descent import descend, landscape, own_starts
 from autopar.search.cp_sat.refine import refine
 from autopar.search.deadline import Deadline
 from autopar.search.min_plus.eliminate import Limits, elimination_order
+from autopar.search.search_state import beginning, cheapest, trivial_bound, with_known
 from autopar.search.solve import solve
 from autopar.search.table import CostTable, cost_of, memory_of
 from bench.problem import Problem
@@ -55,8 +55,9 @@ def by_cp_sat(problem: Problem, time_limit_s: float) -> Found:
     """CP-SAT on the whole table, the best hand plan as its hint."""
     hint = cheapest(problem.table, problem.starts)
     found = Found(_cost(problem.table, hint), trivial_bound(problem.table))
-    for choice in refine(problem.table, hint, found.bound_s, deadline=Deadline.after(time_limit_s)):
-        found = Found(choice.cost_s, choice.lower_bound_s)
+    start = with_known(beginning(problem.table), () if hint is None else (hint,))
+    for state in refine(start, Deadline.after(time_limit_s)):
+        found = Found(cost_of(problem.table, state.best), state.lower_bound_s)
     return found
 
 

@@ -1,11 +1,13 @@
 """Coordinate descent: move one node, or two joined by an edge, to their best strategies until no such move helps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.table import CostTable
+from autopar.search.deadline import Deadline
+from autopar.search.search_state import State, with_known
+from autopar.search.table import CostTable, cost_of, memory_of
 
 # A move must save this part of what it changes: rounding alone must not keep the descent going.
 _LEAST_GAIN = 1e-12
@@ -54,6 +56,23 @@ def landscape(table: CostTable) -> Landscape:
     return Landscape(
         table, tuple(c for c, _ in nodes), tuple(m for _, m in nodes), tuple(map(tuple, incident)), groups, member_of
     )
+
+
+def descend_from_known(state: State, deadline: Deadline, *, most_descents: int) -> Iterator[State]:
+    """Yield the state with what descents from its most promising known choices, and from a few starts, end in."""
+    land, known = landscape(state.reduced.table), state.lowered
+    promising = _promising(land.table, (*known, *own_starts(land)))[:most_descents]
+    yield with_known(state, (*known, *(descend(land, start) for start in promising)))
+
+
+def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The starts, those worth descending from first: within the limit the cheapest, above it the lightest."""
+
+    def rank(start: tuple[int, ...]) -> tuple[float, float]:
+        excess = max(0.0, memory_of(table, start) - table.memory_limit_bytes)
+        return excess, cost_of(table, start)
+
+    return sorted(dict.fromkeys(starts), key=rank)
 
 
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,15 +14,18 @@ from autopar.errors import InfeasibleError
 from autopar.search.bounds.lagrange import least_memory
 from autopar.search.bounds.squeeze import squeeze
 from autopar.search.check_table import checked
+from autopar.search.cp_sat.refine import refine
 from autopar.search.deadline import NEVER, Deadline
 from autopar.search.min_plus.eliminate import Limits, elimination_order
-from autopar.search.solve import solve
+from autopar.search.search_state import beginning, with_known
+from autopar.search.solve import SOLVERS, Row, solve
 from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(60)")
+HANGING = (*SOLVERS[:-1], Row("refine", partial(refine, worker=SLEEPING)))
 
 
 def limited_table() -> CostTable:
@@ -74,7 +78,8 @@ def test_bounds_hold_when_the_graph_is_too_dense_to_eliminate(table):
     truth = brute_force(table)
     if truth is None:
         return
-    for state in squeeze(checked(table), truth[1], additions=100.0, deadline=NEVER):
+    start = with_known(beginning(checked(table)), [truth[1]])
+    for state in squeeze(start, NEVER, most_additions=100.0):
         assert state.lower_bound_s <= truth[0] * (1 + 1e-14)
         assert cost_of(table, state.reduced.lift(state.best)) == pytest.approx(truth[0], rel=1e-9)
 
@@ -97,7 +102,7 @@ def test_progress_only_ever_improves():
     seen = []
     found = solve(limited_table(), progress=lambda *state: seen.append(state))
     assert [stage for stage, _, _ in seen] == sorted(
-        (stage for stage, _, _ in seen), key=["descent", "bound", "labels", "refine"].index
+        (stage for stage, _, _ in seen), key=[row.name for row in SOLVERS].index
     )
     ranks = [(cost_s, -bound_s) for _, cost_s, bound_s in seen]
     assert ranks == sorted(ranks, reverse=True)
@@ -106,7 +111,7 @@ def test_progress_only_ever_improves():
 
 def test_a_solver_that_hangs_costs_the_time_limit_and_no_more():
     start = time.monotonic()
-    found = solve(hard_table(), deadline=Deadline.after(1.0), worker=SLEEPING)
+    found = solve(hard_table(), deadline=Deadline.after(1.0), solvers=HANGING)
     assert 0.9 < time.monotonic() - start < 20.0
     assert found.gap > 1e-9
     assert found.memory_bytes <= hard_table().memory_limit_bytes
@@ -116,7 +121,7 @@ def test_a_deadline_that_is_moved_to_now_ends_the_search_with_the_best_known():
     deadline, start = Deadline.after(60.0), time.process_time()
     timer = threading.Timer(1.0, deadline.stop)
     timer.start()
-    found = solve(hard_table(), deadline=deadline.part(1.0), worker=SLEEPING)
+    found = solve(hard_table(), deadline=deadline.part(1.0), solvers=HANGING)
     assert timer.finished.is_set() and time.process_time() - start < 30.0
     assert found.memory_bytes <= hard_table().memory_limit_bytes
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from autopar.search.bounds.lagrange import by_elimination, from_least_memory, maximise
 from autopar.search.bounds.pareto_labels import eliminate_labels
-from autopar.search.bounds.squeeze_state import TOLERANCE, Squeezed, cheapest, is_solved, proven
 from autopar.search.coordinate_descent import descend, landscape
 from autopar.search.deadline import Deadline
 from autopar.search.min_plus.eliminate import Limits, elimination_order
+from autopar.search.search_state import TOLERANCE, State, cheapest, is_solved, proven
 from autopar.search.table import cost_of
 
 # What the joint array of a bucket may take, and all of them.
@@ -21,7 +21,7 @@ _FIRST_WINDOW = 1 / 16
 _LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
 
 
-def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadline: Deadline) -> Iterator[Squeezed]:
+def close(now: State, deadline: Deadline, *, label_counts: Sequence[int] = _LABEL_COUNTS) -> Iterator[State]:
     """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline
     has passed.
 
@@ -56,6 +56,6 @@ def close(now: Squeezed, *, label_counts: Sequence[int] = _LABEL_COUNTS, deadlin
                 break
 
 
-def _with_bound(now: Squeezed, bound_s: float) -> Squeezed:
+def _with_bound(now: State, bound_s: float) -> State:
     cost_s = cost_of(now.reduced.table, now.best)
     return replace(now, lower_bound_s=proven(cost_s, max(now.lower_bound_s, bound_s), is_pruned=now.is_pruned))

@@ -4,16 +4,16 @@ What is met at prices around the best one differs in a few places. On a table of
 all, the best way to fill the memory limit is found almost at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from autopar.search.bounds.close_gap import close
 from autopar.search.bounds.lagrange import least_memory
 from autopar.search.bounds.prune import restrict, unreduced
-from autopar.search.bounds.squeeze_state import Squeezed, cheapest
 from autopar.search.deadline import Deadline
 from autopar.search.min_plus.eliminate import Limits, argmin, eliminate, elimination_order
+from autopar.search.search_state import State, cheapest, with_known
 from autopar.search.table import CostTable, cost_of, memory_of
 
 _LIMITS = Limits(entries=2e6, additions=3e7)
@@ -21,6 +21,13 @@ _LIMITS = Limits(entries=2e6, additions=3e7)
 _ENOUGH = 1e-3
 # Labels a message at most: more find little.
 _MOST_LABELS = (2_000,)
+
+
+def recombine(state: State, deadline: Deadline) -> Iterator[State]:
+    """Yield the state with the best choice that the known ones hold between them, where memory is limited."""
+    table = state.reduced.table
+    if table.memory_limit_bytes < float("inf"):
+        yield with_known(state, combine(table, state.lowered, deadline=deadline))
 
 
 def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
@@ -42,7 +49,7 @@ def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: D
     if memory_of(table, first) > table.memory_limit_bytes or cost_of(table, first) == float("inf"):
         return ()
     found, around = small.lower(first), None
-    for state in close(Squeezed(small, found, -float("inf")), label_counts=_MOST_LABELS, deadline=deadline):
+    for state in close(State(small, found, -float("inf")), deadline, label_counts=_MOST_LABELS):
         found, around, cost_s = state.best, state.around, cost_of(small.table, state.best)
         if cost_s - state.lower_bound_s <= _ENOUGH * abs(cost_s):
             break

@@ -22,22 +22,13 @@ from autopar.search.bounds.lagrange import (
     maximise,
     memory_only,
 )
-from autopar.search.bounds.prune import Reduced, reduce, restrict, unreduced
-from autopar.search.bounds.squeeze_state import (
-    TOLERANCE,
-    Squeezed,
-    cheapest,
-    is_closed,
-    is_solved,
-    num_entries,
-    proven,
-    trivial_bound,
-)
+from autopar.search.bounds.prune import Reduced, reduce, restrict
 from autopar.search.bounds.trws import pass_messages
 from autopar.search.coordinate_descent import descend, landscape, shed
 from autopar.search.deadline import Deadline
 from autopar.search.min_plus.eliminate import Elimination, Limits, elimination_order
 from autopar.search.min_plus.min_marginals import Marginals, min_marginals
+from autopar.search.search_state import TOLERANCE, State, cheapest, is_closed, is_solved, num_entries, proven
 from autopar.search.table import CostTable, Edge, cost_of, memory_of
 
 _MOST_ROUNDS = 10
@@ -60,33 +51,26 @@ _LEAST_SHRINK = 0.9
 
 
 def squeeze(
-    table: CostTable,
-    best: tuple[int, ...] | None,
-    *,
-    known: Sequence[tuple[int, ...]] = (),
-    to_beat_s: float = float("inf"),
-    enough_gap: float = 0.0,
-    additions: float,
-    deadline: Deadline,
-) -> Iterator[Squeezed]:
-    """Yield a state a round until the gap is closed, little more can be dropped, nothing can cost less than
-    `to_beat_s`, or the deadline has passed.
+    now: State, deadline: Deadline, *, additions_per_s: float = 1e8, most_additions: float = 1e9
+) -> Iterator[State]:
+    """Yield a state a round until the gap is closed, little more can be dropped, the goal is reached, or the deadline
+    has passed.
 
-    Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller.
-    `enough_gap`: as near to the best choice, relatively, a round's bound need not be raised further. `best`: a choice
-    within the limit, if one is known; `known`: others, also above it, from which the first price is guessed.
-    `additions` bounds the work of one elimination; a table that needs more is relaxed. Raises `InfeasibleError` with
-    the least memory that would do.
+    Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller. The first
+    price of memory is guessed from the known choices. One elimination takes at most `additions_per_s` for each second
+    left, one at least, and no more than `most_additions`; a table that needs more is relaxed. Raises `InfeasibleError`
+    with the least memory that would do.
     """
-    around = None if best is None else around_limit(table, (best, *known))
-    now = Squeezed(unreduced(table), best, trivial_bound(table), around=around, met=tuple(known))
-    limits = Limits(additions=additions)
+    to_beat_s, table = now.goal.to_beat_s, now.reduced.table
+    if now.best is not None and (around := around_limit(table, (now.best, *now.lowered))) is not None:
+        now = replace(now, around=(now.reduced.lift(around[0]), now.reduced.lift(around[1])))
+    limits = Limits(additions=min(additions_per_s * max(1.0, deadline.remaining_s), most_additions))
     messages_help = True
     for _ in range(_MOST_ROUNDS):
         view = _view(now.reduced.table, limits, try_messages=messages_help)
-        enough_s = (
-            to_beat_s if now.best is None else min(to_beat_s, (1 - enough_gap) * cost_of(now.reduced.table, now.best))
-        )
+        enough_s = to_beat_s
+        if now.best is not None:
+            enough_s = min(to_beat_s, (1 - now.goal.gap) * cost_of(now.reduced.table, now.best))
         now, dual = _bounded(now, view, enough_s, deadline)
         yield now
         if is_solved(now) or now.lower_bound_s >= to_beat_s or deadline.is_past:
@@ -126,7 +110,7 @@ def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
     return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
 
 
-def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) -> tuple[Squeezed, Dual]:
+def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tuple[State, Dual]:
     """The best bound for the table as it is, and the best choice from what the bound's prices met."""
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
@@ -148,9 +132,7 @@ def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) ->
     )
     if dual.bound_s == float("inf"):
         raise InfeasibleError("every choice is forbidden by some pair of nodes; remove a pin or a constraint")
-    met = tuple(
-        dict.fromkeys((*known, *dual.met, *(found for c in now.met if (found := now.reduced.lower(c)) is not None)))
-    )
+    met = tuple(dict.fromkeys((*known, *dual.met, *now.lowered)))
     best = cheapest(table, met)
     if best is None or (dual.bound_s < enough_s and not is_closed(cost_of(table, best), dual.bound_s)):
         better = (
@@ -162,7 +144,7 @@ def _bounded(now: Squeezed, view: _View, enough_s: float, deadline: Deadline) ->
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
     around = None if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
     met = tuple(now.reduced.lift(choice) for choice in met)
-    return replace(now, best=best, lower_bound_s=bound_s, around=around, met=met), dual
+    return replace(now, best=best, lower_bound_s=bound_s, around=around, known=met), dual
 
 
 def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float) -> list[tuple[int, ...]]:
@@ -203,7 +185,7 @@ def _between(least: float, found: float) -> str:
     return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
 
 
-def _pruned(now: Squeezed, view: _View, dual: Dual) -> Reduced:
+def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
     """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
     table = now.reduced.table
     cost_s = cost_of(table, now.best)
@@ -234,7 +216,7 @@ def _marginals(view: _View, dual: Dual) -> Marginals:
     )
 
 
-def _moved(now: Squeezed, reduced: Reduced) -> Squeezed:
+def _moved(now: State, reduced: Reduced) -> State:
     """The same state in terms of a further reduced table."""
     best = None if now.best is None else reduced.lower(now.reduced.lift(now.best))
     return replace(now, reduced=reduced, best=best)

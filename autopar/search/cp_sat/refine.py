@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.search.deadline import Deadline
+from autopar.search.search_state import State, num_entries, proven
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
 # `-P` keeps this directory off the worker's import path, where `table.py` and others would shadow modules.
@@ -40,19 +42,27 @@ _COST_BITS, _WIDEST_BITS, _MEMORY_BITS = 40, 55, 50
 
 
 def refine(
-    table: CostTable,
-    incumbent: tuple[int, ...] | None,
-    lower_bound_s: float,
-    *,
-    deadline: Deadline,
-    worker: Sequence[str] = WORKER,
-) -> Iterator[Choice]:
-    """Yield better incumbents or bounds of a checked table until it is solved or the deadline has passed.
+    state: State, deadline: Deadline, *, most_variables: float = math.inf, worker: Sequence[str] = WORKER
+) -> Iterator[State]:
+    """Yield better incumbents or bounds until the table is solved or the deadline has passed.
 
-    `incumbent`: a choice within the limit, used as a hint; without one, nothing is yielded until CP-SAT has a solution.
-    `worker`: the command of the child process. Closing the iterator, or an exception in the consumer, kills it. A
-    failure of the process is reported by a warning.
+    The incumbent is the hint; without one, nothing is yielded until CP-SAT has a solution. A table of more than
+    `most_variables` strategies and allowed pairs, each of which is a variable, is left as it is. `worker`: the command
+    of the child process. Closing the iterator, or an exception in the consumer, kills it. A failure of the process is
+    reported by a warning.
     """
+    table = state.reduced.table
+    if deadline.is_past or num_entries(table) > most_variables:
+        return
+    for found in _improvements(table, state.best, state.lower_bound_s, deadline, worker):
+        bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
+        yield replace(state, best=found.strategies, lower_bound_s=bound_s)
+
+
+def _improvements(
+    table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, deadline: Deadline, worker: Sequence[str]
+) -> Iterator[Choice]:
+    """Ever better choices or bounds of the table as it is."""
     cost_unit = _cost_unit(table, incumbent)
     problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": deadline.remaining_s}
     best = None if incumbent is None else _choice(table, incumbent, lower_bound_s)

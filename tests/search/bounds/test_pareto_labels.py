@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from autopar.search.bounds.close_gap import close
 from autopar.search.bounds.pareto_labels import eliminate_labels
 from autopar.search.bounds.prune import unreduced
-from autopar.search.bounds.squeeze_state import Squeezed, is_solved
 from autopar.search.check_table import checked
 from autopar.search.deadline import NEVER, Deadline
 from autopar.search.min_plus.eliminate import eliminate, elimination_order
+from autopar.search.search_state import State, is_solved
 from autopar.search.table import cost_of, memory_of
 from tests.search.tables import brute_force, every_choice, random_table, small_tables
 
@@ -58,7 +58,7 @@ def test_closing_alone_is_brute_force(table):
     if not within:
         return
     worst = max(within, key=lambda choice: cost_of(table, choice))
-    *_, last = close(Squeezed(unreduced(table), worst, 0.0), deadline=NEVER)
+    *_, last = close(State(unreduced(table), worst, 0.0), NEVER)
     assert is_solved(last)
     assert cost_of(table, last.best) == pytest.approx(min(cost_of(table, c) for c in within), rel=1e-9)
 
