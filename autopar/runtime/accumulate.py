@@ -1,6 +1,4 @@
-"""One training step of a split program: parameters are made ready once, and once the gradients of all its microbatches
-go back.
-"""
+"""The start and the end of a training step of a split program: parameters are converted once, and so are gradients."""
 
 from typing import Protocol
 
@@ -9,37 +7,35 @@ import torch
 from autopar.codegen.generated_self import Gather, GeneratedSelf
 from autopar.codegen.program import Program
 
-# variable of the generated functions -> what `gather` made, in the graph of autograd
+# variable of the generated functions -> result of `gather`, in autograd's graph
 Results = dict[str, torch.Tensor]
 
 
 class SplitSelf(GeneratedSelf, Protocol):
-    """The `self` of a split program, with its `gather` and the leaves that are made of its results."""
+    """The `self` of a split program, with its `gather` and the leaves that stand for its results."""
 
     @property
     def program(self) -> Program:
-        """What was loaded; it has a `gather`."""
+        """The loaded program, which has a `gather`."""
         ...
 
     @property
     def gather(self) -> Gather | None:
-        """The function of the same name."""
+        """The generated function `gather`."""
         ...
 
     @property
     def used(self) -> Results:
-        """The leaves, by variable."""
+        """The leaves by variable."""
         ...
 
 
 def open_step(loaded: SplitSelf) -> Results:
-    """Run `gather` and put leaves in `loaded.used`, which share its results' memory and gather gradients from call to
-    call of `function`.
+    """Run `gather` and set `loaded.used` to leaves that share its results' memory and accumulate gradients.
 
-    The results are for `close_step`. The leaves are plain tensors in the order of the results; whoever differentiates
-    with respect to named tensors finds them there.
+    Returns the results, for `close_step`. The leaves are plain tensors in the order of the results.
     """
-    assert loaded.gather is not None, "the program is not split: it has nothing to do once a step"
+    assert loaded.gather is not None, "the program is not split: it has no part that runs once a step"
     results = loaded.gather(loaded)
     loaded.used.clear()
     loaded.used.update((name, result.detach().requires_grad_(result.requires_grad)) for name, result in results.items())
@@ -47,11 +43,10 @@ def open_step(loaded: SplitSelf) -> Results:
 
 
 def close_step(loaded: SplitSelf, results: Results) -> None:
-    """Lead the gradients of the leaves through the conversions into those of the parameters, where they are added to
-    what is there.
+    """Propagate the gradients of the leaves back through the conversions and add them to those of the parameters.
 
-    One group of `Gather.results` after the other, the same on every rank: each holds its copies and gradients until its
-    turn is over. `loaded.used` and `results` are empty afterwards.
+    The groups of `Gather.results` come one after the other, in the same order on every rank; the copies and gradients
+    of a group are freed after its turn. `loaded.used` and `results` are empty afterwards.
     """
     assert loaded.program.gather is not None
     for group in loaded.program.gather.results:

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a sharded model, wherever they are."""
+"""Clipping by the norm of all gradients of a sharded model, over all ranks."""
 
 from collections.abc import Collection
 
@@ -14,12 +14,11 @@ from autopar.runtime.rank_agreement import peers_alive
 def clip_gradients(
     module: nn.Module, max_norm: float, mesh: DeviceMesh, counted_elsewhere: Collection[str]
 ) -> torch.Tensor:
-    """Scale the gradients of `module`, on each rank of `mesh`, so that their joint 2-norm is at most `max_norm`. Gives
-    what it was before.
+    """Scale the gradients of `module` on all ranks of `mesh` so that their joint 2-norm is at most `max_norm`.
 
-    counted_elsewhere: FQNs of parameters that another rank of the pipeline holds too and counts. A part that several
-    ranks hold is counted by the first of them, so that the squares of all ranks add up to the whole: one scalar is
-    reduced.
+    Returns the norm before. `counted_elsewhere`: FQNs of parameters that another rank of the pipeline holds too and
+    counts. A part that several ranks hold is counted by the first of them, so that the squares of all ranks add up to
+    the whole and one scalar is reduced.
     """
     named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device_type)

@@ -1,5 +1,5 @@
-"""Initialising a model that is on the meta device module by module, so that only what one module initialises is ever
-whole.
+"""Initialisation of a model on the meta device, module by module, so that only one module's tensors are whole at a
+time.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from autopar.errors import AutoparError
 from autopar.torch_compat import pytree
 
-Fetch = Callable[[torch.Tensor], torch.Tensor | None]  # meta tensor -> its whole content so far, if it has any
+Fetch = Callable[[torch.Tensor], torch.Tensor | None]  # meta tensor -> its whole content, None if not yet initialised
 Store = Callable[[torch.Tensor, torch.Tensor], None]  # (meta tensor, its new whole content)
 
-# Reading these needs no content. Not `device`: an initialisation may make tensors on it.
+# Attributes that need no content. `device` is not among them: an initialisation may make tensors on it.
 _SHAPES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "requires_grad")) | {
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -25,12 +25,12 @@ _SHAPES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("shape", "d
 
 
 def initialise(model: nn.Module, device: str, fetch: Fetch, store: Store) -> None:
-    """Run each module's own initialisation, children before parents as `nn.Module.apply` does, and `store` what it
-    wrote.
+    """Run the initialisation of each module, children before parents as `nn.Module.apply` does, and `store` its
+    tensors.
 
-    A model with `_init_weights(module)`, as those of Hugging Face, initialises by it; what that leaves, and other
-    models, by each module's `reset_parameters()`. The modules keep their meta tensors. AutoparError names a tensor that
-    nothing initialises.
+    A model with `_init_weights(module)`, as those of Hugging Face, is initialised by it; tensors that it leaves out,
+    and other models, by each module's `reset_parameters()`. The modules keep their meta tensors. AutoparError names a
+    tensor that nothing initialises.
     """
     missing = {id(x): (fqn, x) for fqn, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta}
     known = frozenset(missing)
@@ -51,7 +51,7 @@ def _owner_type(model: nn.Module, fqn: str) -> str:
 
 
 def _children_first(module: nn.Module, top: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each module once, with the innermost module around it that says how to initialise others."""
+    """Each module once, with the innermost module around it that has `_init_weights`."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -62,11 +62,11 @@ def _children_first(module: nn.Module, top: nn.Module, seen: set[int]) -> Iterat
 
 
 def _written(owner: nn.Module, top: nn.Module, real: "_Real") -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(meta tensor, whole content) of all that the initialisation of `owner` wrote."""
+    """(meta tensor, whole content) of all tensors that the initialisation of `owner` wrote."""
     own = [x for x in (*owner._parameters.values(), *owner._buffers.values()) if x is not None and x.is_meta]
     below = [*owner.parameters(), *owner.buffers()]
     if not own and not (below and all(x.is_meta for x in below)):
-        return []  # it would write over what has content
+        return []  # it would overwrite initialised tensors
     before = owner._parameters.copy(), owner._buffers.copy()
     try:
         with torch.no_grad(), real:
@@ -81,14 +81,14 @@ def _initialise(owner: nn.Module, top: nn.Module, real: "_Real", own: list[torch
         top._init_weights(owner)
         if all(id(x) in real.wholes for x in own):
             return
-    # torch's own MultiheadAttention and Transformer have the private name only
+    # torch's MultiheadAttention and Transformer have the private name only
     reset = getattr(owner, "reset_parameters", None) or (getattr(owner, "_reset_parameters", None) if own else None)
     if reset is not None:
         reset()
 
 
 def _replaced(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the initialisation put in place of a meta tensor instead of writing to it."""
+    """(meta tensor, new tensor) of attributes that the initialisation replaced instead of writing to the tensor."""
     for name, old in before.items():
         new = after.get(name)
         if old is not None and old.is_meta and new is not None and not new.is_meta:
@@ -96,8 +96,8 @@ def _replaced(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[t
 
 
 class _Real(TorchFunctionMode):
-    """Every call that takes a known meta tensor gets a whole, real one instead; `wholes` keeps them by the meta
-    tensor's id.
+    """A mode in which calls get a whole, real tensor for each known meta tensor; `wholes`: id of a
+    meta tensor -> it.
     """
 
     def __init__(self, known: frozenset[int], device: str, fetch: Fetch) -> None:

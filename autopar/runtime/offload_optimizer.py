@@ -1,4 +1,4 @@
-"""State of an optimizer that waits in the host's memory, and is on the device only while its parameters are updated."""
+"""Optimizer offload: state in the host's memory that is on the device only while its parameters are updated."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -19,21 +19,20 @@ def offload_optimizer(
     *,
     bucket_bytes: int | None = None,
 ) -> torch.optim.Optimizer:
-    """Keep `optimizer`'s state of the parameters of `module` called `names` in the host's memory; returns the
-    optimizer.
+    """Offload `optimizer`'s state of the parameters of `module` called `names` to the host; returns the optimizer.
 
-    Without `names`, those of the plan if the module is compiled and its plan has state on the host, else all.
-    `optimizer.step()` first updates the parameters whose state stays, then the others a bucket at a time, whose state
-    is copied to the device and back. A bucket has `bucket_bytes` of parameters, by default no more than the largest of
-    them. The numbers are those of one step over all: this is for optimizers that update each parameter by itself, as
-    all of torch.optim but LBFGS do. Hooks on `step` run once for each bucket. state_dict() is as ever, with tensors on
-    the host.
+    `names`: by default those of the plan if the module is compiled and its plan has state on the host, else all.
+    `bucket_bytes`: of the parameters of a bucket, by default those of the largest parameter. `optimizer.step()` first
+    updates the parameters whose state is on the device, then the others one bucket at a time, whose state is copied to
+    the device and back. The result equals one step over all parameters: this is for optimizers that update each
+    parameter by itself, as all of torch.optim but LBFGS do. Hooks on `step` run once for each bucket. state_dict() is
+    unchanged, with tensors on the host.
 
-    AutoparError for a name that is no parameter, an optimizer that does not hold it, one that needs a closure, or one
-    offloaded before.
+    AutoparError for a name that is no parameter, an optimizer that does not update it, an optimizer that needs a
+    closure, or one offloaded before.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise AutoparError("offload_optimizer: LBFGS updates all parameters together; its state cannot come in parts")
+        raise AutoparError("offload_optimizer: LBFGS updates all parameters together; its state cannot be offloaded")
     if hasattr(optimizer, "_autopar_step"):
         raise AutoparError(
             "offload_optimizer: this optimizer's state is offloaded already; name all parameters in one call"
@@ -92,7 +91,7 @@ def _step_in_buckets(step: Callable[..., Any], away: set[int], bucket_bytes: int
 
 
 def _step_moved(optimizer: torch.optim.Optimizer, step: Callable[..., Any], bucket: Sequence[nn.Parameter]) -> None:
-    """Update `bucket` with its state on the device."""
+    """Update the parameters of `bucket`, whose state is fetched before and sent back after."""
     for parameter in bucket:
         _fetch(optimizer.state.get(parameter, {}), parameter)
     try:
@@ -103,7 +102,7 @@ def _step_moved(optimizer: torch.optim.Optimizer, step: Callable[..., Any], buck
 
 
 def _step_of(optimizer: torch.optim.Optimizer, step: Callable[..., Any], some: Sequence[nn.Parameter]) -> None:
-    """A step of these parameters only."""
+    """A step of `some` parameters only."""
     ids, groups = {id(parameter) for parameter in some}, optimizer.param_groups
     own = [[p for p in group["params"] if id(p) in ids] for group in groups]
     everything = [group["params"] for group in groups]
@@ -119,8 +118,7 @@ def _step_of(optimizer: torch.optim.Optimizer, step: Callable[..., Any], some: S
 
 
 def buckets(sizes: Sequence[int], bucket_bytes: int | None = None) -> Iterator[list[int]]:
-    """Positions in order; none with more than `bucket_bytes`, by default the largest size, but for one alone; never
-    empty.
+    """Buckets of consecutive positions, each within `bucket_bytes`, by default the largest size, or with one position.
 
     >>> list(buckets([3, 1, 5, 2, 2]))
     [[0, 1], [2], [3, 4]]
@@ -143,9 +141,7 @@ def _num_bytes(parameter: nn.Parameter) -> int:
 
 
 def _send(state: dict[str, Any]) -> None:
-    """Move what is as large as a parameter to the host: numbers of steps are no state to speak of, and may have to
-    stay.
-    """
+    """Move the state's large tensors to the host; scalars such as step counts are small and may have to stay."""
     for tensor in _large(state):
         tensor.data = to_host(tensor)
 
@@ -163,12 +159,12 @@ def _large(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, which a device can reach by itself."""
+    """A copy in the host's memory, pinned if `x` is on a GPU."""
     host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
-    # waits: the device's memory is given away as soon as this returns, and the next update reads the copy
+    # Synchronous: the device's memory is reused as soon as this returns, and the next update reads the copy.
     return host.copy_(x)
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`; on a GPU what is launched next waits for it, Python does not."""
+    """A copy on `device`; on a GPU it is asynchronous: later kernels wait for it, Python does not."""
     return torch.empty_like(x, device=device, pin_memory=False).copy_(x, non_blocking=True)

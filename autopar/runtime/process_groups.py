@@ -1,4 +1,4 @@
-"""Process groups of several mesh axes together, made once for all programs on these ranks."""
+"""Process groups of several mesh axes together, created once for all programs on these ranks."""
 
 from itertools import chain, combinations
 from weakref import WeakKeyDictionary
@@ -8,16 +8,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
 
-# The default group -> groups made in its lifetime. A communicator costs device memory, so that models on one mesh share
-# theirs.
+# The default group -> groups created in its lifetime. A communicator takes device memory, so that models on one mesh
+# share them.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[Rows, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of this rank and all that differ from it only on `axes`, ranks in row-major order.
+    """The group of this rank and all ranks that differ from it only on `axes`, in row-major order.
 
-    All ranks of the mesh must come here, with the same sets of axes in the same order. On a mesh of all ranks everybody
-    makes every group, as DeviceMesh does. On a part of them, the others not knowing, only members make theirs.
+    All ranks of the mesh must call this, with the same sets of axes in the same order. On a mesh of all ranks of the
+    world every rank creates every group, as DeviceMesh does. On a mesh of some ranks only members create theirs, since
+    the others do not call this.
     """
     rows = _rows(mesh, axes)
     known = _made.setdefault(dist.group.WORLD, {})
@@ -27,7 +28,7 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
-    """The axes that the group called so stands for; () if it is none of `joint_group`."""
+    """The axes of the group called `group_name`; () if `joint_group` did not create it."""
     known = _made.get(dist.group.WORLD, {})
     live = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for axes in chain.from_iterable(combinations(live, size) for size in range(2, len(live) + 1)):
@@ -38,7 +39,7 @@ def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
 
 
 def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
-    """The groups: all of a mesh of all ranks, else this rank's."""
+    """The groups to create: all of a mesh of all ranks, else this rank's."""
     num_members = 1
     for axis in axes:
         num_members *= mesh.size(axis)
@@ -48,15 +49,16 @@ def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
 
 
 def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:
-    # torch sorts a group's ranks unless told otherwise, which only new versions can be
+    # torch sorts a group's ranks unless told otherwise, which only new versions allow
     order = {} if all(list(row) == sorted(row) for row in rows) else {"sort_ranks": False}
     made = [dist.new_group(list(row), use_local_synchronization=is_local, **order) for row in rows]
     return next(group for group, row in zip(made, rows) if dist.get_rank() in row)
 
 
 def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh:
-    """`mesh` with names, over the groups it has; for its ranks alone to call: a new DeviceMesh makes groups with all
-    ranks of the world, and the next group that all make would hang.
+    """`mesh` with axis names, over its existing groups, so that only its ranks need to call this.
+
+    A new DeviceMesh would create groups with all ranks of the world, and hang if some do not.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     ranks = mesh.mesh if mesh.ndim > 1 else None
@@ -66,7 +68,7 @@ def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh
 
 
 def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:
-    """`mesh`, which has one axis, with another of size 1 behind it; for its ranks alone to call."""
+    """`mesh`, which has one axis, with another axis of size 1 behind it; only its ranks need to call this."""
     rows = ((dist.get_rank(),),)
     known = _made.setdefault(dist.group.WORLD, {})
     if rows not in known:

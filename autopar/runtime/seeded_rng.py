@@ -1,6 +1,4 @@
-"""Random numbers that do not depend on the layout's whole axes: equal where a value is whole, different where it is
-split.
-"""
+"""Seeded scopes of random ops: ranks draw the same numbers for a whole value and different ones for a split value."""
 
 from types import TracebackType
 
@@ -10,21 +8,22 @@ from autopar.sbp.convert import Axis
 
 
 def draw_seed() -> int:
-    """One seed per forward from the default CPU generator, which every rank has seeded alike; activation checkpointing
-    restores that generator, so a recomputed forward draws the same.
+    """The seed of a forward, drawn from the default CPU generator, which has the same state on every rank.
+
+    torch's activation checkpointing restores that generator, so that a recomputed forward draws the same seed.
     """
     return int(torch.randint(2**62, ()))
 
 
 def peek_seed() -> int:
-    """What `draw_seed` will give next."""
+    """The seed that `draw_seed` will draw next."""
     with torch.random.fork_rng(devices=()):
         return draw_seed()
 
 
 class seeded:
-    """Run one random op with a generator seeded by (seed, number of the op, this rank's part), then restore the
-    generators.
+    """A context for one random op, with generators seeded by (seed, number of the op, this rank's
+    part) and restored.
     """
 
     def __init__(self, seed: int, number: int, *axes: Axis) -> None:

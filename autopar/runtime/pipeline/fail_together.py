@@ -1,14 +1,13 @@
-"""When one rank fails within a step, all end soon, and each says the first cause.
+"""Joint failure of a pipeline's ranks: when one fails within a step, all end soon, and each reports the first cause.
 
-Nothing in a pipeline meets often enough for an error to be exchanged: its ranks wait for one another in receives that
-only end when a connection breaks. gloo breaks those of a process that ends, and no others: a rank that raises and lives
-on leaves its peers waiting, and neither abort, shutdown nor destroying a group, on either side, ends a wait that has
-begun (torch 2.13). So
-  * the rank that fails says so in the store first, then raises: the first cause is known whatever breaks next;
-  * a rank whose connection breaks raises PeerFailed with that cause. If nobody has said any, somebody died without a
-    word: every rank of the step answers, and who does not is named;
-  * a rank that is still inside its wait some seconds after the first cause was said ends its process, as the cause says
-    in its output.
+The ranks of a pipeline have no collective in which to exchange an error: they wait for one another in receives that end
+only when a connection breaks. gloo breaks the connections of a process that ends, and no others: a rank that raises and
+lives on leaves its peers waiting, and neither abort, shutdown nor destroying a group, on either side, ends a wait that
+has begun (torch 2.13). So
+  * the rank that fails posts the error in the store before it raises: the first cause is known whatever breaks next;
+  * a rank whose connection breaks raises PeerFailed with that cause. If none is posted, a rank died without posting:
+    every rank of the step answers, and those that do not are named;
+  * a rank that still waits some seconds after the first cause was posted prints the cause and ends its process.
 """
 
 import os
@@ -25,8 +24,8 @@ from autopar.errors import AutoparError, PeerFailed
 from autopar.runtime.rank_agreement import is_from_backend
 from autopar.torch_compat import default_store
 
-POLL_S = 0.5  # how often a rank in a step looks whether another one has failed
-ANSWER_S = 1.5  # after a connection broke: time for a cause to be posted, and for the living to answer
+POLL_S = 0.5  # interval at which a rank in a step checks whether another one has failed
+ANSWER_S = 1.5  # after a broken connection: time for a cause to be posted, and for living ranks to answer
 STUCK_S = 3.0  # after that: time for a rank's waits to break by themselves
 EXIT_CODE = 1
 STORE_DIED = "the process that holds the store of the process groups died, as a rule that of rank 0"
@@ -34,9 +33,10 @@ STORE_DIED = "the process that holds the store of the process groups died, as a 
 
 @dataclass
 class Meeting:
-    """Where the ranks of a model's steps hear of one another's failures. `place`: its keys in the store, the same on
-    every rank and no other model's; `ranks`: global ranks. `heard`: the first cause, as far as this rank knows, once it
-    is over.
+    """The exchange of failures among the ranks of a model's steps, by keys in the store.
+
+    `place`: prefix of its keys, the same on every rank and unique to the model; `ranks`: global ranks. `heard`: the
+    first cause that this rank knows, once the meeting is over.
     """
 
     place: str
@@ -45,28 +45,28 @@ class Meeting:
     heard: str = ""
 
     def post(self, cause: str) -> str:
-        """The first cause that anybody has posted: `cause`, if nobody has. Everybody is asked to answer."""
+        """Post `cause` unless another rank has posted one, ask all ranks to answer, and return the first cause."""
         first = default_store().compare_set(f"{self.place}/cause", "", cause).decode()
         self.ask()
         return first
 
     def ask(self) -> None:
-        """Ask all ranks whether they live."""
+        """Ask all ranks to answer."""
         default_store().set(f"{self.place}/asked", "")
 
     def is_asked(self) -> bool:
-        """Whether somebody has failed or asks who has."""
+        """Whether a rank has asked all to answer."""
         return default_store().check([f"{self.place}/asked"])
 
     def listen(self) -> str:
-        """The first cause that anybody has posted, or ""."""
+        """The first cause that a rank has posted, or ""."""
         key = f"{self.place}/cause"
         if not self.heard and default_store().check([key]):
             self.heard = default_store().get(key).decode()
         return self.heard
 
     def answer(self) -> None:
-        """Say that this rank lives."""
+        """Record that this rank is alive."""
         default_store().set(f"{self.place}/lives/{dist.get_rank()}", "")
 
     def silent(self) -> list[int]:
@@ -76,9 +76,9 @@ class Meeting:
 
 @contextmanager
 def failing_together(meeting: Meeting) -> Iterator[None]:
-    """Within it, an error of this rank reaches all ranks of the meeting, and theirs this one, as PeerFailed.
+    """A context in which an error of one rank of the meeting is raised on all others as PeerFailed.
 
-    After a failure the meeting is over: tensors are under way that nobody will receive. Entering it again is an
+    After a failure the meeting is over, since tensors are in flight that no rank will receive. Entering it again is an
     AutoparError.
     """
     if meeting.is_over:
@@ -100,8 +100,8 @@ def failing_together(meeting: Meeting) -> Iterator[None]:
 
 
 def _tell(meeting: Meeting, cause: str) -> None:
-    """Post this rank's error and give the others the time to hear of it: the store may end with this process."""
-    with suppress(RuntimeError):  # of the store
+    """Post this rank's error and give the others time to read it: the store may end with this process."""
+    with suppress(RuntimeError):  # raised by the store
         meeting.heard = meeting.post(cause)
         meeting.answer()
         deadline = time.monotonic() + ANSWER_S
@@ -110,8 +110,8 @@ def _tell(meeting: Meeting, cause: str) -> None:
 
 
 def _cause_of_break(meeting: Meeting) -> str:
-    """The first cause, given that a connection of this rank broke."""
-    with suppress(RuntimeError):  # of the store
+    """The first cause, or the ranks that do not answer, after a connection of this rank broke."""
+    with suppress(RuntimeError):  # raised by the store
         meeting.ask()
         meeting.answer()
         deadline = time.monotonic() + ANSWER_S
@@ -125,7 +125,7 @@ def _cause_of_break(meeting: Meeting) -> str:
 
 
 def _watch(meeting: Meeting, is_left: threading.Event) -> None:
-    """Answer when somebody asks, and end this process if it then is stuck."""
+    """Answer when a rank asks, and end this process if it is stuck after that."""
     is_asked = False
     while not is_asked and not is_left.wait(POLL_S):
         try:
@@ -133,7 +133,7 @@ def _watch(meeting: Meeting, is_left: threading.Event) -> None:
             if is_asked:
                 meeting.listen()
                 meeting.answer()
-        except dist.DistError:  # the store's process is gone
+        except dist.DistError:  # the store's process has ended
             is_asked = True
         except RuntimeError:  # a store without peers, of simulated ranks
             return

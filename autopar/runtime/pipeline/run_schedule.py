@@ -1,4 +1,4 @@
-"""A training step of the stages of one rank, run by the schedules of torch.distributed.pipelining."""
+"""`StageRunner`: training steps of the stages of one rank, run by the schedules of torch.distributed.pipelining."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of a step: the loss, on every rank, and if it was timed, when this rank computed what."""
+    """The result of a step: the loss, on every rank, and this rank's timeline if it was timed."""
 
     loss: torch.Tensor
     spans: tuple[Span, ...]
 
 
 class StageRunner:
-    """Runs the stages of this rank. `group`: the ranks along the pipeline axis; its rank r holds the stages that are r
-    modulo its size.
+    """The stages of this rank with torch's schedule that runs them.
 
-    `schedule.num_stages == 1` needs no group: its microbatches follow one another.
+    `group`: the ranks along the pipeline axis; its rank r holds the stages that are r modulo its size. One stage needs
+    no group: it accumulates gradients over its microbatches.
     """
 
     def __init__(
@@ -55,14 +55,17 @@ class StageRunner:
         self._torch = self._made() if self.stages else None
 
     def _made(self) -> ScheduleGPipe | ScheduleInterleaved1F1B:
-        # Losses are of parts of one whole batch: they are summed and nothing is scaled.
+        # The losses of microbatches are terms of the whole batch's loss: they are summed, not averaged.
         options = {"n_microbatches": self.schedule.num_microbatches, "loss_fn": _loss_of, "scale_grads": False}
         if self.schedule.name in ONE_STAGE_A_RANK:
             return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
         return SEVERAL_STAGES_A_RANK[self.schedule.name](self.stages, **options)
 
     def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> Step:
-        """Forward and backward of all microbatches; `works` by stage. Gradients are added to those of the leaves."""
+        """Run forward and backward of all microbatches, and add their gradients to those of the leaves.
+
+        `works`: number of a stage -> its work.
+        """
         start_s = self._start() if is_timed else 0.0
         if self._torch is None:
             losses, spans = self._accumulate(works[0], is_timed=is_timed)
@@ -78,7 +81,7 @@ class StageRunner:
         last = next((stage for stage in self.stages if stage.is_last), None)
         losses: list[torch.Tensor] = []
         try:
-            # torch cuts a target into one part for each microbatch and wants to have one.
+            # torch requires a target, of which it cuts a part for each microbatch.
             target = torch.arange(self.schedule.num_microbatches) if last is not None else None
             self._torch.step(target=target, losses=losses, return_outputs=False)
             for stage in self.stages:
@@ -89,7 +92,7 @@ class StageRunner:
         return self._total(losses), spans
 
     def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of the losses that the rank of the last stage has, on every rank."""
+        """The sum of the losses, which the rank of the last stage has, on every rank."""
         total = (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
         )
@@ -97,9 +100,7 @@ class StageRunner:
         return total
 
     def forward(self, works: Mapping[int, Work]) -> torch.Tensor:
-        """The loss alone. Every rank takes microbatches and, of each, its stages in order, so that no two ranks wait
-        for one another.
-        """
+        """The loss by forward alone; each rank runs one microbatch after the other, so that there is no deadlock."""
         if self.group is None:
             return torch.stack(
                 [works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]
@@ -147,7 +148,7 @@ class StageRunner:
 
 
 def _own_error(error: RuntimeError) -> BaseException:
-    """What a stage raised, without what torch wraps it in: a list of every argument."""
+    """The error that a stage raised, without torch's wrapper, which lists every argument."""
     is_wrapped = error.__cause__ is not None and "ailed to run" in str(error)
     return error.__cause__ if is_wrapped else error
 
@@ -157,9 +158,7 @@ def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor
 
 
 def measured_timeline(step: Step, group: dist.ProcessGroup | None) -> Timeline:
-    """The timed steps of all ranks of the pipeline axis as one. Their clocks were started together, as well as a
-    barrier can.
-    """
+    """The timeline of all ranks of the pipeline axis, from their timed steps; their clocks start at a barrier."""
     if group is None:
         return Timeline((step.spans,))
     rows: list[tuple[Span, ...]] = [()] * dist.get_world_size(group)

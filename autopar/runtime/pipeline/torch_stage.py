@@ -1,4 +1,4 @@
-"""One stage as torch's schedules run it: static shapes, buffers that live as long as they are needed, and a clock."""
+"""A stage for torch's schedules, with static shapes, buffers of minimal live ranges, and a clock."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar.schedule.orders import IN_ROUNDS, Schedule
 from autopar.schedule.timeline import Action, Span
 
-# Microbatches whose gradients may be on their way to the stage before: another one waits until the oldest has arrived.
+# The most microbatches whose gradients are being sent back at a time: another one waits until the oldest has arrived.
 MOST_ON_THE_WAY_BACK = 2
 
 Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
@@ -23,23 +23,22 @@ Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One tensor that crosses a cut: the part of it that one rank holds. Where `needs_grad`,
-    its gradient comes back.
-    """
+    """One rank's part of a boundary tensor; if `needs_grad`, its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
 
     def example(self) -> torch.Tensor:
-        """A tensor without data, as torch wants to be told of shapes."""
+        """A tensor without data, from which torch learns the shape."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """A stage of this rank. What it receives is what the stage before sends, in the same order; the last one "sends"
-    the loss, a scalar.
+    """A stage of this rank with its boundary tensors.
+
+    `receives` equals `sends` of the previous stage, in the same order; the last stage "sends" the loss, a scalar.
     """
 
     index: int
@@ -49,10 +48,10 @@ class LocalStage:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage computes in one step. `body(microbatch, received)` returns what is sent, on the last stage the
-    microbatch's loss alone.
+    """The computation of a stage in one step.
 
-    `leaves`: the tensors into whose .grad the gradients of all microbatches are added.
+    `body(microbatch, received)` returns the tensors to send, on the last stage the microbatch's loss alone. `leaves`:
+    the tensors to whose .grad the gradients of all microbatches are added.
     """
 
     body: Body
@@ -60,7 +59,7 @@ class Work:
 
 
 class _Body(nn.Module):
-    """The module that torch calls; which microbatch it is for is set before."""
+    """The module that torch calls, after the number of the microbatch has been set."""
 
     def __init__(self, sends: tuple[Wire, ...]) -> None:
         super().__init__()
@@ -86,12 +85,12 @@ def _checked(x: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def sendable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy. torch detaches what is sent in place after the backward, which a view does not allow."""
+    """`x`, or a copy of a view: torch detaches sent tensors in place after the backward, which views do not allow."""
     return x.clone(memory_format=torch.contiguous_format) if x._is_view() else x.contiguous()
 
 
 class RunningStage(PipelineStage):
-    """torch's stage, of which each buffer is made when its microbatch is received and let go after its backward."""
+    """torch's stage, with each buffer allocated when its microbatch is received and freed after its backward."""
 
     def __init__(self, stage: LocalStage, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> None:
         self.running = _Body(stage.sends)
@@ -104,18 +103,18 @@ class RunningStage(PipelineStage):
         self.is_timed = False
         self.is_in_rounds = schedule.name in IN_ROUNDS
         self._splits: bool | None = None
-        # torch's schedules in rounds would hold all that is sent until the step is over: these sends are waited for
-        # here. By microbatch; oldest first.
+        # Pending sends by microbatch, oldest first, which this class waits for: torch's schedules in rounds would keep
+        # all sent tensors until the end of the step.
         self._ahead: dict[int, list[dist.Work]] = {}
         self._back: deque[list[dist.Work]] = deque()
 
     def begin(self, work: Work, *, is_timed: bool) -> None:
-        """Take up a step's work."""
+        """Start a step with `work`."""
         self.running.work, self.is_timed = work, is_timed
         self.spans = []
 
     def end(self) -> None:
-        """Wait until all is sent, and forget the step's work."""
+        """Wait for all sends, and drop the step's work."""
         _wait([send for sends in (*self._ahead.values(), *self._back) for send in sends])
         self._ahead.clear(), self._back.clear()
         self.running.work = None
@@ -150,10 +149,10 @@ class RunningStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
     ) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
-        _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived: its gradient came back
+        _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived, since its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
         self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss=loss, full_backward=is_whole, **kwargs))
-        # A gradient may come out expanded or transposed, which no backend sends.
+        # A gradient may be expanded or transposed, which no backend sends.
         self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in self.bwd_cache[bwd_chunk_id])
         if full_backward:
             self._release(bwd_chunk_id)
@@ -164,10 +163,11 @@ class RunningStage(PipelineStage):
         self._release(bwd_chunk_id)
 
     def _can_split(self, microbatch: int) -> bool:
-        """Whether torch can leave the weights' gradients for later.
+        """Whether torch can put off the weights' gradients.
 
-        It finds a weight where its path meets one from a received tensor, and silently forgets those of values that no
-        received tensor enters. The first stage, which receives nothing, is a case of its own in torch.
+        torch finds a weight where its path in autograd's graph joins one from a received tensor, and silently leaves
+        out weights whose values depend on no received tensor. It treats the first stage, which receives nothing,
+        separately.
         """
         if self._splits is None:
             outputs, received = self.fwd_cache[microbatch]
@@ -203,7 +203,7 @@ def _make_buffers(received: Sequence[Any], device: torch.device) -> None:
 
 
 def depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a gradient of `output` is one of an input's."""
+    """Whether `output` depends on one of `inputs` in autograd's graph."""
     sought = {get_gradient_edge(x).node for x in inputs if x.requires_grad}
     waiting, seen = [get_gradient_edge(output).node], set()
     while waiting:
@@ -217,7 +217,7 @@ def depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def now_s(device: torch.device) -> float:
-    """Seconds on this process's clock at which the device has done what it was told so far."""
+    """The time in seconds, on this process's clock, at which the device has finished all work launched so far."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return perf_counter()

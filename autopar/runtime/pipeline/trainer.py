@@ -1,4 +1,4 @@
-"""A training step of a plan in stages and microbatches, on this rank."""
+"""`Trainer`: training steps of a plan in stages and microbatches, on this rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,14 +31,15 @@ from autopar.sbp.placement import I, Layout, local_shape
 
 
 def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | None, int]:
-    """The mesh of this rank's stages; the ranks along the pipeline and this one's place among them, None and 0 without
-    a pipeline.
+    """(mesh of this rank's stages, group of the ranks along the pipeline, this rank's index in it).
+
+    Without a pipeline the group is None and the index 0.
     """
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         return mesh, None, 0
     rest = tuple(name for name in names if name != PIPELINE)
-    if not rest:  # every mesh has an axis besides
+    if not rest:  # the mesh of a stage has at least one axis
         mesh = with_axis_of_one(mesh, "dp")
         rest = ("dp",)
     return mesh[rest], mesh.get_group(PIPELINE), mesh.get_local_rank(PIPELINE)
@@ -46,10 +47,9 @@ def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | Non
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """`self` of a generated function in one microbatch (`GeneratedSelf`): its own constants and seeds, and the rest of
-    `loaded`.
+    """The `self` of generated functions (`GeneratedSelf`) in one microbatch: `loaded` with other constants and seeds.
 
-    seed: of this microbatch's random ops; step_seed: of those that draw alike in all microbatches.
+    `seed`: of this microbatch's random ops; `step_seed`: of those that draw the same numbers in all microbatches.
     """
 
     loaded: Loaded
@@ -80,9 +80,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A stage of this rank: its number, its loaded program, and the names of what it receives and reads of the call's
-    arguments.
-    """
+    """A stage of this rank: its number, its loaded program, and the names of received values and arguments it reads."""
 
     number: int
     loaded: Loaded
@@ -92,8 +90,10 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """`graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those
-    ranks. `meeting`: of the ranks of the whole mesh.
+    """The stages of this rank, and the training steps of a plan on them.
+
+    `graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks.
+    `meeting`: of the ranks of the whole mesh.
     """
 
     plan: StagedPlan
@@ -107,7 +107,7 @@ class Trainer:
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
-        """FQNs of the tied parameters of this rank that an earlier rank of the pipeline holds too."""
+        """FQNs of this rank's tied parameters that an earlier rank of the pipeline holds too."""
         here = 0 if self.group is None else dist.get_rank(self.group)
         return frozenset(fqn for fqn, ranks in self.tied.items() if here > ranks[0])
 
@@ -117,12 +117,13 @@ class Trainer:
         return "\n".join(f"# stage {part.number}\n{part.loaded.source}" for part in self.parts)
 
     def of(self, owners: Mapping[str, tuple[nn.Module, str]]) -> "Trainer":
-        """The same for a copy of the module, whose tensors have these owners."""
+        """The trainer for a copy of the module, whose tensors have these `owners`."""
         return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
 
     def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Forward and backward of the whole batch: the loss, and gradients added to those of the parameters; under
-        torch.no_grad the loss alone.
+        """Run forward and backward of the whole batch, add its gradients to those of the parameters, return the loss.
+
+        Under torch.no_grad, forward alone.
         """
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed()
@@ -143,9 +144,7 @@ class Trainer:
         return found.loss
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The whole arguments, and what the loss of a microbatch has to know of them, by the name of the graph's
-        input.
-        """
+        """Name of each argument of the graph -> its whole tensor, token counts of the loss included."""
         device = torch.device(self.parts[0].loaded.mesh.device_type)
         given = {
             name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
@@ -159,7 +158,7 @@ class Trainer:
         return any(item.value.name == own.value.name for part in self.parts for own, _ in part.arguments)
 
     def _counted(self, graph: Graph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A factor that depends on the whole batch."""
+        """The value of a token count, which depends on the whole batch."""
         values = dict(given) | run_constants(graph, next(iter(given.values())).device)
         values |= {item.value.name: self._buffer(item.fqn) for item in graph.of_kind("buffer")}
         with torch.no_grad():
@@ -190,7 +189,7 @@ class Trainer:
         return Work(body, leaves)
 
     def _slice(self, x: torch.Tensor, name: str, number: int) -> torch.Tensor:
-        """What microbatch `number` has of a whole tensor."""
+        """The slice of a whole tensor for microbatch `number`."""
         placement = self.micro.placements.get(name)
         if placement is None or not placement.is_split:
             return x
@@ -202,8 +201,8 @@ class Trainer:
         return {fqn: states[fqn](fqn) for fqn, ranks in sorted(self.tied.items()) if here in ranks}
 
     def _set_aside(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of earlier steps of the tied parameters, in which those of all ranks are already: this step's are
-        made alone.
+        """Take away and return the gradients of tied parameters from earlier steps, which are summed over ranks
+        already.
         """
         found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
         for parameter in self._tied_here().values():
@@ -211,8 +210,8 @@ class Trainer:
         return found
 
     def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
-        """Each rank that holds a tied parameter adds up the gradients of all that do, in the order of the ranks, and
-        those from before.
+        """Sum the gradients of tied parameters over all ranks that hold them, in rank order, and
+        add those from before.
         """
         for fqn, parameter in self._tied_here().items():
             _add_others(parameter, self.tied[fqn], self.group)
@@ -221,7 +220,7 @@ class Trainer:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed that depends on all of the numbers, the same on every rank."""
+    """A seed that depends on all `numbers`, the same on every rank."""
     return hash(numbers) & (2**62 - 1)
 
 
@@ -250,7 +249,10 @@ def _cut(x: torch.Tensor, layout: Layout, axes: Sequence[Any]) -> torch.Tensor:
 def make_trainer(
     plan: StagedPlan, graph: Graph, mesh: DeviceMesh, owners: Mapping[str, tuple[nn.Module, str]], place: str
 ) -> Trainer:
-    """Load this rank's stages; all ranks of the mesh call this. `place`: its keys in the store, no other's."""
+    """The trainer of this rank with its stages loaded; all ranks of the mesh call this.
+
+    `place`: the prefix of its keys in the store, unique to it.
+    """
     own_mesh, group, rank = pipeline_mesh(mesh)
     micro, stages = stage_graphs(graph, plan.starts, plan.schedule.num_microbatches)
     parts, local = [], []
@@ -286,7 +288,7 @@ def _wire(value: Value, layout: Layout, loaded: Loaded) -> Wire:
 
 
 def _tied(plan: StagedPlan) -> dict[str, tuple[int, ...]]:
-    """FQN of what several ranks of the pipeline hold and train -> those ranks."""
+    """FQN of each trained parameter that several ranks of the pipeline hold -> those ranks."""
     holders: dict[str, set[int]] = {}
     for number, stage in enumerate(plan.stages):
         for item in _trained(stage.graph):

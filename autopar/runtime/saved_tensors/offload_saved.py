@@ -1,4 +1,4 @@
-"""What autograd keeps of a region waits in the host's memory until backward."""
+"""Activation offload: a region's saved activations are copied to the host and prefetched for backward."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Copy:
-    """One storage: its bytes on the host, and on the device from when the first of its views is wanted until the last
-    is made.
+    """The copy of one storage on the host; `back`: its bytes on the device, from the first to the last use of a view.
 
-    storage: whose copy it is; no other has its address as long as this refers to it, though its memory may be free.
+    `storage`: a weak reference to the original, which keeps its address from being reused though its memory may be
+    freed.
     """
 
     storage: StorageWeakRef
@@ -39,23 +39,23 @@ class _View:
     stride: tuple[int, ...]
 
 
-# address of a storage; version and place of a tensor in it
+# key of the copies: address of a storage; version and position of a tensor in it
 _Key = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Offload:
-    """Scope in which what is saved for backward is copied to the host, each storage once, and not kept on the device.
+    """A scope in which tensors saved for backward are copied to the host, each storage once, and freed on the device.
 
-    before: the scope opened before this, whose region backward comes to after this one's. stay: tensors that are on the
-    device anyhow, such as parameters; neither they nor their views are copied. On a GPU the copies run beside the
-    computation, on a stream of their own: when backward comes to a region its tensors are fetched, and with them those
-    of the region before, so that the next wait is short.
+    `before`: the scope of the previous region, which is the next one in backward. `stay`: tensors that are on the
+    device in any case, such as parameters; neither they nor their views are copied. On a GPU the copies overlap with
+    compute, on a stream of their own: when backward reaches a region, its tensors and those of the previous region are
+    fetched (prefetch).
     """
 
     def __init__(self, before: Union["Offload", None], *stay: torch.Tensor) -> None:
         self.before = before
         self.stay = {ref.cdata: ref for ref in (StorageWeakRef(x.untyped_storage()) for x in stay)}
-        # what earlier regions have copied is not copied again
+        # storages that earlier regions have copied are not copied again
         self.known: WeakValueDictionary[_Key, _Copy] = before.known if before else WeakValueDictionary()
         self.copies: list[_Copy] = []
         self.stream = before.stream if before else None
@@ -69,12 +69,12 @@ class Offload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # the hooks refer to this scope: let go of them, or its copies would wait for the garbage collector
+        # The hooks refer to this scope: without this its copies would be freed only by the garbage collector.
         hooks, self.hooks, self.stay = self.hooks, None, {}
         hooks.__exit__(kind, error, trace)
 
     def pack(self, x: torch.Tensor) -> Any:
-        """`x` itself if it stays, else what `unpack` makes it of."""
+        """`x` itself if it stays on the device, else the view from which `unpack` restores it."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg() or not x.numel():
             return x
         storage = StorageWeakRef(x.untyped_storage())
@@ -99,19 +99,19 @@ class Offload:
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        found = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
         if x.device.type != "cuda":
-            return found.clone()
+            return whole.clone()
         self.stream = self.stream or torch.cuda.Stream(x.device)
         self.stream.wait_stream(torch.cuda.current_stream(x.device))
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self.stream):
-            host.copy_(found, non_blocking=True)
-        found.record_stream(self.stream)  # its memory is not given away before it is copied
+            host.copy_(whole, non_blocking=True)
+        whole.record_stream(self.stream)  # its memory must not be reused before it is copied
         return host
 
     def _fetch(self) -> None:
-        """Begin to bring all copies back, the last first."""
+        """Start fetching all copies, the last first."""
         if not self.is_fetched:
             self.is_fetched = True
             for copy in reversed(self.copies):
@@ -133,8 +133,8 @@ class Offload:
         return back
 
     def _back(self, copy: _Copy) -> torch.Tensor:
-        """The bytes on the device, for one of the views."""
-        if copy.back is None:  # backward comes here once more
+        """The fetched bytes on the device, for one of the views."""
+        if copy.back is None:  # another backward over the same region
             self._begin(copy)
         if copy.is_there is not None:
             torch.cuda.current_stream(copy.device).wait_event(copy.is_there)
@@ -146,10 +146,9 @@ class Offload:
 
 
 def _key(x: torch.Tensor, storage: StorageWeakRef) -> _Key:
-    """Equal for tensors that one copy of their storage serves: views of one tensor that has not been written to in
-    between.
+    """A key that is equal for tensors that may share a copy: views of one tensor without a write in between.
 
-    Parts made by `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after
+    Results of `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after
     others are saved.
     """
     base = x._base if x._is_view() else x
@@ -157,5 +156,5 @@ def _key(x: torch.Tensor, storage: StorageWeakRef) -> _Key:
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """What was saved, from what a hook has made of it: the tensor itself, or (who can make it, of what)."""
+    """The saved tensor from the result of a hook: the tensor itself, or (object with `unpack`, its argument)."""
     return packed if isinstance(packed, torch.Tensor) else packed[0].unpack(packed[1])

@@ -1,8 +1,8 @@
-"""Regions that backward runs again, so that only what enters them is kept.
+"""Activation checkpointing: regions that backward runs again, so that only their inputs are kept.
 
 `torch.utils.checkpoint` does the same for one backward. Schedules that split backward (inputs first, weights later, one
-pass for each group of weights) would run a region again in every pass; here it is run once, and what it saves lives as
-long as autograd may ask for it.
+pass for each group of weights) would run a region again in every pass. Here it is run again once, and its saved tensors
+live as long as autograd may ask for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def recomputed(function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
-    """`function(*inputs)`, of which autograd keeps the inputs only; the first pass of backward that comes to it runs it
+    """`function(*inputs)`, of which autograd keeps the inputs only; the first backward pass that reaches it runs it
     again.
 
-    To its end, so that every collective of it is issued again on every rank, as is priced. No random state is kept: a
-    program's random ops have seeds of their own (`random.seeded`).
+    It is run to its end, so that every rank issues all of its collectives again, as priced. No random state is kept:
+    random ops of a program have seeds of their own (`seeded_rng.seeded`).
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -30,7 +30,7 @@ def recomputed(function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tenso
 
 
 class _Saved:
-    """Stands for a tensor that `run` saved; autograd holds it as long as it may ask for the tensor."""
+    """A placeholder of a tensor that `run` saved; autograd holds it as long as it may ask for the tensor."""
 
     __slots__ = ("__weakref__", "run")
 
@@ -39,11 +39,11 @@ class _Saved:
 
 
 class _Run:
-    """One call of a region: what enters it, and from when backward first asks what it saved."""
+    """One call of a region: its inputs and, once backward has asked for one of them, its saved tensors."""
 
     def __init__(self, function: Callable[..., Tensors], inputs: Sequence[torch.Tensor]) -> None:
         self.function = function
-        # kept by autograd, so that hooks around this (offloading, another recomputation) see it as all that is saved
+        # Saved by autograd, so that hooks around this (offload, another recomputation) see the inputs as saved tensors.
         self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn
         self.autocast = _autocast(inputs[0].device.type) if inputs else nullcontext()
         self.saved: list[ref[_Saved]] = []
@@ -55,16 +55,16 @@ class _Run:
         return saved
 
     def again(self) -> None:
-        """Run the region once more, and hold what it saves for those that are still there."""
-        found: list[torch.Tensor] = []
+        """Run the region again, and give its saved tensors to the placeholders that are still alive."""
+        saved_again: list[torch.Tensor] = []
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.kept.saved_tensors]
-        with torch.enable_grad(), self.autocast, saved_tensors_hooks(lambda x: found.append(x.detach()), _never):
+        with torch.enable_grad(), self.autocast, saved_tensors_hooks(lambda x: saved_again.append(x.detach()), _never):
             self.function(*inputs)
-        if len(found) != len(self.saved):
+        if len(saved_again) != len(self.saved):
             raise RuntimeError(
-                f"a recomputed region saved {len(self.saved)} tensors in forward, {len(found)} when run again"
+                f"a recomputed region saved {len(self.saved)} tensors in forward, {len(saved_again)} when run again"
             )
-        self.made.update((saved, x) for one, x in zip(self.saved, found) if (saved := one()) is not None)
+        self.made.update((saved, x) for one, x in zip(self.saved, saved_again) if (saved := one()) is not None)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _never(_: Any) -> torch.Tensor:
 
 
 class _Keep(torch.autograd.Function):
-    """A node that holds tensors and computes nothing."""
+    """An autograd node that holds tensors and computes nothing."""
 
     @staticmethod
     def forward(ctx, anchor, *tensors):
@@ -91,7 +91,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _autocast(device_type: str) -> Any:
-    """Autocasting as it is now."""
+    """A context with the present state of autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     dtype, is_on = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)

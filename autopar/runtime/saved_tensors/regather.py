@@ -1,6 +1,4 @@
-"""Parameters that are gathered again for backward: what autograd saves of the gathered tensor is not kept, but made
-anew.
-"""
+"""Regathering: saved tensors that are views of a gathered parameter are not kept, but gathered again for backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from autopar.sbp.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A saved tensor as a view of the gathered one."""
+    """A saved tensor as a view of the gathered tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,10 +29,10 @@ class _View:
 
 
 class _Again:
-    """One gathered tensor: made for the first of its views that backward asks for, dropped after the last."""
+    """A gathered tensor in backward: made for the first of its views that autograd asks for, freed after the last."""
 
     def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
-        # no reference to `whole` itself: autograd holds on to this
+        # no reference to `whole` itself, since autograd keeps this object alive
         self.storage, self.dtype, self.offset = (
             StorageWeakRef(whole.untyped_storage()),
             whole.dtype,
@@ -46,7 +44,7 @@ class _Again:
         self.made: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> _View | None:
-        """`x` as a view of this tensor; None if it is none."""
+        """`x` as a view of the gathered tensor; None if it is not one."""
         if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
@@ -55,11 +53,11 @@ class _Again:
     def unpack(self, view: _View) -> torch.Tensor:
         if self.made is None:
             self.made, self.num_left = self.make(), self.num_views
-        found = view.of(self.made)
+        gathered = view.of(self.made)
         self.num_left -= 1
         if self.num_left == 0:
             self.made = None
-        return found
+        return gathered
 
     def make(self) -> torch.Tensor:
         if self.stored._version != self.version:
@@ -69,7 +67,7 @@ class _Again:
         made = self.stored.detach()
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
-        # forward gave the last slice memory of its own, or did not; views are of what it had
+        # In forward the last slice may or may not have had memory of its own; the views refer to its strides there.
         if made.stride() != self.stride:
             made = torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
         return made
@@ -77,11 +75,13 @@ class _Again:
 
 @contextmanager
 def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Iterator[None]:
-    """What is saved inside for backward and lies in the memory of a gathered parameter is not kept, but made again.
+    """A scope in which saved tensors in the memory of a gathered parameter are not kept, but gathered again in
+    backward.
 
-    parameters: (gathered tensor, stored part, steps from this to that as (axis, src, dst) ...). One scope for all of an
-    op's, since only the innermost hooks see what is saved; what else is saved is packed by `rest`. RuntimeError in
-    backward if the stored part has been changed meanwhile, as autograd raises for what it saves itself.
+    `parameters`: (gathered tensor, stored part, steps from the part to the gathered tensor as (axis, src, dst) ...).
+    One scope serves all parameters of an op, since only the innermost hooks see saved tensors; `rest` packs all other
+    saved tensors. RuntimeError in backward if a stored part has changed in between, as autograd raises for its own
+    saved tensors.
     """
     known = [_Again(*parameter) for parameter in parameters]
 
