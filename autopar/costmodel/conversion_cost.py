@@ -1,8 +1,7 @@
 """What it costs to turn one layout of a value into another, for many pairs of layouts at once."""
 
-import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,22 +12,10 @@ from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import latency_share
-from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of, kind_of
-from autopar.sbp.redistribute import CONVERSIONS, live_axes, moves
+from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
+from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
 Layouts = tuple[Layout, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Collectives that take the same time on values of the same size: the buffer is the
-    value's bytes over `divisor`.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    divisor: int
-    phase: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +24,7 @@ class Recipe:
     row. used: the k that occur.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[CollectiveKind, ...]
     rows: np.ndarray  # i64[patterns, most collectives of a pattern]
     pattern: np.ndarray  # i64[sources, targets]
     used: tuple[int, ...]
@@ -49,7 +36,7 @@ class _Patterns:
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         self.mesh_shape = mesh_shape
         self.numbers: dict[int, int] = {}  # packed codes -> number
-        self.kinds: dict[Kind, int] = {}
+        self.kinds: dict[CollectiveKind, int] = {}
         self.rows = np.full((0, 0), -1, dtype=np.int64)
 
     def number(self, packed: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -61,39 +48,23 @@ class _Patterns:
         return np.array([self.numbers[key] for key in keys], dtype=np.int64)
 
     def _add(self, keys: list[int], codes: list[list[int]]) -> None:
-        found = [
-            [self.kinds.setdefault(k, len(self.kinds)) for k in _pattern_kinds(tuple(row), self.mesh_shape)]
-            for row in codes
-        ]
+        found = [self._numbers_of_kinds(tuple(row)) for row in codes]
         width = max(self.rows.shape[1], *map(len, found))
         rows = [row + [-1] * (width - len(row)) for row in found]
         known = np.pad(self.rows, ((0, 0), (0, width - self.rows.shape[1])), constant_values=-1)
         self.rows = np.concatenate([known, np.array(rows, dtype=np.int64).reshape(len(rows), width)])
         self.numbers.update(zip(keys, range(len(self.numbers), len(self.numbers) + len(keys))))
 
+    def _numbers_of_kinds(self, codes: Codes) -> list[int]:
+        """Those of the collectives between two layouts, whose codes follow one another."""
+        ndim = len(self.mesh_shape)
+        steps = moves(codes[:ndim], codes[ndim:])
+        kinds = [kind for step in steps for kind in collective_kinds(step, self.mesh_shape)]
+        return [self.kinds.setdefault(kind, len(self.kinds)) for kind in kinds]
 
-_patterns = cache(_Patterns)
 
-
-def _pattern_kinds(codes: Codes, mesh_shape: tuple[int, ...]) -> tuple[Kind, ...]:
-    """The collectives between two layouts, given as their codes one after the other; as `collectives_of`, for any
-    shape.
-    """
-    found: list[Kind] = []
-    for axes, have, want, before in moves(codes[: len(mesh_shape)], codes[len(mesh_shape) :]):
-        phases = CONVERSIONS[kind_of(have), kind_of(want)]
-        members = live_axes(axes, mesh_shape)
-        if members and phases != ("", ""):
-            # the larger side is split by the other axes, and by these only if it is on both sides
-            parts = [
-                size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)
-            ]
-            found += [
-                Kind(kind, members, math.prod(parts), phase)
-                for kind, phase in zip(phases, ("forward", "backward"))
-                if kind
-            ]
-    return tuple(found)
+# A recipe holds what it needs of the patterns, so a mesh that falls out of the cache is only found again.
+_patterns = lru_cache(maxsize=64)(_Patterns)
 
 
 @lru_cache(maxsize=256)
@@ -189,50 +160,56 @@ def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
     return (mine[:, None] == theirs[None]).all(axis=-1)
 
 
-def kept_bytes(
-    value: Value,
-    sources: Layouts,
-    targets: Layouts,
-    mesh_shape: tuple[int, ...],
-    saving: Saving,
-    training: Training,
-    *,
-    is_parameter: bool,
-    is_stored: bool,
-    again: np.ndarray | bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[sources, targets]: what is kept of a value from forward to backward, what more while its region runs again,
-    and what of each microbatch goes to the host.
-
-    is_stored: sources are layouts of an input. again: bool[sources, targets], whether a parameter is regathered.
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A value that is converted from each of the layouts `sources` to each of `targets`. saving: what of it is kept for
+    backward. is_stored: `sources` are layouts of an input.
     """
-    ways = value, sources, targets, mesh_shape
-    kept = inside = moved = np.zeros((len(sources), len(targets)))
-    if is_parameter:
-        copies = copy_bytes(*ways, is_held=True)
+
+    value: Value
+    sources: Layouts
+    targets: Layouts
+    saving: Saving
+    is_parameter: bool
+    is_stored: bool
+
+
+def kept_bytes(
+    way: Transition, mesh_shape: tuple[int, ...], training: Training, *, again: np.ndarray | bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """f64[sources, targets] bytes: what is kept of the value from forward to backward, what more while its region runs
+    again, and what of each microbatch goes to the host.
+
+    again: bool[sources, targets], whether a parameter is regathered.
+    """
+    value, saving = way.value, way.saving
+    ends = value, way.sources, way.targets, mesh_shape
+    kept = inside = moved = np.zeros((len(way.sources), len(way.targets)))
+    if way.is_parameter:
+        copies = copy_bytes(*ends, is_held=True)
         if saving.is_saved or training.num_microbatches > 1:
             kept = copies
         if training.num_microbatches > 1 and value.needs_grad:
-            kept = kept + _accumulated_bytes(*ways, is_stored=is_stored)
+            kept = kept + _accumulated_bytes(*ends, is_stored=way.is_stored)
         return np.where(again, 0.0, kept), np.where(again & (saving.region != NOWHERE), copies, 0.0), moved
     if saving.is_entering and not saving.is_held:
-        kept = kept + _local_bytes(value, sources, mesh_shape)[:, None]
+        kept = kept + _local_bytes(value, way.sources, mesh_shape)[:, None]
     if saving.is_saved:
-        kept = kept + copy_bytes(*ways, is_held=saving.is_held or saving.is_entering)
+        kept = kept + copy_bytes(*ends, is_held=saving.is_held or saving.is_entering)
     if saving.is_saved_inside:
-        inside = copy_bytes(*ways, is_held=saving.is_held_inside)
+        inside = copy_bytes(*ends, is_held=saving.is_held_inside)
     if saving.is_source_moved and not saving.is_source_on_host:
-        moved = moved + _local_bytes(value, sources, mesh_shape)[:, None]
+        moved = moved + _local_bytes(value, way.sources, mesh_shape)[:, None]
     if saving.is_moved:
-        moved = moved + copy_bytes(*ways, is_held=saving.is_source_on_host or saving.is_source_moved)
+        moved = moved + copy_bytes(*ends, is_held=saving.is_source_on_host or saving.is_source_moved)
     return training.num_in_flight * kept, inside, moved
 
 
 def _accumulated_bytes(
     value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool
 ) -> np.ndarray:
-    """f64[sources, targets]: gradients of what a parameter is turned into, summed over microbatches, beyond those where
-    it is stored: these come to be when those are led back, one after the other.
+    """f64[sources, targets] bytes: buffers in which the gradients of a converted parameter add up over microbatches,
+    beyond the gradients in the stored layout, which are made of these buffers one after the other.
     """
     found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     if is_stored:

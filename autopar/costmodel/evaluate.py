@@ -1,26 +1,22 @@
 """The cost of one assignment, op by op and conversion by conversion, without folding and without the table."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.activations.activation_offload import is_moved, movings
-from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
-from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, inside_shares, region_of_ops, savings
-from autopar.costmodel.activations.transients import largest_transient, transient_bytes
+from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shares, region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
-from autopar.costmodel.conversion_cost import kept_bytes
-from autopar.costmodel.inner_collectives import inner_collectives
-from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
-from autopar.costmodel.roofline import local_shapes, op_time
+from autopar.costmodel.memory import input_bytes, update_bytes
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
+from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
-from autopar.sbp.redistribute import Collective, again_in_backward, collectives_together, redistribute
+from autopar.sbp.assignment import Assignment, buckets
+from autopar.sbp.redistribute import Collective
 
 
 @dataclass(frozen=True)
@@ -104,25 +100,29 @@ def evaluate(
 ) -> Costs:
     """What `assignment` costs; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
-    step = _Step(graph, assignment, mesh, cluster)
-    moved = step.moved_bytes()
-    times = {op.name: op_time(op, assignment.strategies[op.name], mesh.shape, cluster) for op in graph.ops}
-    forward_s, again_s = sum(time[0] for time in times.values()), sum(times[name][0] for name in step.places)
+    step = step_cost(graph, assignment, mesh, cluster, training)
+    places, moved = _Places.of(assignment), _moved_bytes(graph, assignment, step)
+    regions = assignment.recomputed, assignment.offloaded
+    waits = movings(Sampled(graph), step.footprints, *regions, step.savings, cluster)
+    forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
     updated = sum(
         update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs
     )
+    memory = _memory_bytes(graph, assignment, mesh, training, step)
+    memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
+    optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
         compute_forward_s=training.num_microbatches * forward_s,
-        compute_backward_s=training.num_microbatches * (again_s + sum(time[1] for time in times.values())),
+        compute_backward_s=training.num_microbatches * (again_s + sum(cost.backward_s for cost in step.ops.values())),
         optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
-        collectives=(*step.converting(), *step.again(training), *step.inside_ops()),
-        memory_bytes=step.memory_bytes(training),
+        collectives=tuple(_collectives(step, places, mesh, cluster)),
+        memory_bytes={kind: size for kind, size in memory.items() if size or kind not in optional},
         num_microbatches=training.num_microbatches,
         moved_bytes=training.num_microbatches * sum(moved),
         waiting_s={
             phase: (
                 training.num_microbatches
-                * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, step.movings))
+                * sum(size * getattr(moving, f"{phase}_s") for size, moving in zip(moved, waits))
             )
             for phase in ("forward", "backward")
         },
@@ -149,129 +149,85 @@ def with_state_on_host(
     )
 
 
-class _Step:
-    """What follows from the assignment, found once."""
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Name of an op -> number of its recomputed region, and of its offloaded one."""
 
-    def __init__(self, graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> None:
-        self.graph, self.assignment, self.mesh, self.cluster = graph, assignment, mesh, cluster
-        self.conversions: Mapping[str, tuple[Conversion, ...]] = conversions(graph, assignment)
-        self.known: Mapping[str, Footprint] = footprints(graph)
-        self.places = region_of_ops(assignment.recomputed)
-        self.away = region_of_ops(assignment.offloaded)
-        self.savings = savings(graph, self.known, assignment.recomputed, assignment.offloaded)
-        self.movings = movings(
-            Sampled(graph), self.known, assignment.recomputed, assignment.offloaded, self.savings, cluster
+    recomputed: Mapping[str, int]
+    offloaded: Mapping[str, int]
+
+    @classmethod
+    def of(cls, assignment: Assignment) -> "_Places":
+        return cls(region_of_ops(assignment.recomputed), region_of_ops(assignment.offloaded))
+
+
+def _collectives(step: StepCost, places: _Places, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
+    """Those of conversions, of conversions made again in backward, and of ops themselves, of which recomputed ones
+    issue those of forward once more.
+    """
+    costs = {cost.conversion: cost for cost in step.all_conversions()}
+    for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
+        yield from _of_bucket([costs[conversion] for conversion in bucket], mesh, cluster)
+    for cost in costs.values():
+        users = tuple(use.user for use in cost.conversion.uses)
+        for collective in cost.runs.num_again * cost.again:
+            time_s = collective_time(cluster, mesh, collective)
+            yield PlannedCollective(cost.conversion.value.name, users, collective, time_s)
+    for name, op in step.ops.items():
+        for collective in op.collectives:
+            time_s = collective_time(cluster, mesh, collective)
+            yield PlannedCollective(name, (name,), collective, time_s)
+            if name in places.recomputed and collective.phase == "forward":
+                yield PlannedCollective(name, (name,), replace(collective, phase="backward"), time_s)
+
+
+def _of_bucket(bucket: Sequence[ConversionCost], mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
+    """Conversions made together: each collective has the bytes of all and takes the sum of what each is priced at."""
+    first, users = bucket[0], tuple(use.user for cost in bucket for use in cost.conversion.uses)
+    for same in zip(*(cost.collectives for cost in bucket)):
+        time_s = sum(
+            collective_time(cluster, mesh, alone, latency_share=cost.conversion.latency_share)
+            for alone, cost in zip(same, bucket)
         )
-        self.parameters = {item.value.name for item in graph.of_kind("parameter")}
+        together = replace(same[0], num_bytes=sum(alone.num_bytes for alone in same))
+        yield PlannedCollective(first.conversion.value.name, users, together, time_s, first.runs.is_once)
 
-    def converting(self) -> Iterator[PlannedCollective]:
-        """Those of the conversions. A bucket takes the sum of what its members are priced at."""
-        for bucket in buckets(self.conversions):
-            where, users = bucket[0].value.name, tuple(use.user for conversion in bucket for use in conversion.uses)
-            is_once = where in self.parameters and not bucket[0].is_regathered
-            for step in redistribute(bucket[0].src, bucket[0].dst):
-                for number, collective in enumerate(
-                    collectives_together(step, [one.value for one in bucket], self.mesh.shape)
-                ):
-                    time_s = 0.0
-                    for one in bucket:
-                        alone = collectives_together(step, [one.value], self.mesh.shape)[number]
-                        time_s += collective_time(self.cluster, self.mesh, alone, latency_share=one.latency_share)
-                    yield PlannedCollective(where, users, collective, time_s, is_once)
 
-    def again(self, training: Training) -> Iterator[PlannedCollective]:
-        """Those that make once more, in backward, what was not kept; parameters for a later part of backward, that for
-        weights, too.
-        """
-        for conversion, saving in self._all():
-            is_in_region = saving.region != NOWHERE and conversion.value.name not in self.parameters
-            if is_in_region or (conversion.is_regathered and saving.is_saved):
-                num_times = 2 if training.num_waiting and saving.region == NOWHERE else 1
-                steps = num_times * redistribute(conversion.src, conversion.dst)
-                for collective in again_in_backward(steps, conversion.value, self.mesh.shape):
-                    users = tuple(use.user for use in conversion.uses)
-                    yield PlannedCollective(conversion.value.name, users, collective, self._time_s(collective))
+def _memory_bytes(
+    graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, step: StepCost
+) -> dict[str, int]:
+    """Bytes by kind, without what is on its way to the host."""
+    memory: Counter[str] = Counter()
+    places, pending = _Places.of(assignment), 0
+    for item in graph.inputs:
+        kinds = input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training)
+        memory.update(kinds)
+        pending += kinds["gradients"] if item.value.name in step.pending else 0
+    shares = inside_shares(graph, step.footprints, assignment.recomputed, step.savings, training.num_waiting)
+    inside = [0.0] * len(shares)
+    memory["activations"] = 0
+    for name, op in step.ops.items():
+        if name in places.recomputed:
+            inside[places.recomputed[name]] += op.saved_bytes
+        elif name not in places.offloaded:
+            memory["activations"] += training.num_in_flight * op.saved_bytes
+        memory["waiting"] += training.num_waiting * op.waiting_bytes
+    for cost in step.all_conversions():
+        memory["gathered" if cost.is_parameter else "activations"] += cost.kept_bytes
+        if cost.inside_bytes:
+            inside[cost.saving.region] += cost.inside_bytes
+    memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
+    memory["transient"] = round(sum(step.transients.values()) - pending)
+    return dict(memory)
 
-    def inside_ops(self) -> Iterator[PlannedCollective]:
-        """Those that ops issue themselves; in a region, those of forward once more in backward."""
-        for op in self.graph.ops:
-            for collective in inner_collectives(op, self.assignment.strategies[op.name], self.mesh.shape):
-                yield PlannedCollective(op.name, (op.name,), collective, self._time_s(collective))
-                if op.name in self.places and collective.phase == "forward":
-                    again = replace(collective, phase="backward")
-                    yield PlannedCollective(op.name, (op.name,), again, self._time_s(again))
 
-    def memory_bytes(self, training: Training) -> dict[str, int]:
-        """Bytes by kind."""
-        memory: Counter[str] = Counter()
-        for item in self.graph.inputs:
-            memory.update(input_bytes(item, self.assignment.layouts[item.value.name], self.mesh.shape, training))
-        shares = inside_shares(self.graph, self.known, self.assignment.recomputed, self.savings, training.num_waiting)
-        inside = [0.0] * len(shares)
-        memory["activations"] = 0
-        for op in self.graph.ops:
-            saved = self._saved_by(op)
-            if op.name in self.places:
-                inside[self.places[op.name]] += saved
-            elif op.name not in self.away:
-                memory["activations"] += training.num_in_flight * saved
-            if training.num_waiting:
-                _, outputs = local_shapes(op, self.assignment.strategies[op.name], self.mesh.shape)
-                memory["waiting"] += training.num_waiting * waiting_bytes(op, outputs)
-        for conversion, saving in self._all():
-            kept, more, _ = self._kept_bytes(conversion, saving, training)
-            memory["gathered" if conversion.value.name in self.parameters else "activations"] += kept
-            if more:
-                inside[saving.region] += more
-        memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
-        memory["fetched"] = round(sum(moving.share * size for moving, size in zip(self.movings, self.moved_bytes())))
-        memory["transient"] = round(self._transient(training))
-        optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
-        return {kind: size for kind, size in memory.items() if size or kind not in optional}
-
-    def _transient(self, training: Training) -> float:
-        ops, regions = {op.name: op for op in self.graph.ops}, (self.assignment.recomputed, self.assignment.offloaded)
-        found, size = largest_transient(Sampled(self.graph), self.known, *regions, training.num_microbatches), 0.0
-        for name, share in found.ops.items():
-            shapes = local_shapes(ops[name], self.assignment.strategies[name], self.mesh.shape)
-            size += share * transient_bytes(ops[name], *shapes, frozenset(self.parameters))
-        pending = (item for item in self.graph.inputs if item.value.name in found.pending)
-        layouts, shape = self.assignment.layouts, self.mesh.shape
-        return size - sum(input_bytes(item, layouts[item.value.name], shape, training)["gradients"] for item in pending)
-
-    def moved_bytes(self) -> list[int]:
-        """What each offloaded region sends to the host in a microbatch."""
-        found = [0] * len(self.movings)
-        for op in self.graph.ops:
-            if is_moved(op, self.places, self.away):
-                found[self.away[op.name]] += self._saved_by(op)
-        for conversion, saving in self._all():
-            if saving.moved_in != NOWHERE:
-                found[saving.moved_in] += self._kept_bytes(conversion, saving, WHOLE_BATCH)[2]
-        return found
-
-    def _saved_by(self, op: Op) -> int:
-        strategy = self.assignment.strategies[op.name]
-        return saved_by_op(op, strategy, *local_shapes(op, strategy, self.mesh.shape), self.mesh.shape)
-
-    def _kept_bytes(self, conversion: Conversion, saving: Saving, training: Training) -> tuple[int, ...]:
-        name = conversion.value.name
-        found = kept_bytes(
-            conversion.value,
-            (conversion.src,),
-            (conversion.dst,),
-            self.mesh.shape,
-            saving,
-            training,
-            is_parameter=name in self.parameters,
-            is_stored=conversion is self.conversions[name][0],
-            again=conversion.is_regathered,
-        )
-        return tuple(int(each[0, 0]) for each in found)
-
-    def _all(self) -> Iterator[tuple[Conversion, Saving]]:
-        for name, of_value in self.conversions.items():
-            yield from zip(of_value, self.savings[name])
-
-    def _time_s(self, collective: Collective) -> float:
-        return collective_time(self.cluster, self.mesh, collective)
+def _moved_bytes(graph: Graph, assignment: Assignment, step: StepCost) -> list[int]:
+    """What each offloaded region sends to the host in a microbatch."""
+    places, found = _Places.of(assignment), [0] * len(assignment.offloaded)
+    for op in graph.ops:
+        if is_moved(op, places.recomputed, places.offloaded):
+            found[places.offloaded[op.name]] += step.ops[op.name].saved_bytes
+    for cost in step.all_conversions():
+        if cost.saving.moved_in != NOWHERE:
+            found[cost.saving.moved_in] += cost.moved_bytes
+    return found

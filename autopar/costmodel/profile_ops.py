@@ -5,22 +5,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.costmodel.activations.autograd_footprint import footprints
-from autopar.costmodel.activations.saved_activations import savings
-from autopar.costmodel.activations.transients import largest_transient, transient_bytes
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
-from autopar.costmodel.conversion_cost import kept_bytes
-from autopar.costmodel.inner_collectives import inner_collectives
-from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, saved_by_op, update_bytes, waiting_bytes
-from autopar.costmodel.roofline import local_shapes, shapes_time, weight_share
+from autopar.costmodel.memory import input_bytes, local_bytes, memory_layout, update_bytes
+from autopar.costmodel.roofline import weight_share
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
+from autopar.costmodel.step_cost import ConversionCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import Assignment, Conversion, conversions, produced_layouts, uses_of
-from autopar.sbp.redistribute import again_in_backward, collectives_together, redistribute
+from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
 
 _BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
 
@@ -59,71 +53,49 @@ class Profile:
 def profile(
     graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
 ) -> Profile:
-    """The figures of `assignment`, which recomputes nothing, on one device. Of one microbatch, whatever `training` has
-    in flight; with several, gathered parameters stay for all of them, and so do the gradients that add up.
+    """The figures of `assignment`, as if it recomputed and offloaded nothing, on one device. Of one microbatch,
+    whatever `training` has in flight; with several, gathered parameters stay for all of them, and so do the gradients
+    that add up.
     """
-    training = replace(training, num_in_flight=1)
+    training = replace(training, num_in_flight=1, num_waiting=0)
+    step = step_cost(graph, replace(assignment, recomputed=(), offloaded=()), mesh, cluster, training)
     number = {op.name: position for position, op in enumerate(graph.ops)}
     columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}
     for position, op in enumerate(graph.ops):
-        strategy = assignment.strategies[op.name]
-        shapes = local_shapes(op, strategy, mesh.shape)
-        forward_s, backward_s = shapes_time(op, *shapes, cluster)
-        columns["forward_s"][position] += forward_s
-        columns["backward_s"][position] += backward_s
-        columns["weight_s"][position] += backward_s * weight_share(op)
-        columns["waiting_bytes"][position] += waiting_bytes(op, shapes[1])
-        columns["saved_bytes"][position] += saved_by_op(op, strategy, *shapes, mesh.shape)
-        for collective in inner_collectives(op, strategy, mesh.shape):
+        cost = step.ops[op.name]
+        columns["forward_s"][position] += cost.forward_s
+        columns["backward_s"][position] += cost.backward_s
+        columns["weight_s"][position] += cost.backward_s * weight_share(op)
+        columns["waiting_bytes"][position] += cost.waiting_bytes
+        columns["saved_bytes"][position] += cost.saved_bytes
+        for collective in cost.collectives:
             columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
     stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
-    parameters = {item.value.name for item in graph.of_kind("parameter")}
-    known, found = footprints(graph), conversions(graph, assignment)
-    transient = largest_transient(Sampled(graph), known, (), (), training.num_microbatches)
-    for name, savings_of in savings(graph, known).items():
-        for one, saving in zip(found[name], savings_of):
-            kept = kept_bytes(
-                one.value,
-                (one.src,),
-                (one.dst,),
-                mesh.shape,
-                saving,
-                training,
-                is_parameter=name in parameters,
-                is_stored=one is found[name][0],
-                again=one.is_regathered,
-            )[0]
-            times = _times(one, mesh, cluster, is_saved=saving.is_saved)
-            if name in parameters and not one.is_regathered:
-                stored[name][0] += float(kept[0, 0])
-                stored[name][1] += sum(times.values())
-                continue
-            position = min((number[use.user] for use in one.uses if use.user in number), default=len(graph.ops) - 1)
-            columns["saved_bytes"][position] += float(kept[0, 0])
-            for phase, time_s in times.items():
-                columns[f"{phase}_s"][position] += time_s
-    once_s, state_bytes, shared = _of_inputs(
-        graph, assignment, mesh, cluster, training, number, stored, transient.pending
-    )
-    for name, share in transient.ops.items():
-        op, strategy = graph.ops[number[name]], assignment.strategies[name]
-        size = transient_bytes(op, *local_shapes(op, strategy, mesh.shape), frozenset(parameters))
-        state_bytes[number[name]] += share * size
+    for cost in step.all_conversions():
+        times = _times(cost, mesh, cluster)
+        if cost.runs.is_once:
+            stored[cost.conversion.value.name][0] += cost.kept_bytes
+            stored[cost.conversion.value.name][1] += sum(times.values())
+            continue
+        readers = [number[use.user] for use in cost.conversion.uses if use.user in number]
+        position = min(readers, default=len(graph.ops) - 1)
+        columns["saved_bytes"][position] += cost.kept_bytes
+        for phase, time_s in times.items():
+            columns[f"{phase}_s"][position] += time_s
+    once_s, state_bytes, shared = _of_inputs(graph, assignment, mesh, cluster, training, number, stored, step.pending)
+    for name, size in step.transients.items():
+        state_bytes[number[name]] += size
     crossing_bytes = _crossing(graph, assignment, mesh, number)
     return Profile(once_s=once_s, state_bytes=state_bytes, shared=shared, crossing_bytes=crossing_bytes, **columns)
 
 
-def _times(one: Conversion, mesh: Mesh, cluster: Cluster, *, is_saved: bool) -> dict[str, float]:
+def _times(cost: ConversionCost, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
     """Seconds of the conversion in forward, in backward and of what a split backward does twice."""
-    times = {"forward": 0.0, "backward": 0.0, "split": 0.0}
-    steps = redistribute(one.src, one.dst)
-    for step in steps:
-        for collective in collectives_together(step, [one.value], mesh.shape):
-            times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=one.latency_share)
-    if one.is_regathered and is_saved:
-        times["split"] = sum(collective_time(cluster, mesh, c) for c in again_in_backward(steps, one.value, mesh.shape))
-        times["backward"] += times["split"]
-    return times
+    times, share = {"forward": 0.0, "backward": 0.0}, cost.conversion.latency_share
+    for collective in cost.collectives:
+        times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=share)
+    again_s = sum(collective_time(cluster, mesh, collective) for collective in cost.runs.num_again * cost.again)
+    return {"forward": times["forward"], "backward": times["backward"] + again_s, "split": again_s}
 
 
 def _of_inputs(

@@ -1,11 +1,12 @@
 """Redistribution: the steps that change a tensor's layout, and their collectives; both are priced and emitted."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.ir.graph import Value
-from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, local_shape, placement_of
+from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, kind_of, placement_of
 
 # (src kind, dst kind) -> (collective in forward, collective in backward); "" is a local operation.
 CONVERSIONS = {
@@ -53,6 +54,16 @@ class Collective:
     axes: tuple[int, ...]
     num_bytes: int
     phase: str  # "forward" or "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveKind:
+    """A collective of a step for values of any size: `num_bytes` of its `Collective` is the value's over `divisor`."""
+
+    kind: str
+    axes: tuple[int, ...]
+    divisor: int
+    phase: str
 
 
 @lru_cache(maxsize=2**16)
@@ -146,20 +157,37 @@ def live_axes(axes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, 
     return tuple([axis for axis in axes if mesh_shape[axis] > 1])
 
 
+def collective_kinds(move: Move, mesh_shape: tuple[int, ...]) -> tuple[CollectiveKind, ...]:
+    """The collectives of one step, forward then backward; axes of size 1 take no part.
+
+    The larger side of the buffers is split by all other axes that split the value, and by those of the step only where
+    both sides are split (all-to-all).
+    """
+    axes, have, want, before = move
+    members = live_axes(axes, mesh_shape)
+    if not members:
+        return ()
+    splits = [size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)]
+    forward, backward = CONVERSIONS[kind_of(have), kind_of(want)]
+    found = [CollectiveKind(forward, members, math.prod(splits), "forward")] if forward else []
+    if backward:
+        found.append(CollectiveKind(backward, members, math.prod(splits), "backward"))
+    return tuple(found)
+
+
 def collectives_of(
     step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
 ) -> tuple[Collective, ...]:
     """The collectives of one step on a tensor of global `shape`, forward then backward; axes of size 1 take no part."""
-    axes = live_axes(step.axes, mesh_shape)
-    if not axes:
-        return ()
-    forward, backward = CONVERSIONS[step.src.kind, step.dst.kind]
-    before, after = (_local_bytes(shape, layout, itemsize, mesh_shape) for layout in (step.layout, step.after))
-    num_bytes = max(before, after)
-    found = [Collective(forward, axes, num_bytes, "forward")] if forward else []
-    if backward and needs_grad:
-        found.append(Collective(backward, axes, num_bytes, "backward"))
-    return tuple(found)
+    have, want = codes_of((step.src, step.dst))
+    num_bytes = math.prod(shape) * itemsize
+    return tuple(
+        [
+            Collective(found.kind, found.axes, num_bytes // found.divisor, found.phase)
+            for found in collective_kinds((step.axes, have, want, codes_of(step.layout)), mesh_shape)
+            if needs_grad or found.phase == "forward"
+        ]
+    )
 
 
 def collectives_together(step: Step, values: Sequence[Value], mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
@@ -172,10 +200,3 @@ def again_in_backward(steps: Sequence[Step], value: Value, mesh_shape: tuple[int
     """The collectives of converting a value again in backward: those of forward, without its gradient's."""
     found = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, False) for step in steps)
     return tuple(replace(collective, phase="backward") for of_step in found for collective in of_step)
-
-
-def _local_bytes(shape: tuple[int, ...], layout: Layout, itemsize: int, mesh_shape: tuple[int, ...]) -> int:
-    size = itemsize
-    for extent in local_shape(shape, layout, mesh_shape):
-        size *= extent
-    return size

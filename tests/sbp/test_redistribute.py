@@ -246,3 +246,14 @@ def test_axes_of_one_rank_take_no_part() -> None:
     (found,) = collectives_of(step, SHAPE, 4, (2, 1, 2), needs_grad=True)
     assert found == Collective("all_reduce", (0, 2), 4 * 576, "forward")
     assert collectives_of(step, SHAPE, 4, (1, 1, 1), needs_grad=True) == ()
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 8), (2, 4, 2)], ids=str)
+def test_a_collective_has_the_bytes_of_the_larger_side(mesh_shape: tuple[int, ...]) -> None:
+    """On one rank, before or after its step."""
+    size = math.prod(mesh_shape)
+    for src, dst in pairs(len(mesh_shape)):
+        for step in redistribute(src, dst):
+            parts = [math.prod(local_shape((size,) * 3, layout, mesh_shape)) for layout in (step.layout, step.after)]
+            found = collectives_of(step, (size,) * 3, 2, mesh_shape, needs_grad=True)
+            assert all(collective.num_bytes == 2 * max(parts) for collective in found)

@@ -5,11 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.activations.saved_activations import NOWHERE, Saving
+from autopar.costmodel.activations.saved_activations import Saving
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.conversion_cost import conversion_times, kept_bytes, only_reduces_gradient, parameter_times
+from autopar.costmodel.conversion_cost import (
+    Transition,
+    conversion_times,
+    kept_bytes,
+    only_reduces_gradient,
+    parameter_times,
+)
 from autopar.costmodel.pricing.flows import Flow, Flows
 from autopar.costmodel.pricing.options import Offered
+from autopar.costmodel.step_cost import runs_of
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
@@ -30,6 +37,13 @@ class Meeting:
     saving: Saving
     is_parameter: bool
     is_stored: bool
+
+    @property
+    def transition(self) -> Transition:
+        """The same for the list of layouts at each end."""
+        return Transition(
+            self.value, self.src.layouts, self.dst.layouts, self.saving, self.is_parameter, self.is_stored
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +99,23 @@ def _meeting(flow: Flow, flows: Flows) -> Meeting:
 
 
 def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
-    """f64[src.layouts, dst.layouts]: the conversion, and what backward keeps of it.
-
-    Parameters are converted once a step, regathered ones and all else in each microbatch; those that are regathered, or
-    in a region, in backward again; where its part for weights comes later, these run the reading op once more and so
-    gather twice, but in a region.
-    """
-    pair, is_parameter = (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
+    """f64[src.layouts, dst.layouts]: the conversion, as often as `runs_of` says, and what backward keeps of it."""
+    way, pair, is_parameter = meeting.transition, (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
     again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
     is_bucketed = is_parameter and meeting.is_stored
     if is_bucketed:
         again &= ~only_reduces_gradient(*pair)  # nothing is gathered that could be gathered again
-    cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
-    is_repeated = again if is_parameter else np.ones_like(again)
-    twice = again if is_parameter else np.full_like(again, meeting.saving.region != NOWHERE)
-    if twice.any():
-        num_again = 2 if is_parameter and training.num_waiting and meeting.saving.region == NOWHERE else 1
-        again_s = num_again * conversion_times(replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster)
-        cost_s = cost_s + np.where(twice, again_s, 0.0)
-    kept = kept_bytes(
-        meeting.value,
-        *pair,
-        mesh.shape,
-        meeting.saving,
-        training,
-        is_parameter=is_parameter,
-        is_stored=meeting.is_stored,
-        again=again,
+    kept, regathered = (
+        runs_of(meeting.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
     )
-    return np.where(is_repeated, training.num_microbatches, 1) * cost_s, *kept
+    cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
+    num_again = np.where(again, regathered.num_again, kept.num_again)
+    if num_again.any():
+        cost_s = cost_s + num_again * conversion_times(
+            replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster
+        )
+    num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
+    return num_runs * cost_s, *kept_bytes(way, mesh.shape, training, again=again)
 
 
 def _matrices(part: Part, prices: Mapping[Meeting, Prices]) -> Matrices:

@@ -1,0 +1,155 @@
+"""What each op and each conversion of an assignment costs in a training step: the records that `evaluate` sums and
+`profile` lays along the ops, and the counts that the search's table is priced by.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
+from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
+from autopar.costmodel.activations.transients import largest_transient, transient_bytes
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.conversion_cost import Transition, kept_bytes
+from autopar.costmodel.inner_collectives import inner_collectives
+from autopar.costmodel.memory import saved_by_op, waiting_bytes
+from autopar.costmodel.roofline import local_shapes, shapes_time
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Graph, Op
+from autopar.mesh import Mesh
+from autopar.sbp.analysis.sampled_graph import Sampled
+from autopar.sbp.assignment import Assignment, Conversion, conversions
+from autopar.sbp.redistribute import Collective, again_in_backward, collectives_together, redistribute
+from autopar.sbp.signature import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How often a conversion is made. is_once: once a step, else once a microbatch. num_again: how often backward makes
+    it again each time, without a gradient.
+    """
+
+    is_once: bool
+    num_again: int
+
+
+def runs_of(saving: Saving, training: Training, *, is_parameter: bool, is_regathered: bool) -> Runs:
+    """How often a step of `training` makes a conversion.
+
+    A parameter is converted once a step and kept for all microbatches. A regathered one is gathered for each forward
+    and again for each backward; where the gradients of weights come later than the others, backward runs the reading op
+    twice and gathers twice, but not in a recomputed region, whose second run is kept for both. All else is converted in
+    each microbatch, and again where its recomputed region runs again.
+    """
+    if not is_parameter:
+        return Runs(is_once=False, num_again=int(saving.region != NOWHERE))
+    if not is_regathered:
+        return Runs(is_once=True, num_again=0)
+    is_split = training.num_waiting > 0 and saving.region == NOWHERE
+    return Runs(is_once=False, num_again=(1 + is_split) * saving.is_saved)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """One run of an op on one device. forward_s, backward_s: of computing alone. saved_bytes: results and internal
+    tensors that it keeps for backward. waiting_bytes: the gradient that is kept until a weight gets its own.
+    collectives: those that it issues itself, in forward and in backward.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    waiting_bytes: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionCost:
+    """One conversion. collectives: of making it, in forward and in backward; again: of making it in backward once more,
+    `runs.num_again` times. kept_bytes: from forward to backward, of all microbatches in flight; inside_bytes: more
+    while its recomputed region runs again; moved_bytes: to the host in each microbatch.
+    """
+
+    conversion: Conversion
+    saving: Saving
+    is_parameter: bool
+    runs: Runs
+    collectives: tuple[Collective, ...]
+    again: tuple[Collective, ...]
+    kept_bytes: int
+    inside_bytes: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """ops: by name. conversions: of each value, in the order of `assignment.conversions`. footprints: of ops by name.
+    transients: name of the op -> bytes of its transient that count. pending: parameters whose gradients are not there
+    yet at that moment.
+    """
+
+    ops: Mapping[str, OpCost]
+    conversions: Mapping[str, tuple[ConversionCost, ...]]
+    footprints: Mapping[str, Footprint]
+    transients: Mapping[str, float]
+    pending: frozenset[str]
+
+    @property
+    def savings(self) -> Mapping[str, tuple[Saving, ...]]:
+        """What becomes of each value that is read at each of its conversions."""
+        return {name: tuple(one.saving for one in of_value) for name, of_value in self.conversions.items()}
+
+    def all_conversions(self) -> Iterator[ConversionCost]:
+        """Value after value."""
+        for of_value in self.conversions.values():
+            yield from of_value
+
+
+def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> StepCost:
+    """The records of `assignment`, in graph order."""
+    known, regions = footprints(graph), (assignment.recomputed, assignment.offloaded)
+    parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
+    found = savings(graph, known, *regions)
+    largest = largest_transient(Sampled(graph), known, *regions, training.num_microbatches)
+    ops = {op.name: op for op in graph.ops}
+    transients = {}
+    for name, share in largest.ops.items():
+        shapes = local_shapes(ops[name], assignment.strategies[name], mesh.shape)
+        transients[name] = share * transient_bytes(ops[name], *shapes, parameters)
+    return StepCost(
+        {name: op_cost(op, assignment.strategies[name], mesh.shape, cluster) for name, op in ops.items()},
+        {
+            name: tuple(
+                _conversion_cost(each, saving, mesh, training, is_parameter=name in parameters, is_first=number == 0)
+                for number, (each, saving) in enumerate(zip(of_value, found[name]))
+            )
+            for name, of_value in conversions(graph, assignment).items()
+        },
+        known,
+        transients,
+        largest.pending,
+    )
+
+
+def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> OpCost:
+    """What `op` costs under `strategy`."""
+    inputs, outputs = local_shapes(op, strategy, mesh_shape)
+    return OpCost(
+        *shapes_time(op, inputs, outputs, cluster),
+        saved_by_op(op, strategy, inputs, outputs, mesh_shape),
+        waiting_bytes(op, outputs),
+        inner_collectives(op, strategy, mesh_shape),
+    )
+
+
+def _conversion_cost(
+    conversion: Conversion, saving: Saving, mesh: Mesh, training: Training, *, is_parameter: bool, is_first: bool
+) -> ConversionCost:
+    value, steps = conversion.value, redistribute(conversion.src, conversion.dst)
+    runs = runs_of(saving, training, is_parameter=is_parameter, is_regathered=conversion.is_regathered)
+    way = Transition(value, (conversion.src,), (conversion.dst,), saving, is_parameter, is_stored=is_first)
+    kept, inside, moved = (
+        int(found[0, 0]) for found in kept_bytes(way, mesh.shape, training, again=conversion.is_regathered)
+    )
+    made = tuple(found for step in steps for found in collectives_together(step, [value], mesh.shape))
+    again = again_in_backward(steps, value, mesh.shape)
+    return ConversionCost(conversion, saving, is_parameter, runs, made, again, kept, inside, moved)
