@@ -3,18 +3,24 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from time import monotonic
 
 from autopar.search.bounds.lagrange import by_elimination, by_messages, maximise, memory_only
 from autopar.search.bounds.trws import pass_messages
+from autopar.search.check_table import checked
 from autopar.search.coordinate_descent import descend, landscape, own_starts
 from autopar.search.cp_sat.refine import refine
 from autopar.search.deadline import Deadline
 from autopar.search.min_plus.eliminate import Limits, elimination_order
-from autopar.search.search_state import beginning, cheapest, trivial_bound, with_known
-from autopar.search.solve import solve
+from autopar.search.search_state import State, beginning, cheapest, is_solved, trivial_bound, with_known
+from autopar.search.solve import SOLVERS, solve
 from autopar.search.table import CostTable, cost_of, memory_of
 from bench.problem import Problem
 
+# The search has more time than it should need.
+SEARCH_LIMIT_S = 60.0
+# The rows of `SOLVERS` up to the bound.
+_NUM_BOUNDING = [row.name for row in SOLVERS].index("bound") + 1
 # Elimination is tried up to so much work; above it takes longer than the second that a search may take.
 _EXACT = Limits(additions=1e9)
 
@@ -75,6 +81,29 @@ PARTS: Mapping[str, Callable[[Problem, float], Found]] = {
 }
 
 
+def after_bound(problem: Problem, time_limit_s: float) -> dict[str, tuple[Found, float]]:
+    """Where the bound leaves a gap: what it leaves, then what labels and CP-SAT each make of that, and their seconds.
+
+    Both start from the same state and have `time_limit_s`.
+    """
+    state, start = beginning(checked(problem.table), problem.starts), monotonic()
+    for row in SOLVERS[:_NUM_BOUNDING]:
+        for state in row.solve(state, Deadline.after(SEARCH_LIMIT_S)):
+            pass
+    found = {"bound": (_found(state), monotonic() - start)}
+    for row in SOLVERS[_NUM_BOUNDING:] if state.best is not None and not is_solved(state) else ():
+        start, last = monotonic(), state
+        for last in row.solve(state, Deadline.after(time_limit_s)):
+            if is_solved(last):
+                break
+        found[row.name] = _found(last), monotonic() - start
+    return found
+
+
+def _found(state: State) -> Found:
+    return Found(_cost(state.reduced.table, state.best), state.lower_bound_s)
+
+
 def _cost(table: CostTable, choice: tuple[int, ...] | None) -> float:
     return math.inf if choice is None else cost_of(table, choice)
 
@@ -84,7 +113,8 @@ def lightest(table: CostTable) -> tuple[int, ...]:
     return pass_messages(memory_only(table)).met[0]
 
 
-def binding_limit(table: CostTable, time_limit_s: float) -> float:
-    """Bytes half way from nearly the least that would do to what the cheapest choice takes."""
+def binding_limit(table: CostTable, time_limit_s: float, part: float = 0.5) -> float:
+    """Bytes a `part` of the way, half by default, from nearly the least that would do to what the cheapest takes."""
     free = replace(table, memory_limit_bytes=math.inf)
-    return (memory_of(table, lightest(free)) + solve(free, deadline=Deadline.after(time_limit_s)).memory_bytes) / 2
+    least, most = memory_of(table, lightest(free)), solve(free, deadline=Deadline.after(time_limit_s)).memory_bytes
+    return least + part * (most - least)

@@ -29,7 +29,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.search.deadline import Deadline
 from autopar.search.solve import solve
-from bench.alone import PARTS, binding_limit
+from bench.alone import PARTS, SEARCH_LIMIT_S, after_bound, binding_limit
 from bench.by_hand import best_by_hand
 from bench.problem import example_of, graph_of, problem_of
 from bench.simulated import one_rank_of
@@ -38,9 +38,8 @@ from bench.suite import Case
 Result = TypeVar("Result")
 Row = dict[str, Any]
 
-# CP-SAT alone may run for ever; together the parts have more time than they should need.
+# CP-SAT alone may run for ever.
 PART_LIMIT_S = 10.0
-SEARCH_LIMIT_S = 60.0
 # A search that takes longer is timed once, a quicker one three times.
 _LONG_S = 10.0
 
@@ -144,6 +143,18 @@ def measure_parts(case: Case, started: float) -> Row:
     return {"rows": rows}
 
 
+def measure_refine(case: Case, started: float) -> Row:
+    """What labels and CP-SAT each make of what the bound leaves, under limits that bind more and less."""
+    problem, rows = problem_of(case), []
+    for limit, part in (("none", math.inf), ("90 %", 0.9), ("50 %", 0.5), ("25 %", 0.25), ("10 %", 0.1)):
+        num_bytes = part if part == math.inf else binding_limit(problem.table, SEARCH_LIMIT_S, part)
+        limited = replace(problem, table=replace(problem.table, memory_limit_bytes=num_bytes))
+        for name, (found, took_s) in after_bound(limited, PART_LIMIT_S).items():
+            row = {"limit": limit, "part": name, "search_s": took_s}
+            rows.append({**row, "step_s": _finite(found.cost_s), "bound_s": _finite(found.bound_s)})
+    return {"rows": rows}
+
+
 def measure_scope(case: Case, started: float) -> Row:
     """The search alone, without a memory limit and with one that binds: as planning searches, and what planning takes
     in all.
@@ -183,6 +194,7 @@ MEASURES: Mapping[str, Callable[[Case, float], Row]] = {
     "plan": measure_plan,
     "compile": measure_compile,
     "parts": measure_parts,
+    "refine": measure_refine,
     "scope": measure_scope,
     "whole": measure_whole,
 }
