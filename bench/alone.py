@@ -88,8 +88,7 @@ def after_bound(problem: Problem, time_limit_s: float) -> dict[str, tuple[Found,
     """
     state, start = beginning(checked(problem.table), problem.starts), monotonic()
     for row in SOLVERS[:_NUM_BOUNDING]:
-        for state in row.solve(state, Deadline.after(SEARCH_LIMIT_S)):
-            pass
+        state = (state, *row.solve(state, Deadline.after(SEARCH_LIMIT_S)))[-1]
     found = {"bound": (_found(state), monotonic() - start)}
     for row in SOLVERS[_NUM_BOUNDING:] if state.best is not None and not is_solved(state) else ():
         start, last = monotonic(), state
