@@ -1,4 +1,4 @@
-"""Memory of each rank of a pipeline over the step, by kind, as the plan prices it."""
+"""The predicted memory of each rank of a pipeline over a step, by kind."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.schedule.timeline import Span
 
-# Of an action, how many microbatches more its stage holds something for, once it has begun or once it is done.
+# Microbatches that are added to those in flight in a stage when an action of the kind begins, and when it ends.
 _BEGUN, _DONE = {"F": 1}, {"B": -1, "W": -1}
-# The same of what waits for the gradients of weights.
+# The same for microbatches whose gradients of weights are still to be computed.
 _WAITS, _MADE = {"I": 1}, {"W": -1}
 
 

@@ -1,4 +1,4 @@
-"""What each choice that saves memory in a plan in stages gains and costs, by pricing the plan without it."""
+"""Ablation: the memory that each choice of a plan saves and the time it costs, by pricing the plan without it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.assignment import NO_CHOICES
 from autopar.schedule.orders import Schedule
 
-# Field of an assignment -> what it decides, of those that save memory where they are not empty.
+# Fields of an assignment that save memory where they are not empty, with what they decide.
 _DECISIONS = {
     "recomputed": "blocks recomputed",
     "offloaded": "what blocks keep moved to the host",
@@ -24,8 +24,10 @@ _DECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MemorySaving:
-    """`where`: the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the whole
-    plan.
+    """One choice with and without.
+
+    where: the number of the stage, or "all". Bytes of a device of that stage, or of the fullest rank; step_s: of the
+    whole plan.
     """
 
     where: str
@@ -37,7 +39,7 @@ class MemorySaving:
 
 
 def memory_savings(plan: StagedPlan) -> Iterator[MemorySaving]:
-    """Each choice, stage by stage, and the microbatches; the rest of the plan stays as it is."""
+    """The choices of each stage, then the number of microbatches; each is left out alone."""
     for number, stage in enumerate(plan.stages):
         for choice, costs in costs_without(stage):
             stages = (*plan.stages[:number], replace(stage, costs=costs), *plan.stages[number + 1 :])
@@ -52,7 +54,7 @@ def memory_savings(plan: StagedPlan) -> Iterator[MemorySaving]:
 
 
 def costs_without(plan: Plan) -> Iterator[tuple[str, Costs]]:
-    """Each decision of the plan that saves memory, and the costs of the plan without it."""
+    """Each choice of the plan that saves memory, with the costs of the plan without it."""
     for name, decision in _DECISIONS.items():
         without = replace(plan.assignment, **{name: getattr(NO_CHOICES, name)})
         if without != plan.assignment:

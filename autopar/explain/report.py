@@ -1,4 +1,4 @@
-"""What a plan says, as data: the content of `explain` and of its JSON."""
+"""The content of `explain` for a plan without stages, as data for text and JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -99,7 +99,7 @@ class Report:
 
 
 def report(plan: Plan) -> Report:
-    """Put the plan's content in order; computes no cost."""
+    """The report of a plan; nothing is priced again."""
     costs = plan.costs
     return Report(
         mesh=str(plan.mesh),

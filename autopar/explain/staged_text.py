@@ -1,4 +1,4 @@
-"""A plan in stages as text and as data."""
+"""The content of `explain` for a plan with stages or microbatches, as text and as JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

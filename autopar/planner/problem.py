@@ -87,9 +87,7 @@ class Setting:
             self.mesh,
             self.cluster,
             training=request.training,
-            recomputed=request.recomputed,
-            offloaded=request.offloaded,
-            state_on_host=request.state_on_host,
+            given=request.given,
             memory_limit_bytes=request.memory_limit_bytes,
         )
 

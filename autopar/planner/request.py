@@ -7,6 +7,7 @@ from autopar.costmodel.activations.saved_activations import Regions
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.placement import Layout
 
 
@@ -33,6 +34,12 @@ class PlanRequest:
     recomputed: Regions = ()
     offloaded: Regions = ()
     state_on_host: frozenset[str] = frozenset()
+
+    @property
+    def given(self) -> Assignment:
+        """The choices that the request makes for the plan of a stage."""
+        each = {"recomputed": self.recomputed, "offloaded": self.offloaded, "state_on_host": self.state_on_host}
+        return replace(NO_CHOICES, **each)
 
     @property
     def is_open(self) -> bool:

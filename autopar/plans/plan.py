@@ -1,4 +1,4 @@
-"""The plan: where everything is, what that costs, and how good it is."""
+"""The plan of a graph without stages: its assignment, predicted costs and lower bound."""
 
 import math
 from collections.abc import Mapping
@@ -24,15 +24,17 @@ from autopar.sbp.signature import Candidates
 
 @dataclass(frozen=True)
 class Plan(BasePlan):
-    """`lower_bound_s`: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0
+    """An assignment for a graph and a mesh, with its predicted costs and what the search has proven of it.
+
+    lower_bound_s: no `bound_of` of this space within the memory limit has a shorter step, as `costs` prices it (0
     when nothing was proven). bound_of: "plan" for a model without repeated layers; else plans whose inner layers are
     alike, all or in the segments that were searched.
 
     without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
     not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim. found_by: "search",
     or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
-    meshes: those searched, if the mesh was left open -> step of the best plan. timings: planning stage -> seconds it
-    took. peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
+    meshes: searched mesh, if the mesh was left open -> seconds a step of its best plan. timings: planning stage ->
+    seconds it took. peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
     is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on
     reading.
     """
@@ -102,9 +104,7 @@ def plan_of(
     memory_limit_bytes: float = math.inf,
     costs: Costs | None = None,
 ) -> Plan:
-    """The plan that `assignment` is, with its `costs`, which are evaluated if they are not known; nothing is
-    searched.
-    """
+    """The plan of an assignment without a search. costs: those of the assignment, None to evaluate them."""
     costs = costs or evaluate(graph, assignment, mesh, cluster, training=training)
     folded = as_planned(fold(graph), graph, assignment)
     candidates = annotate(graph, mesh, folded, near=assignment.strategies)

@@ -1,4 +1,4 @@
-"""Plans as JSON text: what is written, and what is refused on reading, whatever the file holds."""
+"""The files of plans: JSON text with a format number, the version that wrote it and a checksum."""
 
 import hashlib
 import json

@@ -32,7 +32,9 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True)
 class StagedPlan(BasePlan):
-    """`stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first
+    """A plan in stages, microbatches or both.
+
+    `stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first
     ops of the stages but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by,
     timings, lower_bound_s: as in `Plan`; peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in
     `Plan`.

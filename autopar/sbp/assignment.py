@@ -1,5 +1,5 @@
-"""An assignment says where everything is; the conversions between its layouts follow from it, for pricing and for
-lowering alike.
+"""An assignment holds all choices of a plan; the conversions between its layouts follow from it, and the same
+conversions are priced and lowered.
 """
 
 from collections import defaultdict

@@ -1,6 +1,7 @@
 """Conversion between a choice of the table (an index for each entity) and an assignment of the whole graph."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,27 +11,23 @@ from autopar.costmodel.pricing.price import Priced
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
-from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.analysis.sample_blocks import classes_of
+from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, names_of, uses_of
 from autopar.search.table import CostTable
 
 
 def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, ...]) -> Assignment:
     """The assignment that gives every member of a class the option chosen for the class."""
     chosen = {(entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)}
-    classes = value_classes(graph, folded)
-    return Assignment(
-        strategies={op.name: chosen["op", folded.representative[op.name]] for op in graph.ops},
-        layouts={item.value.name: chosen["input", classes[item.value.name]].layout for item in graph.inputs},
-        kept={name: chosen["kept", classes[name]] for name, uses in uses_of(graph).items() if len(uses) > 1},
-        outputs={
-            value.name: chosen["output", classes[value.name]] for value in graph.outputs if isinstance(value, Value)
-        },
-        regathered=frozenset(
-            i.value.name for i in graph.inputs if chosen["input", classes[i.value.name]].is_regathered
-        ),
-        recomputed=priced.recomputed,
-        offloaded=priced.offloaded,
-        state_on_host=priced.state_on_host,
+    classes = classes_of(graph, folded)
+    found = {of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()}
+    return replace(
+        priced.given,
+        strategies=found[OP],
+        layouts={name: stored.layout for name, stored in found[INPUT].items()},
+        kept=found[KEPT],
+        outputs=found[OUTPUT],
+        regathered=frozenset(name for name, stored in found[INPUT].items() if stored.is_regathered),
     )
 
 

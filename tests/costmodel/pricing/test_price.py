@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.handwritten.hand_plan import hand_plans
-from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.assignment import NO_CHOICES, Assignment, uses_of
 from autopar.sbp.candidates import annotate
 from autopar.search.table import cost_of, memory_of
 from tests.costmodel.build import folded_stack, layer_stack, unfolded
@@ -123,9 +124,7 @@ def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
         mesh,
         CLUSTER,
         training=training,
-        recomputed=regions,
-        offloaded=away,
-        state_on_host=kept,
+        given=replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept),
     )
     assert all(
         is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3)
@@ -163,9 +162,7 @@ def test_the_table_of_a_model_in_microbatches_with_recomputed_blocks_is_exact(na
         mesh,
         CLUSTER,
         training=training,
-        recomputed=regions,
-        offloaded=away,
-        state_on_host=kept,
+        given=replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept),
     )
     assert all(
         is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5)

@@ -20,6 +20,7 @@ from autopar.mesh import parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.pipeline.search_stages import segments
 from autopar.sbp.analysis.sampled_graph import Sampled, sampled
+from autopar.sbp.assignment import NO_CHOICES
 from autopar.sbp.candidates import annotate
 
 IN_FLIGHT = replace(WHOLE_BATCH, num_in_flight=3, num_microbatches=4)
@@ -52,10 +53,9 @@ def test_a_few_copies_give_the_table_of_all(
     regions = recomputable(folded, graph)[:num_saved]
     folded = segmented(folded, graph, segments(folded, num_saved))
     on_host = frozenset(item.value.name for item in hostable(graph)) if is_on_host else frozenset()
-    price = functools.partial(
-        pricing.price, graph, folded, annotate(graph, mesh, folded), mesh, cluster, training=training
-    )
-    price = functools.partial(price, **{kind: regions}, state_on_host=on_host)
+    given = replace(NO_CHOICES, **{kind: regions}, state_on_host=on_host)
+    everything = annotate(graph, mesh, folded)
+    price = functools.partial(pricing.price, graph, folded, everything, mesh, cluster, training=training, given=given)
     assert len(sampled(graph, folded, (regions,), on_host).graph.ops) < len(graph.ops)
     few = price()
     monkeypatch.setattr(pricing, "sampled", lambda graph, *_: Sampled(graph))
