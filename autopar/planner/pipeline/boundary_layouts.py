@@ -19,7 +19,7 @@ from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts
-from autopar.planner.pipeline.equal_stages import shape_of
+from autopar.planner.pipeline.equal_stages import requested_of, wiring_of
 from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
@@ -103,7 +103,10 @@ class _Pipeline:
         self.budget = budget
         self.values = _values(cut)
         self.order, self.link = ordered(found.schedule), transfer(cluster, found.schedule.num_ranks, mesh.num_devices)
-        self.kinds = [shape_of(stage.graph, self._request(number)) for number, stage in enumerate(cut.stages)]
+        self.kinds = [
+            (wiring_of(stage.graph), requested_of(stage.graph, self._request(number)))
+            for number, stage in enumerate(cut.stages)
+        ]
         self.ends: dict[Any, _Ends] = {}
         self.known: dict[Any, float] = {}
 

@@ -12,29 +12,24 @@ from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment, graph_names
 
 
-def shape_of(graph: Graph, request: PlanRequest) -> Any:
-    """Equal for stages that are searched alike but for what is in flight: the same ops wired alike, and the same
-    request but for names.
-    """
+def wiring_of(graph: Graph) -> Any:
+    """Equal for graphs of the same ops wired alike."""
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
-    wired = wire(graph).sources
-    requested = [
-        (
-            request.pins.get(x.fqn),
-            request.stored.get(x.fqn),
-            request.crossing.get(x.value.name),
-            x.kind,
-            replace(x.value, name=""),
-        )
-        for x in graph.inputs
-    ]
+    made = tuple(_place(graph, number, value) for value in graph.outputs)
+    inputs = tuple((item.kind, replace(item.value, name="")) for item in graph.inputs)
+    return tuple(map(nameless, graph.ops)), wire(graph).sources, inputs, made
+
+
+def requested_of(graph: Graph, request: PlanRequest) -> Any:
+    """Equal for requests that ask the same of graphs wired alike, but for what is in flight."""
+    inputs = tuple(
+        (request.pins.get(x.fqn), request.stored.get(x.fqn), request.crossing.get(x.value.name)) for x in graph.inputs
+    )
     position = {op.name: i for i, op in enumerate(graph.ops)}
     each = (request.recomputed, request.offloaded)
-    regions = tuple(tuple(tuple(position[name] for name in region) for region in found) for found in each)
+    regions = tuple(tuple((position[region[0]], len(region)) for region in found) for found in each)
     sent = tuple(request.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
-    made = tuple(_place(graph, number, value) for value in graph.outputs)
-    ops = tuple(nameless(op) for op in graph.ops)
-    return ops, wired, tuple(requested), regions, sent, made
+    return inputs, regions, sent
 
 
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:

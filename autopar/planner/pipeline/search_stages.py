@@ -5,15 +5,12 @@ memory limit.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
-from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import segmented
 from autopar.ir.folding.stage_fold import fold_of_stage
 from autopar.ir.graph import Graph
@@ -21,31 +18,29 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import Part, fill, is_worth_moving, with_moves
 from autopar.planner.pipeline.cut_stages import Cut, restricted
-from autopar.planner.pipeline.equal_stages import renamed, shape_of
+from autopar.planner.pipeline.equal_stages import wiring_of
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.pipeline.wanted_stages import (
+    StagePlans,
+    Stages,
+    Wanted,
+    key_of,
+    pressure_of,
+    segments,
+    side_by_side,
+)
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
-from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout
-from autopar.search.table import CostTable, Edge
+from autopar.search.table import memory_of
 
 # A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
 # few more microbatches in flight.
 _NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A stage, and what is asked of its plan. most_saved: how many of its blocks the plan by hand recomputes."""
-
-    graph: Graph
-    request: PlanRequest
-    most_saved: int
-
-
-Stages = tuple[Wanted, ...]  # of one rank
+# Tables of stages that are kept: those of a rank and a few more.
+_MOST_KEPT = 8
 
 
 def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
@@ -90,13 +85,16 @@ class Solver:
         self.crossing, self.limit_bytes = crossing, request.memory_limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
-        self.free: dict[Any, _Found] = {}  # of stages alike, without a memory limit
-        self.known: dict[Any, list[_Found]] = {}  # of ranks alike, within one
-        self.on_host: dict[Any, list[_Found]] = {}  # of ranks alike, within one where optimizer state may leave it
+        self.free: dict[Any, StagePlans] = {}  # of stages alike, without a memory limit
+        self.known: dict[Any, list[StagePlans]] = {}  # of ranks alike, within one
+        self.on_host: dict[Any, list[StagePlans]] = {}  # of ranks alike, within one where optimizer state may leave it
         self.failed: dict[Any, float] = {}  # of ranks alike, the least pressure under which nothing fitted
         holders = Counter(item.fqn for stage in cut.stages for item in stage.graph.of_kind("parameter"))
         self.shared = {fqn for fqn, num in holders.items() if num > 1}
         self.is_searched = False  # whether any plan is not as it is by hand
+        wirings: dict[Any, int] = {}
+        self.wirings = [wirings.setdefault(wiring_of(stage.graph), len(wirings)) for stage in cut.stages]
+        self.problems: dict[Any, Problem] = {}  # the latest
         # FQN of a parameter of several stages -> its layout on the first that is solved
         self.tied: dict[str, str] = {}
 
@@ -108,7 +106,8 @@ class Solver:
         """The ranks, those first of which plans are likely to do for others."""
         stages_of = map(self.found.schedule.stages_of, range(self.found.schedule.num_ranks))
         pressures = [
-            _pressure(map(self._training, stages), limit) for stages, limit in zip(stages_of, limits_bytes, strict=True)
+            pressure_of(map(self._training, stages), limit)
+            for stages, limit in zip(stages_of, limits_bytes, strict=True)
         ]
         return sorted(range(len(pressures)), key=lambda rank: -pressures[rank])
 
@@ -157,21 +156,22 @@ class Solver:
         pins = {fqn: layout for fqn, layout in self.request.pins.items() if fqn in fqns}
         crossing = {name: self.crossing[name] for name in (*stage.receives, *stage.sends)}
         request = replace(self.request, pins=pins, stored=stored, training=self._training(number), crossing=crossing)
-        return Wanted(stage.graph, request, self.found.partition.num_recomputed[number])
+        most_saved = self.found.partition.num_recomputed[number]
+        return Wanted(number, stage.graph, self.wirings[number], request, self._regions(stage.graph), most_saved)
 
-    def _best(self, stages: Stages) -> "_Found":
+    def _best(self, stages: Stages) -> StagePlans:
         """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by
         hand recomputes.
         """
-        best: _Found | None = None
+        best: StagePlans | None = None
         failure: InfeasibleError | None = None
-        pressure = _pressure((one.request.training for one in stages), self.limit_bytes)
+        pressure = pressure_of((one.request.training for one in stages), self.limit_bytes)
         for asked in self._ways(stages):
             if self.is_late or (self.budget.is_spent and (best or failure)):
                 break
             is_last_resort = all(len(one.request.recomputed) == one.most_saved for one in asked)
             # Nothing is where ranks alike with hardly more memory could not be made to fit.
-            is_hopeless = not is_last_resort and self.failed.get(_key(asked), math.inf) <= _LITTLE_TIGHTER * pressure
+            is_hopeless = not is_last_resort and self.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
             if is_hopeless and not self.can_move_state:
                 continue
             free = self._unlimited(asked)
@@ -184,7 +184,7 @@ class Solver:
                 try:
                     found = self._saving(asked, free, pressure)
                 except InfeasibleError as error:
-                    self.failed[_key(asked)] = pressure
+                    self.failed[key_of(asked)] = pressure
                     failure = error
             for one in (found, self._with_state_on_host(asked, free, pressure, found)):
                 best = one if one is not None and (best is None or one.cost_s < best.cost_s) else best
@@ -205,7 +205,7 @@ class Solver:
         """
         return self.budget.is_spent and not (self.request.pins or self.request.stored or self.tied)
 
-    def _as_written(self, stages: Stages) -> "_Found | None":
+    def _as_written(self, stages: Stages) -> StagePlans | None:
         """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None
         if they do not fit, or are to be stored otherwise.
         """
@@ -215,19 +215,18 @@ class Solver:
             stored = {item.fqn: format_layout(own.layouts[item.value.name]) for item in one.graph.inputs}
             if any(stored[fqn] != layout for fqn, layout in (*one.request.pins.items(), *one.request.stored.items())):
                 return None
-            regions = self._regions(one.graph)[: one.most_saved]
+            regions = one.regions[: one.most_saved]
             asked.append(replace(one, request=replace(one.request, recomputed=regions)))
             parts.append((one.graph, replace(own, recomputed=regions)))
-        written = self._priced(_Found(tuple(parts), math.inf, is_searched=False), asked)
-        if self._fits(written):
-            return written
-        return self._filled([written], asked) if self.can_move_state else None
+        written = StagePlans(tuple(parts), math.inf, is_searched=False)
+        filled = self._filled([written], tuple(asked))
+        is_moved = filled is not None and any(own.state_on_host for _, own in filled.parts)
+        return None if is_moved and not self.can_move_state else filled
 
     def _ways(self, stages: Stages) -> Iterator[Stages]:
         """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host
         meanwhile: none, half of those that the plan by hand recomputes, and as many.
         """
-        regions = [self._regions(one.graph) for one in stages]
         counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
         for kind in ("recomputed", "offloaded"):
             # A backward in two parts would fetch everything twice.
@@ -237,21 +236,21 @@ class Solver:
                 continue
             for nums in counts:
                 if kind == "recomputed" or any(nums):
-                    saved = [{kind: found[:num]} for found, num in zip(regions, nums)]
+                    saved = [{kind: one.regions[:num]} for one, num in zip(stages, nums)]
                     yield tuple(replace(one, request=replace(one.request, **each)) for one, each in zip(stages, saved))
 
     def _regions(self, graph: Graph) -> tuple[tuple[str, ...], ...]:
         own = {op.name for op in graph.ops}
         return tuple(region for region in self.cut.regions if region[0] in own)
 
-    def _saving(self, stages: Stages, free: "_Found", pressure: float) -> "_Found":
+    def _saving(self, stages: Stages, free: StagePlans, pressure: float) -> StagePlans:
         """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank
         alike under more pressure that fit here too are taken if they are nearly as fast as that, since it is the
         slowest rank that counts.
         """
         if self._fits(free):
             return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
-        known = self.known.setdefault(_key(stages), [])
+        known = self.known.setdefault(key_of(stages), [])
         alike = [
             one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s
         ]
@@ -269,15 +268,15 @@ class Solver:
         )
 
     def _with_state_on_host(
-        self, stages: Stages, free: "_Found", pressure: float, other: "_Found | None"
-    ) -> "_Found | None":
+        self, stages: Stages, free: StagePlans, pressure: float, other: StagePlans | None
+    ) -> StagePlans | None:
         """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are
         none, or if `other`, without, is known to be as good. Those of a rank alike, or nearly as fast as `free`,
         without a memory limit, will do.
         """
         if not self.can_move_state or (other is not None and not other.is_short):
             return None
-        known = self.on_host.setdefault(_key(stages), [])
+        known = self.on_host.setdefault(key_of(stages), [])
         best = self._filled([free, *known], stages)
         near = (pressure / _LITTLE_TIGHTER, _LITTLE_TIGHTER * pressure)
         if best is None or not (
@@ -292,9 +291,9 @@ class Solver:
             best = self._filled([free, *known], stages)
         return best
 
-    def _filled(self, found: Iterable["_Found"], stages: Stages) -> "_Found | None":
+    def _filled(self, found: Iterable[StagePlans], stages: Stages) -> StagePlans | None:
         """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
-        best: _Found | None = None
+        best: StagePlans | None = None
         for one in (other if other.costs else other.of_others(stages) for other in found):
             known = zip(one.parts, stages, one.costs or [None] * len(stages))
             parts = [Part(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
@@ -305,37 +304,39 @@ class Solver:
                 best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
         return best
 
-    def _unlimited(self, stages: Stages) -> "_Found":
+    def _unlimited(self, stages: Stages) -> StagePlans:
         """The best plans without a memory limit, each stage for itself."""
         found = []
         for one in stages:
-            key = _key((one,))
+            key = key_of((one,))
             if key not in self.free:
                 self.free[key] = self._search((one,), math.inf, 0.0)
             found.append(self.free[key].of_others((one,)))
-        return _Found(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
+        return StagePlans(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
 
-    def _priced(self, found: "_Found", stages: Stages) -> "_Found":
-        pairs = zip(found.parts, stages)
-        costs = (
-            evaluate(graph, own, self.mesh, self.cluster, training=one.request.training) for (graph, own), one in pairs
-        )
-        return replace(found, costs=tuple(costs))
+    def _priced(self, found: StagePlans, stages: Stages) -> StagePlans:
+        """With what the plans take together, by the tables of the stages."""
+        memory_bytes = 0.0
+        for (_, own), one in zip(found.parts, stages):
+            problem = self._problem(one)
+            choice = problem.encode(own)
+            memory_bytes += math.inf if choice is None else memory_of(problem.priced.table, choice)
+        return replace(found, memory_bytes=memory_bytes)
 
-    def _fits(self, found: "_Found") -> bool:
-        return sum(one.total_memory_bytes for one in found.costs) <= self.limit_bytes
+    def _fits(self, found: StagePlans) -> bool:
+        return found.memory_bytes <= self.limit_bytes
 
-    def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> "_Found":
+    def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> StagePlans:
         """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not
         those of a step.
         """
-        settings = [Setting(x.graph, self.mesh, self.cluster, x.request, self.budget) for x in stages]
-        problems = [self._problem(setting) for setting in settings]
+        settings = [self._setting(one) for one in stages]
+        problems = [self._problem(one) for one in stages]
         if is_on_host:
             problems = [with_moves(*each) for each in zip(settings, problems)]
         starts = [problem.encode(restricted(self.cut.by_hand, problem.graph, self.crossing)) for problem in problems]
         start = () if None in starts else tuple(index for one in starts for index in one)
-        table = _side_by_side([problem.priced.table for problem in problems], limit_bytes)
+        table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
         joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
         choice = settings[0].search(joint, [start] if start else [])
         parts, first = [], 0
@@ -343,65 +344,19 @@ class Solver:
             last = first + len(problem.priced.table.nodes)
             parts.append((problem.graph, problem.decode(choice.strategies[first:last])))
             first = last
-        return _Found(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, self.cluster))
+        return StagePlans(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, self.cluster))
 
-    def _problem(self, setting: Setting) -> Problem:
-        folded = fold_of_stage(self.cut.folded, setting.graph, setting.request.crossing)
-        saved = len(setting.request.recomputed or setting.request.offloaded)
-        return setting.problem(segmented(folded, setting.graph, segments(folded, saved)))
+    def _setting(self, one: Wanted) -> Setting:
+        return Setting(one.graph, self.mesh, self.cluster, one.request, self.budget)
 
-
-def _key(stages: Stages) -> Any:
-    return tuple(shape_of(one.graph, one.request) for one in stages)
-
-
-def _pressure(trainings: Iterator[Training], limit_bytes: float) -> float:
-    """How hard it is to fit: microbatches that keep something for each byte of the limit."""
-    return sum(one.num_in_flight + one.num_waiting for one in trainings) / limit_bytes
-
-
-def _side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
-    """The tables as one, with nothing in common but the memory."""
-    nodes, edges = [], []
-    for table in tables:
-        edges += [
-            Edge(edge.a + len(nodes), edge.b + len(nodes), edge.cost_s, edge.memory_bytes) for edge in table.edges
-        ]
-        nodes += table.nodes
-    return CostTable(tuple(nodes), tuple(edges), limit_bytes)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`; `is_free`: the limit does
-    not make them slower; `is_short`: memory costs more in them than to have optimizer state on the host; `is_searched`:
-    not as they are by hand; costs: of the parts, or () if nobody asked.
-    """
-
-    parts: tuple[tuple[Graph, Assignment], ...]
-    cost_s: float
-    pressure: float = 0.0
-    is_free: bool = False
-    is_short: bool = False
-    is_searched: bool = True
-    costs: tuple[Costs, ...] = ()
-
-    def of_others(self, stages: Stages) -> "_Found":
-        """The same for stages alike."""
-        pairs = zip(self.parts, stages)
-        return replace(
-            self, parts=tuple((one.graph, renamed(own, like, one.graph)) for (like, own), one in pairs), costs=()
-        )
-
-
-def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
-    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those
-    that are not.
-    """
-    found = []
-    for repeat in folded.repeats:
-        again = min(num_saved, repeat.count)
-        num_saved -= again
-        ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
-        found.append(tuple(b - a for a, b in pairwise(ends)))
-    return tuple(found)
+    def _problem(self, one: Wanted) -> Problem:
+        """The stage's table; the latest ones are kept."""
+        request = one.request
+        saved = len(request.recomputed or request.offloaded)
+        key = one.number, saved, bool(request.offloaded), request.training, tuple(request.stored.items())
+        if key not in self.problems:
+            if len(self.problems) >= _MOST_KEPT:
+                del self.problems[next(iter(self.problems))]
+            folded = fold_of_stage(self.cut.folded, one.graph, request.crossing)
+            self.problems[key] = self._setting(one).problem(segmented(folded, one.graph, segments(folded, saved)))
+        return self.problems[key]

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models.catalogue import build_model
-from autopar.planner.pipeline.search_stages import segments
+from autopar.planner.pipeline.wanted_stages import segments
 from autopar.sbp.analysis.sampled_graph import Sampled, sampled
 from autopar.sbp.assignment import NO_CHOICES
 from autopar.sbp.candidates import annotate

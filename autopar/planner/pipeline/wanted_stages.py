@@ -1,0 +1,96 @@
+"""What is asked of the stages of a rank, and the plans that answer it."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from autopar.costmodel.activations.saved_activations import Regions
+from autopar.costmodel.evaluate import Costs
+from autopar.costmodel.training import Training
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.planner.pipeline.equal_stages import renamed, requested_of
+from autopar.planner.request import PlanRequest
+from autopar.sbp.assignment import Assignment
+from autopar.search.table import CostTable, Edge
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A stage, and what is asked of its plan. number: of the stage. wiring: equal for stages of the same ops wired
+    alike. regions: all blocks that may be recomputed; most_saved: how many of them the plan by hand recomputes.
+    """
+
+    number: int
+    graph: Graph
+    wiring: int
+    request: PlanRequest
+    regions: Regions
+    most_saved: int
+
+    @property
+    def key(self) -> Any:
+        """Equal for stages that are searched alike but for what is in flight."""
+        return self.wiring, requested_of(self.graph, self.request)
+
+
+Stages = tuple[Wanted, ...]  # of one rank
+
+
+def key_of(stages: Stages) -> Any:
+    """Equal for ranks whose stages are searched alike but for what is in flight."""
+    return tuple(one.key for one in stages)
+
+
+def pressure_of(trainings: Iterable[Training], limit_bytes: float) -> float:
+    """How hard it is to fit: microbatches that keep something for each byte of the limit."""
+    return sum(one.num_in_flight + one.num_waiting for one in trainings) / limit_bytes
+
+
+def side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
+    """The tables as one, with nothing in common but the memory."""
+    nodes, edges = [], []
+    for table in tables:
+        edges += [
+            Edge(edge.a + len(nodes), edge.b + len(nodes), edge.cost_s, edge.memory_bytes) for edge in table.edges
+        ]
+        nodes += table.nodes
+    return CostTable(tuple(nodes), tuple(edges), limit_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlans:
+    """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`. is_free: the limit does
+    not make them slower. is_short: memory costs more in them than to have optimizer state on the host. is_searched: not
+    as they are by hand. memory_bytes: of the device, all together; costs: of the parts; NaN and () if nobody asked.
+    """
+
+    parts: tuple[tuple[Graph, Assignment], ...]
+    cost_s: float
+    pressure: float = 0.0
+    is_free: bool = False
+    is_short: bool = False
+    is_searched: bool = True
+    memory_bytes: float = math.nan
+    costs: tuple[Costs, ...] = ()
+
+    def of_others(self, stages: Stages) -> "StagePlans":
+        """The same for stages alike."""
+        pairs = zip(self.parts, stages)
+        parts = tuple((one.graph, renamed(own, like, one.graph)) for (like, own), one in pairs)
+        return replace(self, parts=parts, memory_bytes=math.nan, costs=())
+
+
+def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
+    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those
+    that are not.
+    """
+    found = []
+    for repeat in folded.repeats:
+        again = min(num_saved, repeat.count)
+        num_saved -= again
+        ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
+        found.append(tuple(b - a for a, b in pairwise(ends)))
+    return tuple(found)
