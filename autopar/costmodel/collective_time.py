@@ -18,7 +18,7 @@ from autopar.sbp.redistribute import Collective
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GroupLevel:
     """At one link level a group joins `num_children` blocks, each holding `num_inside` of its members."""
 
     num_children: int
@@ -36,7 +36,7 @@ class Pieces:
 
 
 @lru_cache(maxsize=2**16)
-def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Span, ...]:
+def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[GroupLevel, ...]:
     """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out
     row-major.
 
@@ -57,37 +57,37 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
         # groups that do not fill their blocks evenly are priced as the fullest block
         num_children = -(-int(block_sizes.max()) // inside)
         if num_children > 1:
-            found.append(Span(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
+            found.append(GroupLevel(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
             inside *= num_children
     return tuple(found)
 
 
-def _flat_rate(found: tuple[Span, ...]) -> float:
+def _flat_rate(found: tuple[GroupLevel, ...]) -> float:
     """Bytes/s of a ring over all members: of the devices of a block only one sends outwards at a time, with the shares
     of them all.
     """
     return min(span.bandwidth_bytes_per_s * span.num_inside for span in found)
 
 
-def _ring(found: tuple[Span, ...], size: int) -> Pieces:
+def _ring(found: tuple[GroupLevel, ...], size: int) -> Pieces:
     """Half a ring all-reduce: n - 1 steps, each as late as its slowest link."""
     return Pieces((size - 1) * max(span.latency_s for span in found), (size - 1) / size / _flat_rate(found))
 
 
-def _hierarchical(found: tuple[Span, ...]) -> Pieces:
+def _hierarchical(found: tuple[GroupLevel, ...]) -> Pieces:
     """Half a hierarchical all-reduce: a ring at each level on what the levels inside have scattered."""
     alpha = sum((span.num_children - 1) * span.latency_s for span in found)
     beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in found)
     return Pieces(alpha, beta)
 
 
-def _tree(found: tuple[Span, ...]) -> Pieces:
+def _tree(found: tuple[GroupLevel, ...]) -> Pieces:
     """All-reduce by a pipelined double binary tree: up and down once, each byte over each link twice."""
     alpha = sum(2 * (span.num_children - 1).bit_length() * span.latency_s for span in found)
     return Pieces(alpha, 2 / _flat_rate(found))
 
 
-def _exchange(found: tuple[Span, ...]) -> Pieces:
+def _exchange(found: tuple[GroupLevel, ...]) -> Pieces:
     """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level where they meet."""
     size = found[-1].num_children * found[-1].num_inside
     peers = [(span.num_children - 1) * span.num_inside for span in found]

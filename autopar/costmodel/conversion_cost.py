@@ -150,11 +150,17 @@ def copy_bytes(
     return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
 
 
-@lru_cache(maxsize=256)
 def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
     """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or
     pending.
     """
+    if len(sources) == len(targets) == 1:  # of an assignment: these must not push a table's lists out of the cache
+        return np.array([[memory_layout(sources[0]) == memory_layout(targets[0])]])
+    return _same_tensors(sources, targets)
+
+
+@lru_cache(maxsize=256)
+def _same_tensors(sources: Layouts, targets: Layouts) -> np.ndarray:
     ndim = max(map(len, sources + targets), default=0)
     mine, theirs = (_codes(tuple(map(memory_layout, layouts)), ndim) for layouts in (sources, targets))
     return (mine[:, None] == theirs[None]).all(axis=-1)

@@ -65,7 +65,7 @@ def count_storages(held: Iterable[torch.Tensor] = ()) -> Iterator[Storages]:
     """
     storages = Storages()
     storages.hold(plain for tensor in held for plain in plain_tensors(tensor))
-    with _Counter(storages):
+    with _StorageCounter(storages):
         yield storages
 
 
@@ -79,7 +79,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)
 
 
-class _Counter(TorchDispatchMode):
+class _StorageCounter(TorchDispatchMode):
     def __init__(self, storages: Storages) -> None:
         super().__init__()
         self.storages = storages

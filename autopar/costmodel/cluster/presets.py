@@ -1,6 +1,7 @@
 """Known clusters. Rates are one direction, dense; every number names its source."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 
@@ -28,22 +29,25 @@ PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 _EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
 
 
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """Datasheet rates of a device's links, bytes/s in one direction: within its node of `per_node` devices, to other
+    nodes, and to the host's memory.
+    """
+
+    per_node: int
+    nvlink: float
+    network: float
+    host: float
+
+
 def _gpus(
-    name: str,
-    *,
-    per_node: int,
-    nvlink: float,
-    network: float,
-    host: float,
-    peak: Mapping[str, float],
-    memory_bandwidth: float,
-    memory: int,
-    source: str,
+    name: str, links: _Links, *, peak: Mapping[str, float], memory_bandwidth: float, memory: int, source: str
 ) -> Cluster:
-    """`nvlink`, `network` and `host` in bytes/s per device and direction; the rates of `peak` in flop/s."""
-    levels = (LinkLevel(0, NETWORK_LATENCY_S, network * LINK_EFFICIENCY),)
-    if per_node > 1:
-        levels = (LinkLevel(per_node, NVLINK_LATENCY_S, nvlink * LINK_EFFICIENCY),) + levels
+    """A cluster of GPUs. peak: datasheet flop/s by dtype; memory_bandwidth: bytes/s; memory: bytes."""
+    levels = (LinkLevel(0, NETWORK_LATENCY_S, links.network * LINK_EFFICIENCY),)
+    if links.per_node > 1:
+        levels = (LinkLevel(links.per_node, NVLINK_LATENCY_S, links.nvlink * LINK_EFFICIENCY),) + levels
     rates = {dtype: rate * PRODUCT_EFFICIENCY for dtype, rate in peak.items()}
     return Cluster(
         name,
@@ -52,17 +56,14 @@ def _gpus(
         memory_bandwidth,
         memory,
         f"{source}; {_EFFICIENCY_NOTE}",
-        host_bandwidth_bytes_per_s=host * LINK_EFFICIENCY,
+        host_bandwidth_bytes_per_s=links.host * LINK_EFFICIENCY,
     )
 
 
 def _v100(name: str, node_gbit: float) -> Cluster:
     return _gpus(
         name,
-        per_node=8,
-        nvlink=150e9,
-        network=node_gbit * GBIT / 8,
-        host=PCIE3 / 2,
+        _Links(per_node=8, nvlink=150e9, network=node_gbit * GBIT / 8, host=PCIE3 / 2),
         peak={"float16": 125e12, "bfloat16": 15.7e12, "float32": 15.7e12, "float64": 7.8e12},
         memory_bandwidth=900e9,
         memory=16 * 2**30,
@@ -76,10 +77,7 @@ def _v100(name: str, node_gbit: float) -> Cluster:
 def _a100(name: str, gpu_gbit: float) -> Cluster:
     return _gpus(
         name,
-        per_node=8,
-        nvlink=300e9,
-        network=gpu_gbit * GBIT,
-        host=PCIE4 / 2,
+        _Links(per_node=8, nvlink=300e9, network=gpu_gbit * GBIT, host=PCIE4 / 2),
         peak={"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
         memory_bandwidth=2039e9,
         memory=80 * 10**9,
@@ -92,10 +90,7 @@ def _a100(name: str, gpu_gbit: float) -> Cluster:
 
 _P100 = _gpus(
     "p100",
-    per_node=1,
-    nvlink=0.0,
-    network=10.2e9,
-    host=PCIE3,
+    _Links(per_node=1, nvlink=0.0, network=10.2e9, host=PCIE3),
     peak={"float16": 18.7e12, "bfloat16": 9.3e12, "float32": 9.3e12, "float64": 4.7e12},
     memory_bandwidth=732e9,
     memory=16 * 2**30,
@@ -107,10 +102,7 @@ _P100 = _gpus(
 
 _H100 = _gpus(
     "h100",
-    per_node=8,
-    nvlink=450e9,
-    network=400 * GBIT,
-    host=PCIE5,
+    _Links(per_node=8, nvlink=450e9, network=400 * GBIT, host=PCIE5),
     peak={"float16": 989.4e12, "bfloat16": 989.4e12, "float32": 67e12, "float64": 67e12},
     memory_bandwidth=3350e9,
     memory=80 * 10**9,

@@ -28,7 +28,7 @@ Prices = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class PricedFlow:
     """What the price of a flow depends on: nameless `value` goes from the layouts `src` to the layouts `dst`."""
 
     value: Value
@@ -47,12 +47,12 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A meeting as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's
+class EdgePart:
+    """A flow as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's
     second node to its first if it is turned.
     """
 
-    meeting: Meeting
+    flow: PricedFlow
     # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
     count: tuple[float, ...]
     is_turned: bool
@@ -65,9 +65,9 @@ def price_edges(
     share their arrays.
     """
     parts = _parts(flows, training.num_microbatches)
-    meetings = dict.fromkeys(part.meeting for found in parts.values() for part in found)
-    prices = {meeting: _price(meeting, mesh, cluster, training) for meeting in meetings}
-    known: dict[tuple[Part, ...], Matrices] = {}
+    found_flows = dict.fromkeys(part.flow for found in parts.values() for part in found)
+    prices = {flow: _price(flow, mesh, cluster, training) for flow in found_flows}
+    known: dict[tuple[EdgePart, ...], Matrices] = {}
     zeros: dict[tuple[int, int], np.ndarray] = {}
     nodes, edges = list(nodes), []
     for (a, b), found in sorted(parts.items(), key=lambda item: item[0]):
@@ -80,62 +80,62 @@ def price_edges(
     return tuple(nodes), tuple(edges)
 
 
-def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[Part, ...]]:
+def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
     """Pair of entities -> the flows between them."""
-    found: dict[tuple[int, int], tuple[Part, ...]] = {}
+    found: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
         numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
-        found[pair] = (*found.get(pair, ()), Part(_meeting(flow, flows), numbers, a > b))
+        found[pair] = (*found.get(pair, ()), EdgePart(_priced_flow(flow, flows), numbers, a > b))
     return found
 
 
-def _meeting(flow: Flow, flows: Flows) -> Meeting:
+def _priced_flow(flow: Flow, flows: Flows) -> PricedFlow:
     value = flows.values[flow.value]
     value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
     ends = flows.offered[flow.src], flows.offered[flow.dst]
-    return Meeting(value, *ends, flow.saving, flow.value in flows.parameters, flows.is_stored(flow))
+    return PricedFlow(value, *ends, flow.saving, flow.value in flows.parameters, flows.is_stored(flow))
 
 
-def _price(meeting: Meeting, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
+def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
     """f64[src.layouts, dst.layouts]: the conversion, as often as `runs_of` says, and what backward keeps of it."""
-    way, pair, is_parameter = meeting.transition, (meeting.src.layouts, meeting.dst.layouts), meeting.is_parameter
-    again = np.logical_and.outer(meeting.src.again, meeting.dst.again) & is_parameter
-    is_bucketed = is_parameter and meeting.is_stored
+    way, pair, is_parameter = flow.transition, (flow.src.layouts, flow.dst.layouts), flow.is_parameter
+    again = np.logical_and.outer(flow.src.again, flow.dst.again) & is_parameter
+    is_bucketed = is_parameter and flow.is_stored
     if is_bucketed:
         again &= ~only_reduces_gradient(*pair)  # nothing is gathered that could be gathered again
     kept, regathered = (
-        runs_of(meeting.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
+        runs_of(flow.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
     )
-    cost_s = (parameter_times if is_bucketed else conversion_times)(meeting.value, *pair, mesh.shape, cluster)
+    cost_s = (parameter_times if is_bucketed else conversion_times)(flow.value, *pair, mesh.shape, cluster)
     num_again = np.where(again, regathered.num_again, kept.num_again)
     if num_again.any():
         cost_s = cost_s + num_again * conversion_times(
-            replace(meeting.value, needs_grad=False), *pair, mesh.shape, cluster
+            replace(flow.value, needs_grad=False), *pair, mesh.shape, cluster
         )
     num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
     return num_runs * cost_s, *kept_bytes(way, mesh.shape, training, again=again)
 
 
-def _matrices(part: Part, prices: Mapping[Meeting, Prices]) -> Matrices:
+def _matrices(part: EdgePart, prices: Mapping[PricedFlow, Prices]) -> Matrices:
     """The part's seconds and bytes for each pair of layouts."""
-    cost_s, kept, inside, moved = prices[part.meeting]
+    cost_s, kept, inside, moved = prices[part.flow]
     times, share, moved_share, moved_s = part.count
     return times * cost_s + moved_s * moved, times * kept + share * inside + moved_share * moved
 
 
-def _with_own(node: Node, parts: Sequence[Part], prices: Mapping[Meeting, Prices]) -> Node:
+def _with_own(node: Node, parts: Sequence[EdgePart], prices: Mapping[PricedFlow, Prices]) -> Node:
     """The node with the flows from its entity to itself."""
     cost_s, memory = node.cost_s, node.memory_bytes
     for part in parts:
-        at = part.meeting.src.index, part.meeting.dst.index
+        at = part.flow.src.index, part.flow.dst.index
         cost_s, memory = (own + found[at] for own, found in zip((cost_s, memory), _matrices(part, prices)))
     return Node(node.name, cost_s, memory)
 
 
 def _spread(
-    parts: Sequence[Part], prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]
+    parts: Sequence[EdgePart], prices: Mapping[PricedFlow, Prices], zeros: dict[tuple[int, int], np.ndarray]
 ) -> Matrices:
     """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing
     else.
@@ -146,8 +146,10 @@ def _spread(
     return first
 
 
-def _spread_one(part: Part, prices: Mapping[Meeting, Prices], zeros: dict[tuple[int, int], np.ndarray]) -> Matrices:
-    at = part.meeting.src.index, part.meeting.dst.index
+def _spread_one(
+    part: EdgePart, prices: Mapping[PricedFlow, Prices], zeros: dict[tuple[int, int], np.ndarray]
+) -> Matrices:
+    at = part.flow.src.index, part.flow.dst.index
     rows, columns = at[::-1] if part.is_turned else at
     shape = len(rows), len(columns)
     found = []
