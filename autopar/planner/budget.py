@@ -1,6 +1,4 @@
-"""The time that planning may take: one deadline for all of it, what it tells as it goes, and how long each stage
-took.
-"""
+"""`Budget`: the one deadline of planning, its progress reports, and the time of each of its stages."""
 
 import signal
 import threading
@@ -15,23 +13,25 @@ from typing import Any, TypeVar
 from autopar.planner.request import ANYTHING
 from autopar.search.deadline import Deadline
 
-Progress = Callable[[str], None]  # told in a few words what is being done
-Watch = Callable[[str, Any], None]  # handed each artifact of planning, with its name
+Progress = Callable[[str], None]  # called with a few words about the current work
+Watch = Callable[[str, Any], None]  # called with the name and each artifact of planning
 Result = TypeVar("Result")
 
 
 def _quiet(_: str) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 def _unseen(_name: str, _artifact: Any) -> None:
-    """Show nobody."""
+    """Show no artifact."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`timings`: stage -> seconds, summed where a stage is run several times. `where` is put before what is told.
-    start_s: of the clock.
+    """The time of planning.
+
+    `timings`: stage -> seconds, summed if a stage runs several times. `where`: the prefix of progress reports.
+    `start_s`: the clock at the start.
     """
 
     deadline: Deadline
@@ -45,25 +45,27 @@ class Budget:
     def of(
         cls, time_limit_s: float = ANYTHING.time_limit_s, progress: Progress | None = None, watch: Watch | None = None
     ) -> "Budget":
-        """`time_limit_s` from now."""
+        """A budget of `time_limit_s` seconds from now."""
         return cls(Deadline.after(time_limit_s), progress or _quiet, watch=watch or _unseen)
 
     def show(self, name: str, artifact: Any) -> None:
-        """Hand an artifact to who watches."""
+        """Pass an artifact, called `name`, to `watch`."""
         self.watch(self.where + name, artifact)
 
     def part(self, share: float, where: str = "") -> "Budget":
-        """`share`, from 0 to 1, of the time that is left, for the work that `where` names; the timings are the same."""
+        """A budget of `share`, from 0 to 1, of the time left, for the work that `where` names; it
+        shares the timings.
+        """
         return replace(self, deadline=self.deadline.part(share), where=where or self.where)
 
     @property
     def is_spent(self) -> bool:
-        """Whether planning is to end with the best plan so far."""
+        """Whether planning must end with the best plan so far."""
         return self.deadline.is_past
 
     @property
     def ended_by(self) -> str:
-        """What ends planning before it is done: "its time limit", "Ctrl-C", or "" while there is time."""
+        """The reason why planning ends early: "its time limit", "Ctrl-C", or "" while there is time."""
         return ("Ctrl-C" if self.deadline.is_stopped else "its time limit") if self.is_spent else ""
 
     def run(self, stage: str, work: Callable[[], Result]) -> Result:
@@ -76,21 +78,22 @@ class Budget:
 
     @property
     def all_timings(self) -> dict[str, float]:
-        """`timings`, and as "rest" what no stage has of the time since the start: together that is all of it."""
+        """`timings` and "rest", the seconds since the start that no stage accounts for; their sum is the wall time."""
         return self.timings | {"rest": perf_counter() - self.start_s - sum(self.timings.values())}
 
     def tell_cost(self, stage: str, cost_s: float, lower_bound_s: float) -> None:
-        """The progress of `search.solve`."""
+        """Report the progress of `search.solve`."""
         self.progress(
             f"{self.where}search ({stage}): {cost_s * 1e3:.3g} ms a step, at least {lower_bound_s * 1e3:.3g} ms"
         )
 
     @contextmanager
     def ended_by_interrupt(self) -> Iterator[None]:
-        """The first Ctrl-C ends all planning with the best plan so far, the second one raises KeyboardInterrupt.
+        """A context in which the first Ctrl-C ends all planning with the best plan so far; the second one interrupts
+        it.
 
-        A KeyboardInterrupt at once could strike anywhere, and a stage that caught it would end alone. Where the program
-        has a handler of its own, or off the main thread, Ctrl-C does what it did.
+        A KeyboardInterrupt at the first could be raised anywhere, and a stage that caught it would end alone. If the
+        program has a handler of its own, or off the main thread, Ctrl-C is unchanged.
         """
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:

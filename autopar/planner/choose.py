@@ -1,4 +1,4 @@
-"""With stages and microbatches or without: the better plan of the two."""
+"""`choose_plan`: the better of the best plans with and without stages and microbatches."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import PIPELINE, StagedPlan
 
-# A plan that leaves more than this part of the memory limit free is not held back by it.
+# If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
-# Stages and microbatches change the training loop: they are chosen where they gain more than this part of a step.
+# Stages and microbatches change the training loop: they are chosen if they gain more than this share of a step.
 _WORTH = 0.05
-# Of the time that is left: for stages on an open mesh, and for plans without stages on a mesh that is given.
+# Shares of the time left: for stages on an open mesh, and for plans without stages on a given mesh.
 _SHARE_OF_STAGES, _SHARE_OF_WHOLE = 0.75, 0.75
-# Of the time of a plan: for its first search; the rest is for others, if it does not fit.
+# The share of a plan's time for its first search; the rest is for further ones, if its plan does not fit.
 _SHARE_OF_FIRST = 0.5
 
 
@@ -38,13 +38,12 @@ def choose_plan(
     predict: Predict | None = None,
     watch: Watch | None = None,
 ) -> Plan | StagedPlan:
-    """The best plan within the time limit, as `make_plan`; for training also in stages, microbatches and with
-    recomputed blocks.
+    """The best plan within the time limit; for training also with stages, microbatches and activation checkpointing.
 
-    After the time limit, and after Ctrl-C, planning ends with the best plan so far, which may be one written by hand.
-    predict: what a plan takes of a device of each rank, which must be within the limit; by default what the search
-    estimates is believed. watch: handed each artifact on the way, in order (`planner.printed`). MicrobatchError or
-    AutoparError if what is requested cannot be.
+    After the time limit, and after Ctrl-C, planning ends with the best plan so far, possibly a hand plan. `predict`:
+    plan -> predicted peak in bytes of a device of each rank, which must be within the limit; by default the estimate of
+    the search is used. `watch`: called with each artifact, in order (`planner.printed`). MicrobatchError or another
+    AutoparError if no plan satisfies the request.
     """
     budget, request = Budget.of(request.time_limit_s, progress, watch), request.on(cluster)
     timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
@@ -65,7 +64,7 @@ def choose_plan(
 
 @dataclass(frozen=True)
 class _Ways:
-    """The two ways to plan: without stages and microbatches, and with them."""
+    """A planning task, with the two ways to plan it: without stages and microbatches, and with them."""
 
     graph: Graph
     mesh: Mesh | Devices
@@ -75,22 +74,22 @@ class _Ways:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the mesh has an axis for stages."""
+        """Whether the mesh has a pipeline axis."""
         return isinstance(self.mesh, Mesh) and PIPELINE in self.mesh.axis_names
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all devices are joined by the innermost links."""
+        """Whether the innermost link level joins all devices."""
         return self.mesh.num_devices <= (self.cluster.levels[0].size or self.mesh.num_devices)
 
     def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
-        """`plan_in_stages`."""
+        """The result of `plan_in_stages`."""
         return plan_in_stages(
             self.graph, self.mesh, self.cluster, self.request, budget=budget, cutoff_s=cutoff_s, predict=self.predict
         )
 
     def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
-        """The best plan of `make_plan` that fits; the first search leaves time for others, should its plan not fit."""
+        """The best plan of `make_plan` that fits; the first search leaves time for others in case its plan does not."""
         tries, request = iter((budget.part(_SHARE_OF_FIRST),)), self.request
 
         def make(allowed_bytes: float) -> Plan:
@@ -114,14 +113,14 @@ def _chosen(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
 
 
 def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    """Without stages, microbatches and recomputed blocks only save memory."""
+    """The plan on a mesh without a pipeline axis, where microbatches and checkpointing only save memory."""
     try:
         plan = ways.whole(budget.part(_SHARE_OF_WHOLE))
     except InfeasibleError as error:
         try:
             return ways.in_stages(budget)
         except InfeasibleError:
-            raise  # says what the lightest of all plans takes, those in microbatches among them
+            raise  # names the memory of the lightest of all plans, those with microbatches included
         except AutoparError:  # the batch cannot be cut, or there is no loss
             raise error from None
     if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.request.memory_limit_bytes or budget.is_spent:
@@ -134,8 +133,10 @@ def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
 
 
 def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    """On an open mesh: both ways. Within a node plans without stages are searched in any case: stages gain little
-    there, and what people write says little of a batch too small to split.
+    """The better plan of both ways, on an open mesh.
+
+    Within a node plans without stages are searched in any case: stages gain little there, and hand plans are no guide
+    for a batch too small to split.
     """
     failure: AutoparError | None = None
     staged: Plan | StagedPlan | None = None
@@ -156,6 +157,6 @@ def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
 
 
 def _worth(other: Plan | StagedPlan | None, plan: Plan) -> Plan | StagedPlan:
-    """`other` if it is faster by enough."""
+    """`other` if it gains enough, else `plan`."""
     least = _WORTH if isinstance(other, StagedPlan) else 0.0
     return plan if other is None or other.step_s >= (1 - least) * plan.step_s else other

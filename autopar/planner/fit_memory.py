@@ -1,8 +1,7 @@
-"""Plans that fit: what a plan takes is predicted, and where that is more than the limit, the search is given a lower
-one.
+"""Plans whose predicted peak fits: if the peak exceeds the memory limit, the search runs again under a lower one.
 
-The search limits an estimate, a sum over choices. What a program really has in memory at one time lies above or below
-it, so the peak of each plan is predicted.
+The search limits an estimate, a sum over choices. The peak of the program may be above or below it, so the peak of each
+plan is predicted.
 """
 
 import math
@@ -15,22 +14,23 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 
 AnyPlan = Plan | StagedPlan
-Predict = Callable[[Any], tuple[int, ...]]  # plan -> the most bytes of a device of each rank of the pipeline
+Predict = Callable[[Any], tuple[int, ...]]  # plan -> predicted peak in bytes of a device of each rank of the pipeline
 Again = Callable[[Sequence[float]], AnyPlan | None]
 
-# So many times a plan is made anew under a lower limit.
+# The number of searches under lower limits for a plan that does not fit.
 _MOST_TRIES = 3
-# The limit is lowered by a little more than was missed: another plan is missed by a little more or less.
+# The limit is lowered by a little more than the excess, since that of the next plan may be a little larger.
 _MARGIN = 0.005
-# What the estimate lacks where it misses the limit by less is much the same for all plans, such as a gradient of the
-# vocabulary.
+# A small excess, below this share of the limit, is much the same for all plans, such as a gradient of the vocabulary.
 _LITTLE = 1.15
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and how it is made anew under other limits of the estimate, one a rank of the pipeline, than these, or ()
-    for the real one; that gives None where nothing fits.
+    """A plan that was searched under `allowed_bytes`, limits of the estimate for each rank; (): the memory limit
+    itself.
+
+    `again`: plans again under other limits; None if nothing fits.
     """
 
     plan: AnyPlan
@@ -40,9 +40,9 @@ class Candidate:
 
 
 def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predict | None) -> AnyPlan | None:
-    """The fastest plan whose predicted peak is within the limit, of these or of those made anew; None if there is none.
+    """The fastest plan whose predicted peak is within the limit, among the candidates and plans searched again.
 
-    Without `predict` the estimate is believed.
+    None if there is none. Without `predict` the estimate is used.
     """
     waiting = list(found)
     while waiting:
@@ -61,7 +61,7 @@ def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predic
 
 
 def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
-    """Of each rank that is above the limit a lower one: by as much where that is little, else in proportion."""
+    """The limits of the estimate, lowered for each rank whose peak is too large: by the excess, or in proportion."""
     found = []
     for allowed, estimate, peak in zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, strict=True):
         lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
@@ -72,10 +72,11 @@ def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) 
 def fitting(
     make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf
 ) -> AnyPlan:
-    """The plan that `make` finds under a limit of the estimate that leaves its predicted peak within the limit. One
-    that takes longer than `to_beat_s` is of no interest, and is given back as it is.
+    """The plan of `make`, called with a limit of the estimate under which its predicted peak is within the memory
+    limit.
 
-    InfeasibleError of `make` if there is none under the limit itself; else one that says what is missed.
+    A plan that takes longer than `to_beat_s` is returned without prediction. InfeasibleError of `make` if there is no
+    plan under the limit itself, else one with the predicted peak.
     """
     reasons: list[str] = []
 
@@ -104,9 +105,9 @@ def fitting(
 
 @dataclass
 class Recorded:
-    """`predict`, and the first plan that was asked about with its peaks: in an error it stands for all that do not fit.
+    """`predict`, and the first plan given to it with its peaks, which an error names.
 
-    least_ratio: of estimate to peak, of any rank of the plans that were asked about; at most 1.
+    `least_ratio`: the least ratio of estimate to peak of any rank and plan so far; at most 1.
     """
 
     predict: Predict
@@ -123,10 +124,10 @@ class Recorded:
 
 
 def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
-    """Says that the first plan asked about, which by its estimate is within the limit, is not, and `rest` of others."""
+    """The error that the first predicted plan exceeds the limit though its estimate does not, and `rest` of others."""
     plan, peaks = recorded.first
     return InfeasibleError(
-        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the one whose parts"
-        f" add up to {max(plan.memory_bytes)} bytes would have {max(peaks)} bytes ({max(peaks) / 2**30:.2f} GiB) in use"
-        f" at one time; {rest}"
+        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the first one, of"
+        f" {max(plan.memory_bytes)} bytes by the estimate, has a predicted peak of {max(peaks)} bytes"
+        f" ({max(peaks) / 2**30:.2f} GiB); {rest}"
     )

@@ -1,4 +1,4 @@
-"""Which pins make every plan too large: a smallest set that does."""
+"""`binding_pins`: a minimal set of pins that makes every plan exceed the memory limit."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 def binding_pins(
     pins: Mapping[str, str], least_bytes: Callable[[Mapping[str, str]], float], limit_bytes: float
 ) -> tuple[str, ...]:
-    """Names of pins that no plan within the limit meets together, while it could meet all but any one of them.
+    """The names of a minimal set of pins that together leave no plan within the limit.
 
-    `least_bytes`: the least memory that a plan with these pins takes. () if the limit cannot be met without pins
-    either, or with all.
+    Without any one of them a plan fits. `least_bytes`: pins -> least memory of a plan with them. () if no plan fits
+    without pins either, or if one fits with all.
 
     >>> binding_pins({"a": "B", "b": "B", "c": "B"}, lambda pins: 10 * len(pins.keys() & {"a", "c"}), 15)
     ('a', 'c')

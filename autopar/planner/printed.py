@@ -1,4 +1,4 @@
-"""Each artifact of planning as text: what `autopar explain --watch` writes."""
+"""`printed`: each artifact of planning as text, for `autopar explain --watch`."""
 
 from collections.abc import Iterable
 from functools import singledispatch
@@ -19,7 +19,7 @@ from autopar.units import format_bytes, format_seconds
 
 @singledispatch
 def printed(artifact: Any) -> str:
-    """The artifact for people to read; TypeError for what is none."""
+    """The text of an artifact of planning; TypeError for any other object."""
     raise TypeError(
         f"no text is known for a {type(artifact).__name__}; expected an artifact of planning, such as a Graph or a Plan"
     )
@@ -30,7 +30,7 @@ printed.register(Graph, format_graph)
 
 @printed.register
 def _(folded: Folded) -> str:
-    """The repeats, then of every op and input whose choice it shares."""
+    """The repeats, then for every op and input the representative of its class."""
     repeats = [f"{repeat.count} times {len(repeat.ops)} ops: {' '.join(repeat.ops)}" for repeat in folded.repeats]
     shared = [f"{name} is planned as {same}" for name, same in folded.representative.items() if name != same]
     return _lines([*(repeats or ["nothing repeats"]), "", *shared])
@@ -63,19 +63,19 @@ def _(table: CostTable) -> str:
         if table.memory_limit_bytes == float("inf")
         else f"within {format_bytes(table.memory_limit_bytes)}"
     )
-    return _lines([f"{len(nodes)} nodes, {len(edges)} pairs that meet, {limit}", *nodes, "", *edges])
+    return _lines([f"{len(nodes)} nodes, {len(edges)} edges, {limit}", *nodes, "", *edges])
 
 
 @printed.register
 def _(choice: Choice) -> str:
-    """Of each node of the table, in its order, which of its choices."""
+    """The cost and bound, and the strategy index of each node of the table, in its order."""
     taken = " ".join(map(str, choice.strategies))
     return _lines([f"{format_seconds(choice.cost_s)} a step, at least {format_seconds(choice.lower_bound_s)}", taken])
 
 
 @printed.register(tuple)
 def _(found: tuple[Staged, ...]) -> str:
-    """Points of the sweep by hand."""
+    """The points of the sweep."""
     rows = (f"{format_seconds(one.step_s)}, {format_bytes(max(one.rank_bytes))}: {one.name}" for one in found)
     return _lines(rows) if found else "nothing fits\n"
 

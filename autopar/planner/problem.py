@@ -1,4 +1,4 @@
-"""What one search is about: from a folding to the priced problem, and from that to the cheapest choice."""
+"""The search problem of one mesh: from a fold to a priced table, and from that to the cheapest choice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,16 +26,16 @@ from autopar.search.min_plus.eliminate import Limits
 from autopar.search.solve import solve
 from autopar.search.table import Choice
 
-# Under a memory limit the last half per cent often takes far longer to prove than everything before, and changes
-# nothing.
+# The relative gap at which a search under a memory limit ends: the last half per cent often takes far longer to prove
+# than all before, and changes nothing.
 ENOUGH_GAP = 5e-3
-# On how many axes an op may leave the plan that a neighbourhood is searched around.
+# The number of axes on which an op may differ from the plan at the centre of a neighbourhood.
 NEAR_AXES = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the search is given, and what it stands for."""
+    """A search problem: a cost table, and the graph, fold and candidates that it belongs to."""
 
     graph: Graph
     folded: Folded
@@ -43,7 +43,7 @@ class Problem:
     priced: Priced
 
     def encode(self, assignment: Assignment) -> tuple[int, ...] | None:
-        """The assignment as a choice of the table; None if a pin forbids it."""
+        """The choice of the table for an assignment; None if a pin forbids it."""
         try:
             return encode(self.priced, self.graph, self.folded, assignment)
         except PlanError:
@@ -55,18 +55,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the search of one mesh is about."""
+    """A task of searching one mesh: graph, mesh, cluster, request and budget."""
 
     graph: Graph
     mesh: Mesh
     cluster: Cluster
     request: PlanRequest
     budget: Budget
-    near: Assignment | None = None  # search only what differs from it on few axes
-    to_beat_s: float = float("inf")  # what costs no less is of no interest
+    near: Assignment | None = None  # search only assignments that differ from it on few axes
+    to_beat_s: float = float("inf")  # plans that are not faster are not needed
 
     def problem(self, folded: Folded) -> Problem:
-        """The search problem with one choice for each class of `folded`."""
+        """The search problem with one decision for each class of `folded`."""
         near = None if self.near is None else self.near.strategies
         offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
         self.budget.show("folded", folded)
@@ -92,14 +92,17 @@ class Setting:
         )
 
     def repriced(self, problem: Problem) -> Problem:
-        """The problem of another setting of the same graph, under this request."""
+        """The problem of another setting of the same graph, priced under this setting's request."""
         return replace(
             problem,
             priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)),
         )
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
-        """The cheapest choice, `is_brief` as in `solve`; InfeasibleError with what binds and what to do."""
+        """The cheapest choice of `problem` from `starts`; `is_brief`: as in `solve`.
+
+        InfeasibleError with the remedy.
+        """
         work = partial(
             solve,
             problem.priced.table,
@@ -133,7 +136,7 @@ class Setting:
 
 
 def _with_crossing(candidates: Candidates, crossing: Mapping[str, Layout]) -> Candidates:
-    """The candidates that have what crosses in the layout that is asked for."""
+    """The candidates with the boundary tensors `crossing` in the given layouts only."""
     layouts = {name: (crossing[name],) if name in crossing else found for name, found in candidates.layouts.items()}
     outputs = {name: (crossing[name],) if name in crossing else found for name, found in candidates.outputs.items()}
     return replace(candidates, layouts=layouts, outputs=outputs)

@@ -1,5 +1,6 @@
-"""Which points of the sweep promise most, so that they are tried before the time is up. An order only: every point is
-priced in full.
+"""A rough estimate of the step of each point of the sweep, by which the most promising are tried first.
+
+It only gives an order: every point is priced in full.
 """
 
 import math
@@ -14,19 +15,18 @@ from autopar.costmodel.work_bound import floor_s
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 
-# Collectives over the boundary tensor of a block that Megatron's tensor parallelism makes in forward and backward.
+# The collectives over a block's boundary tensor that Megatron's tensor parallelism issues in forward and backward.
 _COLLECTIVES_A_BLOCK = 4
 
 
 def rough_step_s(
     graph: Graph, starts: Sequence[int], cluster: Cluster, training: Training
 ) -> Callable[[int, Mesh, int], float]:
-    """A function of (ranks of the pipeline, sub-mesh, number of microbatches): seconds of a step by rule of thumb,
-    blocks all alike.
+    """The function from (ranks of the pipeline, sub-mesh, number of microbatches) to rough seconds of a step.
 
-    The work shared evenly, times the bubble of 1F1B; one reduction of the gradients over the data axes; and the
-    collectives of tensor parallelism on the axis called "tp" over boundary tensors. starts: positions of the blocks'
-    first ops in `graph`.
+    It adds the evenly shared work times the bubble of 1F1B, one reduction of the gradients over the data axes, and the
+    collectives of tensor parallelism on the axis called "tp" over boundary tensors, as if all blocks were equal.
+    `starts`: positions of the blocks' first ops in `graph`.
     """
     work_s = floor_s(graph, Mesh((1,), ("one",)), cluster, training=training)
     gradient_bytes = sum(item.value.num_bytes for item in graph.of_kind("parameter"))

@@ -1,4 +1,4 @@
-"""What a plan is asked to be: one object from the door to the search."""
+"""`PlanRequest`: the planning options of a call or command, from the public API to the search."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,14 @@ from autopar.sbp.placement import Layout
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a user asks, and for a stage of a pipeline what the rest of the pipeline asks of it.
+    """The planning options of a user; for a stage of a pipeline also those that the pipeline fixes.
 
-    pins: FQN -> layout, each for all repeats of its layer; stored: the same, each for itself. memory_limit_bytes: of a
-    device, None for what the cluster's devices have. time_limit_s: of planning, all of it. num_microbatches, schedule:
-    None for those of the fastest plan that fits. trains: whether `train_step` runs the plan; else it has one stage and
-    one microbatch. Of a stage: crossing: value that comes from another stage or goes there -> layout; recomputed,
-    offloaded, state_on_host: as in `Assignment`.
+    `pins`: FQN -> layout, for all copies of its layer. `stored`: FQN -> layout, for this parameter alone.
+    `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
+    `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
+    plan; otherwise it has one stage and one microbatch.
+
+    Of a stage: `crossing`: boundary tensor -> layout; `recomputed`, `offloaded`, `state_on_host`: as in `Assignment`.
     """
 
     pins: Mapping[str, str] = field(default_factory=dict)
@@ -43,11 +44,11 @@ class PlanRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether microbatches and stages are left to the search."""
+        """Whether the search chooses microbatches and stages."""
         return self.num_microbatches is None and self.schedule is None
 
     def on(self, cluster: Cluster) -> "PlanRequest":
-        """With the memory limit of the cluster's devices where none is asked for."""
+        """The request with the memory limit of the cluster's devices if it has none."""
         limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes
         return replace(self, memory_limit_bytes=limit)
 

@@ -1,4 +1,4 @@
-"""From strategies to a whole assignment: the layouts that are left to choose, each at the least communication."""
+"""`complete`: the assignment of given strategies, with each layout left open chosen for the least communication."""
 
 import math
 from collections import Counter
@@ -16,12 +16,12 @@ from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
-# Shape, bytes of an element, does it need a gradient, from layout, to layout -> bytes.
+# (shape, bytes of an element, whether it needs a gradient, source layout, target layout) -> bytes.
 Moved = Callable[[tuple[int, ...], int, bool, Layout, Layout], int]
 
 
 def bytes_moved(mesh: Mesh) -> Moved:
-    """What turning one layout into another moves on the mesh, forward and backward; remembers what it was asked."""
+    """The function from a conversion to the bytes that it moves on the mesh, forward and backward, with a cache."""
 
     @cache
     def moved(shape: tuple[int, ...], itemsize: int, needs_grad: bool, src: Layout, dst: Layout) -> int:
@@ -44,11 +44,11 @@ def complete(
     regathered: bool = False,
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
-    """Stored, kept and output layouts for `strategies`; on `sharded_axes` parameters are stored in as many parts as
-    divide.
+    """The assignment of `strategies` with stored, kept and output layouts.
 
-    `regathered`: what is gathered of them for forward is freed, and gathered again for backward, where that can be
-    (ZeRO-3, not ZeRO-2). `moved`: `bytes_moved` of the mesh. `counts`: op of a repeat -> how many copies it stands for.
+    `sharded_axes`: mesh axes on which parameters are stored in as many parts as divide. `regathered`: whether such
+    parameters are regathered for backward where possible (ZeRO-3, not ZeRO-2). `moved`: `bytes_moved(mesh)`. `counts`:
+    op of a repeat -> the number of copies that it represents.
     """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
@@ -70,7 +70,7 @@ def complete(
 def _regathered(
     graph: Graph, folded: Folded, layouts: Mapping[str, Layout], wanted: Mapping[str, tuple[Layout, ...]]
 ) -> frozenset[str]:
-    """The parameters that are stored split where their one reader wants them otherwise."""
+    """The parameters that are stored in another layout than the one in which their only reader reads them."""
     classes = folded.representative
     again = {
         name
@@ -82,7 +82,7 @@ def _regathered(
 
 
 def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
-    """Per input value the distinct layouts in which ops read it."""
+    """Name of each input value -> the distinct layouts in which ops read it."""
     found: dict[str, dict[Layout, None]] = {item.value.name: {} for item in graph.inputs}
     for op in graph.ops:
         for slot, value in enumerate(op.inputs):
@@ -94,8 +94,9 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
 def _most_parts(
     value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
 ) -> tuple[Layout, ...]:
-    """Of the layouts that leave the other axes as they are used, the one in most parts on `axes`; of those the one that
-    moves the fewest bytes, one dim rather than several, the first rather than a later one.
+    """The layout with the most parts on `axes` among those that are as read on all other axes.
+
+    Ties: the fewest bytes moved, then one split dim rather than several, then the first.
     """
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
 
@@ -126,9 +127,7 @@ def _outputs(
 def _kept(
     graph: Graph, folded: Folded, assignment: Assignment, moved: Moved, counts: Mapping[str, int]
 ) -> dict[str, Layout]:
-    """Where to convert values with several uses to first: one layout a class, the one that moves the fewest bytes over
-    all uses of all its members.
-    """
+    """The kept layouts of values with several uses: for each class that with the fewest bytes moved for all uses."""
     produced, classes = produced_layouts(graph, assignment), value_classes(graph, folded)
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
@@ -156,11 +155,11 @@ def _kept(
 def _bytes_via(
     value: Value, produced: Layout, base: Layout, wanted: tuple[tuple[Layout, int], ...], moved: Moved
 ) -> int:
-    """To `base` as often as there are values, from there as often as there are uses."""
+    """Bytes of converting each value to `base` once, and from there for each use."""
     first = min(count for _, count in wanted) * _bytes_to(value, produced, (base,), moved)
     return first + sum(count * _bytes_to(value, base, (layout,), moved) for layout, count in wanted)
 
 
 def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], moved: Moved) -> int:
-    """Bytes moved, forward and backward, to turn `src` into each of `wanted`."""
+    """Bytes moved, forward and backward, by converting `src` to each of `wanted`."""
     return sum(moved(value.shape, value.dtype.itemsize, value.needs_grad, src, dst) for dst in wanted)

@@ -1,4 +1,4 @@
-"""Plans as people write them by hand, as points of the space the search chooses from."""
+"""Hand plans: plans as people write them, as points of the search space."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, slots=True)
 class HandPlan:
-    """`tensor_axes` split tensors as Megatron does (arXiv:1909.08053), or, if `is_hf`, as the model's own plan says;
-    all other mesh axes split the batch.
+    """A hand plan: `tensor_axes` split tensors as Megatron does (arXiv:1909.08053), all other mesh axes the batch.
 
-    is_sequence_parallel: between tensor-parallel regions activations are split along the sequence (arXiv:2205.05198).
-    flavour: how the data axes store parameters and their state: whole ("ddp") or in parts (the stages of ZeRO,
-    arXiv:1910.02054). "zero2" gathers a parameter once a step, "zero3" for forward and again for backward, which holds
-    it for less long. With one backward a step "zero1" is the same plan as "zero2": they differ in whether gradients are
-    whole between several backwards, which is not counted.
+    `is_hf`: they split tensors as the transformers model's own plan says. `is_sequence_parallel`: activations between
+    tensor-parallel regions are split along the sequence (arXiv:2205.05198). `flavour`: the way in which the data axes
+    store parameters and their state: whole ("ddp") or split (the stages of ZeRO, arXiv:1910.02054). "zero2" gathers a
+    parameter once a step, "zero3" for forward and again for backward, which keeps it for less time. With one backward a
+    step "zero1" is the same plan as "zero2": they differ only in whether gradients are whole between several backwards,
+    which is not counted.
     """
 
     tensor_axes: tuple[int, ...] = ()
@@ -44,11 +44,12 @@ class HandPlan:
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
-    """Read 'ddp', 'zero1', 'zero2', 'zero3' (all axes split the batch) or 'megatron' (all but the last do) with options
-    after a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of
-    its data axes. 'hf' is read like 'megatron' and stands for the plan that a transformers model has of its own.
+    """The hand plan that `text` describes on `mesh`.
 
-    PlanError if it is none of these or the degrees are no products of mesh axes.
+    'ddp', 'zero1', 'zero2', 'zero3': all axes split the batch. 'megatron': all but the last do. It takes options after
+    a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its
+    data axes. 'hf' has the same options and is the plan that a transformers model has of its own. PlanError if it is
+    none of these or the degrees are no products of mesh axes.
 
     >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
     HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False)
@@ -92,7 +93,7 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int
 
 
 def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
-    """The plan as `parse_hand_plan` reads it.
+    """The text of a plan, which `parse_hand_plan` reads.
 
     >>> format_hand_plan(HandPlan((1,), True, "zero3"), Mesh((4, 8), ("a", "b")))
     'megatron:dp=4,tp=8,sp,zero3'
@@ -108,16 +109,18 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
-    """The plans to start from and to compare with on this mesh, by name; those that come out the same but once."""
-    outline, found = outlined(graph, folded), {}
+    """Name -> assignment of the hand plans on this mesh, without duplicates: starts of the search,
+    and for comparison.
+    """
+    outline, plans = outlined(graph, folded), {}
     for plan, assignment in outline.follow(tuple(_useful(mesh)), candidates, mesh).items():
-        if assignment not in found.values():
-            found[format_hand_plan(plan, mesh)] = assignment
-    return {name: outline.short.expand(assignment) for name, assignment in found.items()}
+        if assignment not in plans.values():
+            plans[format_hand_plan(plan, mesh)] = assignment
+    return {name: outline.short.expand(assignment) for name, assignment in plans.items()}
 
 
 def _useful(mesh: Mesh) -> Iterator[HandPlan]:
-    """Data parallel on all axes, tensor parallel on the last ones, with what saves memory."""
+    """Hand plans with data parallelism on all axes or tensor parallelism on the last ones, and ways to save memory."""
     flavours = ("ddp", "zero2", "zero3")
     yield from (HandPlan(flavour=flavour) for flavour in flavours)
     for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
@@ -133,11 +136,12 @@ def hand_plan(
     mesh: Mesh,
     styles: Mapping[str, str] = NO_STYLES,
 ) -> Assignment:
-    """The hand plan as an assignment; where an op cannot follow it, the op is whole. `styles`: `hf_styles` of the
-    model, for `is_hf`.
+    """The assignment of a hand plan; an op that cannot follow it is whole.
+
+    `styles`: `hf_styles(model)`, for `is_hf`.
     """
     if plan.is_hf and not styles:
-        raise PlanError("hand plan 'hf' is the model's own: it needs the styles that hf_styles(model) finds")
+        raise PlanError("hand plan 'hf' is the model's own plan: pass styles=hf_styles(model)")
     outline = outlined(graph, folded)
     if plan.is_hf:
         outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
@@ -146,14 +150,14 @@ def hand_plan(
 
 @dataclass(frozen=True)
 class Outline:
-    """What a person sees in a model before writing a plan for any mesh."""
+    """The properties of a model that hand plans for all meshes depend on."""
 
     short: Short
     structure: Structure
     sequence: Mapping[str, int]
 
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
-        """The plans as assignments of the short graph; what they do alike on the first axes is worked out once."""
+        """Hand plan -> its assignment of the short graph; common choices on the first axes are computed once."""
         graph, walks = self.short.graph, {}
         arguments = {item.value.name: () for item in graph.of_kind("argument")}
         walks[()] = _Walk({op.name: () for op in graph.ops}, arguments, candidates.strategies)
@@ -202,8 +206,9 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What is chosen on the first axes: op -> signatures, argument -> placements. left: representative op -> strategies
-    that begin so.
+    """The choices on the first axes: op -> signatures, argument -> placements.
+
+    `left`: representative op -> its strategies that begin with these signatures.
     """
 
     signatures: Mapping[str, tuple[Signature, ...]]
@@ -212,13 +217,13 @@ class _Walk:
 
 
 def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
-    """What each mesh axis splits."""
+    """The kind of split of each mesh axis."""
     tensors = "tensors, sequence" if plan.is_sequence_parallel else "tensors"
     return tuple(tensors if axis in plan.tensor_axes else "batch" for axis in range(mesh.ndim))
 
 
 def outlined(graph: Graph, folded: Folded) -> Outline:
-    """Looks at the graph once for all plans and meshes."""
+    """The outline of a graph, computed once for all hand plans and meshes."""
     short = shorten(graph, folded)
     structure = structure_of(short.graph)
     return Outline(short, structure, sequence_dims(short.graph, structure))
@@ -227,7 +232,7 @@ def outlined(graph: Graph, folded: Folded) -> Outline:
 def _options(
     op: Op, *, axis: int, left: Mapping[str, Sequence[Strategy]], representative: Mapping[str, str], mesh: Mesh
 ) -> tuple[Option, ...]:
-    """What the strategies that are left allow on `axis`."""
+    """The options on `axis` of the strategies that are left."""
     first: dict[Signature, Strategy] = {}
     for strategy in left[representative[op.name]]:
         first.setdefault(strategy.signatures[axis], strategy)
@@ -241,7 +246,7 @@ def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
 def _place_batch(
     graph: Graph, candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]
 ) -> dict[str, Placement]:
-    """S(0) for every argument that has the batch as its first dim, if what `prefixes` leaves of it divides."""
+    """S(0) for every argument whose first dim is the batch, if its part under `prefixes` divides."""
     with_batch = {item.value.name for item in batch_arguments(graph)}
     placed = {}
     for item in graph.of_kind("argument"):

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan that a transformers model brings along, in terms of `Structure`."""
+"""The tensor-parallel plan of a transformers model (`_tp_plan`), in terms of `Structure`."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots, with_kinds
 
-# transformers.integrations.tensor_parallel.ALL_PARALLEL_STYLES -> what a product or lookup of the module is.
+# transformers.integrations.tensor_parallel.ALL_PARALLEL_STYLES -> kind of the module's product or lookup.
 _KINDS = {
     "colwise": "column",
     "colwise_rep": "column",
@@ -22,15 +22,14 @@ _KINDS = {
     "embedding_rowwise": "vocabulary",
 }
 _GATHERED = {"colwise_rep", "colwise_gather_output"}
-# What follows by itself: a module that all ranks run alike, the sum of its gradients where they run it on parts, the
-# sum over experts.
+# Styles that need no kind, since they follow: modules that all ranks run whole, sums of gradients, sums over experts.
 _FOLLOWS = {"replicate", "replicated_with_grad_allreduce", "moe_tp_experts"}
 
 
 def hf_styles(model: nn.Module) -> dict[str, str]:
-    """FQN of a module or parameter, "*" for numbers -> style.
+    """FQN of a module or parameter, with "*" for numbers -> style.
 
-    PlanError if the model has no plan, or one with styles that have no like here.
+    PlanError if the model has no plan, or one with a style that is not supported.
     """
     styles = dict(getattr(model, "_tp_plan", None) or {})
     if not styles:
@@ -47,7 +46,7 @@ def hf_styles(model: nn.Module) -> dict[str, str]:
 
 
 def hf_structure(graph: Graph, structure: Structure, styles: Mapping[str, str]) -> Structure:
-    """`structure` with the products and lookups as `styles` has them; those that it does not name are whole."""
+    """`structure` with the products and lookups by `styles`; those without a style are whole."""
     kinds, lookups, gathered, weights = {}, set(), set(), _weights(graph, structure)
     for op in graph.ops:
         style = styles.get(_generic(weights.get(op.name, ""))) or styles.get(_generic(op.module), "")
@@ -70,11 +69,11 @@ def _generic(fqn: str) -> str:
 
 
 def _weights(graph: Graph, structure: Structure) -> dict[str, str]:
-    """Product -> FQN of the parameter that it multiplies with."""
-    origin, found = {item.value.name: item.fqn for item in graph.of_kind("parameter")}, {}
+    """Product -> FQN of its weight."""
+    origin, fqns = {item.value.name: item.fqn for item in graph.of_kind("parameter")}, {}
     for op in graph.ops:
         if slots := product_slots(op, structure.from_parameters):
-            found[op.name] = origin.get(op.inputs[slots[1]].name, "")
+            fqns[op.name] = origin.get(op.inputs[slots[1]].name, "")
         elif len(op.inputs) == 1 and op.inputs[0].name in origin:
             origin.update((value.name, origin[op.inputs[0].name]) for value in op.outputs)
-    return found
+    return fqns

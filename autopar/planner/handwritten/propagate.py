@@ -1,6 +1,4 @@
-"""Choose one signature an op on one mesh axis by walking forward: seeds first, then whatever follows without
-communication.
-"""
+"""Propagation: one signature for each op on one mesh axis, in a forward walk from seeds, with little communication."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,21 +16,21 @@ _SAME_ELEMENTS = RESHAPES | PERMUTATIONS
 
 @dataclass(frozen=True)
 class Option:
-    """A signature on the axis at hand, and the bytes that its own collectives on this axis move."""
+    """A signature on one axis, and the bytes that its inner collectives on this axis move."""
 
     signature: Signature
     inner_bytes: int
 
 
 Options = Callable[[Op], tuple[Option, ...]]
-# value name -> placement it comes into being in; absent: a parameter, or made of parameters, still free
+# value name -> placement in which it is produced; absent: a parameter, or computed from parameters, not yet chosen
 Placed = dict[str, Placement]
 
 
 def follow_batch(
     graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed
 ) -> dict[str, Signature]:
-    """Data parallelism: `batch` are the placed arguments; parameters are used by split compute."""
+    """Op name -> its signature under data parallelism; `batch`: placements of the arguments. Parameters are whole."""
     placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
     placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
     chosen: dict[str, Signature] = {}
@@ -45,18 +43,17 @@ def follow_batch(
 def follow_tensors(
     graph: Graph, structure: Structure, representative: Mapping[str, str], options: Options, sequence: Mapping[str, int]
 ) -> dict[str, Signature]:
-    """Tensor parallelism: column and row products as `structure` pairs them; what lies between follows, the rest is
-    whole.
+    """Op name -> its signature under tensor parallelism, with the column and row products of `structure`.
 
-    Values in `sequence` are split along that dim wherever an op allows it (Korthikanti et al., arXiv:2205.05198,
-    section 4.2.2).
+    Ops between them follow, all others are whole. Values in `sequence` are split along that dim wherever an op allows
+    it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
     placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
     chosen: dict[str, Signature] = {}
     producer = {value.name: op for op in graph.ops for value in op.outputs}
     for op in graph.ops:
         if _is_for_consumer(op, structure):
-            continue  # its consumer says what it needs
+            continue  # its reader decides
         known = chosen.get(representative[op.name])
         signature = known or _cheapest(op, _seeded(op, options(op), structure, placed, sequence), placed, structure)
         _take(op, signature, chosen, placed)
@@ -86,7 +83,9 @@ def _settle(
     chosen: dict[str, Signature],
     placed: Placed,
 ) -> None:
-    """Give the ops that make `value` of parameters alone signatures that yield `placement`, where they have such."""
+    """Choose signatures that yield `placement` for the ops that compute `value` from parameters
+    alone, if they exist.
+    """
     op = producer.get(value.name)
     if op is None or op.name in chosen:
         return
@@ -101,11 +100,11 @@ def _settle(
 def _seeded(
     op: Op, options: tuple[Option, ...], structure: Structure, placed: Placed, sequence: Mapping[str, int]
 ) -> tuple[Option, ...]:
-    """The options that make `op` what `structure` says it is; all of them where it says nothing or none fits."""
+    """The options of the kind that `structure` gives `op`; all options if it gives none or no option has it."""
     kind = "vocabulary" if op.name in structure.vocabulary else structure.kinds.get(op.name, base_name(op))
     slots = product_slots(op, structure.from_parameters)
     fits = [option for option in options if _is_kind(kind, op, option.signature, slots)]
-    if kind == "scaled_dot_product_attention":  # only where slicing what comes in is free
+    if kind == "scaled_dot_product_attention":  # only if slicing its inputs is free
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
         fits = [option for option in options if _stays_inside(op, option.signature, placed)]
@@ -117,16 +116,18 @@ def _seeded(
 
 
 def _stays_inside(op: Op, signature: Signature, placed: Placed) -> bool:
-    """Between a column and its row product values are split or used by split compute: gathered if need be, never dealt
-    out anew.
+    """Whether the values between a column and a row product stay split, or whole and read by split ops.
+
+    They may be gathered, but not split in another way.
     """
     pairs = [(placed.get(value.name, p), p) for value, p in zip(op.inputs, signature.inputs) if value.needs_grad]
     return all(dst != I and not (src.is_split and dst.is_split and src != dst) for src, dst in pairs)
 
 
 def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequence: Mapping[str, int]) -> list[Option]:
-    """The options that split every value of the stream along its sequence. A view that cannot is of the gathered value,
-    whose gradient is scattered again.
+    """The options that split every value of the residual stream along its sequence.
+
+    A view that cannot reads the gathered value, whose gradient is scattered again.
     """
     wanted = {
         slot: Placement("S", sequence[value.name]) for slot, value in enumerate(op.inputs) if value.name in sequence
@@ -160,11 +161,11 @@ def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | N
 
 
 def _cheapest(op: Op, options: tuple[Option, ...], placed: Placed, structure: Structure | None = None) -> Signature:
-    """Fewest bytes moved, then fewest changes of placement, then the rule's order; of two that change nothing, data
-    parallelism and a tensor-parallel region take the one that splits, what is outside the region the one that does not.
+    """The signature with the fewest bytes moved, then the fewest changes of placement, then the first of the rule.
 
-    A pending sum may be viewed, and is finished before anything but a product's own bias is added to it: that is what
-    people write by hand.
+    Of two that change nothing, data parallelism and a tensor-parallel region take the one that splits, ops outside the
+    region the one that does not. A pending sum may be viewed, and is reduced before anything but a product's bias is
+    added to it, as in plans that people write.
     """
 
     def is_textbook(signature: Signature) -> bool:
@@ -194,7 +195,7 @@ def _moved_bytes(op: Op, option: Option, placed: Placed) -> int:
 
 
 def _free(wanted: Placement) -> Placement:
-    """A parameter is stored as its use wants it, but never as `R` or `P`."""
+    """The placement in which a parameter is stored for a use in `wanted`: never `R` or `P`."""
     return wanted if wanted.is_split else I
 
 

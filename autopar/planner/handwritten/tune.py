@@ -1,4 +1,4 @@
-"""The best plan that an expert would find by trying: every grid, every flavour, priced alike."""
+"""`tuned`: the best hand plan, of every grid and every flavour, under the same cost model as the search."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ from autopar.search.table import cost_of, memory_of
 
 @dataclass(frozen=True)
 class Tried:
-    """One plan of the sweep; costs as the folded table has them."""
+    """One hand plan, with its costs by the folded table."""
 
     name: str
     plan: HandPlan
@@ -33,7 +33,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """best: the fastest that fits the memory limit, None if none does. tried: all, fastest first."""
+    """`best`: the fastest hand plan within the memory limit, None if there is none; `tried`: all, fastest first."""
 
     best: Tried | None
     assignment: Assignment | None
@@ -51,11 +51,11 @@ def tuned(
     kinds: tuple[str, ...] = ("data", "tensor"),
     deadline: Deadline = NEVER,
 ) -> Tuned:
-    """Try ddp, zero and megatron in all flavours: on a mesh with each choice of its tensor axes, on `Devices` with each
-    factorisation into dp x tp (tp inner).
+    """The hand plans ddp, zero and megatron in all flavours, priced: for each choice of tensor axes of a mesh.
 
-    `kinds`: "data" for those that split the batch alone, "tensor" for the others. After `deadline` no other
-    factorisation is tried. MeshError if the devices do not fit the cluster.
+    On `Devices`: for each factorisation into dp x tp (tp inner). `kinds`: "data" for plans that split the batch alone,
+    "tensor" for all others. After `deadline` no further factorisation is tried. MeshError if the devices do not match
+    the cluster.
     """
     check_mesh(cluster, mesh.num_devices)
     outline = outlined(graph, folded)
@@ -73,7 +73,7 @@ def tuned(
 
 
 def _grids(num_devices: int) -> Iterator[Mesh]:
-    """Dp x tp, row-major; an axis of one device is left out."""
+    """The meshes dp x tp of `num_devices`, row-major, without axes of size 1."""
     for tensor in (size for size in range(1, num_devices + 1) if num_devices % size == 0):
         sizes = {"dp": num_devices // tensor, "tp": tensor}
         named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
@@ -81,7 +81,7 @@ def _grids(num_devices: int) -> Iterator[Mesh]:
 
 
 def _plans_by_name(mesh: Mesh) -> Iterator[HandPlan]:
-    """Those whose tensor axis is the one called tp."""
+    """The hand plans whose tensor axis is the one called tp."""
     return (
         plan
         for plan in _plans(mesh)
@@ -90,7 +90,7 @@ def _plans_by_name(mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """Every choice of tensor axes, each with every flavour of the rest."""
+    """The hand plans with every choice of tensor axes, and every flavour of the other axes."""
     for axes in chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1)):
         for flavour in ("ddp", "zero2", "zero3") if len(axes) < mesh.ndim else ("ddp",):
             yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((False, True) if axes else (False,)))
@@ -99,7 +99,7 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
 def _priced(
     graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, training: Training
 ) -> Iterator[tuple[Tried, Assignment]]:
-    """The plans, priced by a table that offers what they take and nothing else."""
+    """The plans, priced by a table whose options are those of these plans."""
     if not plans:
         return
     short = outline.short

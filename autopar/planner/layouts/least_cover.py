@@ -1,18 +1,17 @@
-"""The fewest bytes to move such that enough are moved."""
+"""`least_cover`: the subset of sizes with the least sum that is large enough."""
 
 import math
 from collections.abc import Iterator, Sequence
 
-# Sums are told apart to this part of them all.
+# The resolution of sums, as a share of the total.
 _RESOLUTION = 2**20
 
 
 def least_cover(sizes: Sequence[int], need: float) -> tuple[int, ...] | None:
-    """Positions of the sizes with the least sum that is not below `need`, large ones rather than small ones; None if
-    all are too few.
+    """Positions of the sizes with the least sum that is not below `need`, large sizes first; None if all are too few.
 
-    Exact where the sizes have a common divisor that is not below a millionth of their sum; else each is rounded down to
-    a millionth of it.
+    Exact if the sizes have a common divisor of at least a millionth of their sum; otherwise each is rounded down to a
+    millionth of it.
 
     >>> least_cover([5, 8, 8, 3], 12)
     (0, 1)
@@ -24,13 +23,13 @@ def least_cover(sizes: Sequence[int], need: float) -> tuple[int, ...] | None:
         return ()
     unit = max(math.gcd(*sizes), total // _RESOLUTION)
     least = math.ceil(need / unit)
-    if sum(size // unit for size in sizes) < least:  # by rounding down
+    if sum(size // unit for size in sizes) < least:  # because of rounding down
         return tuple(range(len(sizes)))
     return tuple(sorted(_needed(sizes, list(_taken(sizes, unit, least)), need)))
 
 
 def _taken(sizes: Sequence[int], unit: int, least: int) -> Iterator[int]:
-    """Sums are bits of a number, all at once: bit s is set if some of the sizes seen so far add up to s units."""
+    """Subset sum by a bitset: bit s of a number is set if some of the sizes so far add up to s units."""
     alike: dict[int, list[int]] = {}
     for position, size in enumerate(sizes):
         alike.setdefault(size, []).append(position)
@@ -49,7 +48,7 @@ def _taken(sizes: Sequence[int], unit: int, least: int) -> Iterator[int]:
 
 
 def _needed(sizes: Sequence[int], taken: Sequence[int], need: float) -> Iterator[int]:
-    """Those without which the rest is too few: all, but for rounding."""
+    """The taken positions without those that rounding made superfluous."""
     spare = sum(sizes[position] for position in taken) - need
     for position in sorted(taken, key=lambda one: -sizes[one]):
         if sizes[position] > spare:
@@ -59,7 +58,7 @@ def _needed(sizes: Sequence[int], taken: Sequence[int], need: float) -> Iterator
 
 
 def _parts(positions: Sequence[int]) -> Iterator[Sequence[int]]:
-    """1, 2, 4, ... of them and the rest: any number of them is some of the parts."""
+    """The positions in parts of 1, 2, 4, ... and a rest, of which some have any given number of positions in all."""
     start, number = 0, 1
     while start < len(positions):
         yield positions[start : start + number]

@@ -1,4 +1,4 @@
-"""Meshes of so many axes that not every strategy can be listed: solve a coarser mesh, then search around its plan."""
+"""Search on meshes of too many axes to list all strategies: around the plan of a coarser mesh."""
 
 import math
 from collections.abc import Iterable
@@ -32,10 +32,9 @@ def solve_any_mesh(
     starts: Iterable[Assignment] = (),
     budget: Budget,
 ) -> Solved:
-    """`solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved as long as changes on few
-    axes help.
+    """The result of `solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved.
 
-    What is proven there is only that no plan is faster than its share of the work (`floor_s`).
+    It is improved as long as changes on few axes help. Its lower bound is then that of the work alone (`floor_s`).
     """
     if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
         return solve_mesh(graph, mesh, cluster, request, starts=starts, budget=budget)
@@ -60,7 +59,7 @@ def solve_any_mesh(
 
 
 def _search(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> tuple[Assignment, float]:
-    """The best plan and its step; with optimizer state on the host where nothing fits otherwise."""
+    """(best assignment, seconds of its step), with optimizer state on the host if nothing fits otherwise."""
     try:
         choice = setting.search(problem, starts)
     except InfeasibleError:
@@ -72,7 +71,7 @@ def _search(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -
 
 
 def _merged(mesh: Mesh) -> Mesh:
-    """Two neighbouring axes as one, those that give the smallest.
+    """`mesh` with the two neighbouring axes of the smallest product merged into one.
 
     >>> str(_merged(Mesh((4, 2, 2, 8), ("a", "b", "c", "d"))))
     'a=4,b_c=4,d=8'

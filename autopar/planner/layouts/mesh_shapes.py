@@ -1,4 +1,4 @@
-"""Meshes that a number of devices can be written as: which factors, and on which link level each lies."""
+"""`factorise`: the meshes of a number of devices, with each axis within one link level."""
 
 import math
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.errors import MeshError
 from autopar.mesh import Devices, Mesh
 
-# Names of the axes by link level, from the inside out: devices of a node, nodes, groups of nodes.
+# Letters of the axes by link level, from the inside out: devices of a node, nodes, groups of nodes.
 _LETTERS = "dng"
 
 
 def as_used(devices: Devices, cluster: Cluster) -> Cluster:
-    """The cluster with as many devices in a node as `devices` says; MeshError if it has not so many."""
+    """`cluster` with the devices in a node that `devices` asks for; MeshError if its nodes have fewer."""
     inner = cluster.levels[0]
     if not devices.per_node or len(cluster.levels) == 1:
         return cluster
@@ -25,11 +25,12 @@ def as_used(devices: Devices, cluster: Cluster) -> Cluster:
 
 
 def factorise(num_devices: int, cluster: Cluster, *, max_axes: int = 3) -> tuple[Mesh, ...]:
-    """Meshes of up to `max_axes` axes, fewest axes first; each axis within one link level, inner levels on inner axes.
+    """The meshes of up to `max_axes` axes, fewest axes first; each axis within one link level, inner levels on inner
+    axes.
 
-    An op may use several axes as one (their collectives are joint), so a mesh has all plans of the meshes it refines:
-    the first is the coarsest, one axis a link level. Factors of one level are in descending order: their order makes no
-    difference to the links.
+    An op may use several axes as one (their collectives are joint), so that a mesh has all plans of the meshes that it
+    refines. The first mesh is the coarsest, with one axis for each link level. Factors of one level are in descending
+    order, which does not matter to the links.
 
     >>> from autopar.costmodel.cluster.presets import PRESETS
     >>> [str(mesh) for mesh in factorise(32, PRESETS["h100"])]
@@ -42,18 +43,18 @@ def factorise(num_devices: int, cluster: Cluster, *, max_axes: int = 3) -> tuple
 
 
 def _level_sizes(num_devices: int, cluster: Cluster) -> tuple[int, ...]:
-    """Devices of the mesh on each link level, outermost first; levels that join only one are left out."""
+    """The number of devices on each link level, outermost first, without levels of one."""
     sizes, rest = [], num_devices
     for level in cluster.levels:
         size = math.gcd(rest, level.size) if level.size else rest
         sizes.append(size)
         rest //= size
-    sizes[-1] *= rest  # above 1 only where the cluster is too small, which pricing refuses
+    sizes[-1] *= rest  # above 1 only if the cluster is too small, which pricing refuses
     return tuple(size for size in reversed(sizes) if size > 1) or (1,)
 
 
 def _splits(size: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Factorisations of `size` into at most `most` factors above 1, largest first; itself first."""
+    """The factorisations of `size` into at most `most` factors above 1, largest first, beginning with `size` itself."""
     yield (size,)
     if most == 1:
         return
@@ -63,7 +64,7 @@ def _splits(size: int, most: int) -> Iterator[tuple[int, ...]]:
 
 
 def _axes(factors: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Shape and axis names; `factors` of the outermost level first."""
+    """(shape, axis names) of a mesh with these `factors` of each link level, outermost first."""
     named = [
         (size, f"{_LETTERS[min(level, len(_LETTERS) - 1)]}{i}")
         for level, sizes in zip(reversed(range(len(factors))), factors)

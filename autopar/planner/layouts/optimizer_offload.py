@@ -1,11 +1,9 @@
-"""Optimizer state of some parameters on the host, so that a plan fits: of which, and the plan for which that costs
-least.
+"""The search for optimizer offload: the parameters whose state goes to the host, and the best plan for it.
 
-A byte of state on the host frees a byte of the device and costs p seconds a step, whatever parameter it is of. So a
-plan of t seconds and b bytes, of which s are optimizer state, takes t + p max(0, b - M) seconds within M bytes, if b -
-s <= M. The best of those with b >= M is that of least t + p b under the limit M on b - s, one search of a table; and
-`least_cover` says whose state goes. (What of the bytes is brought back for the update is small and left out of t + p
-b.)
+A byte of state on the host frees a byte of the device and costs p seconds a step, for any parameter. So a plan of t
+seconds and b bytes, of which s are optimizer state, takes t + p max(0, b - M) seconds within M bytes, if b - s <= M.
+The best of those with b >= M is that of least t + p b under the limit M on b - s, one search of a table; `least_cover`
+chooses the parameters. (The bytes that are fetched for the update are few and not part of t + p b.)
 """
 
 import math
@@ -29,8 +27,9 @@ from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One of the graphs that share a device's memory: a stage, or all there is. costs: of the assignment, if they are
-    known.
+    """One of the graphs that share a device's memory, a stage or the whole graph, with its assignment.
+
+    `costs`: of the assignment, if known.
     """
 
     graph: Graph
@@ -39,7 +38,7 @@ class Part:
     costs: Costs | None = None
 
     def bare(self, mesh: Mesh, cluster: Cluster) -> "Part":
-        """All optimizer state on the device, with costs."""
+        """The part with all optimizer state on the device, and with costs."""
         if self.costs is not None and not self.assignment.state_on_host:
             return self
         assignment = replace(self.assignment, state_on_host=frozenset())
@@ -48,30 +47,30 @@ class Part:
         )
 
     def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
-        """Of a bare one."""
+        """A bare part with the state of the parameters called `names` on the host."""
         assignment = replace(self.assignment, state_on_host=names)
         costs = with_state_on_host(self.costs, self.graph, assignment, mesh, cluster, self.training)
         return replace(self, assignment=assignment, costs=costs)
 
 
 def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[Part, ...] | None:
-    """The parts, with costs, with as few bytes of optimizer state on the host as make them fit together.
+    """The parts, with costs, with the fewest bytes of optimizer state on the host that make them fit together.
 
-    None if no number does, or there is no way there.
+    None if they never fit, or if the link to the host is not known.
     """
-    found = bare = tuple(part.bare(mesh, cluster) for part in parts)
+    filled = bare = tuple(part.bare(mesh, cluster) for part in parts)
     excess = sum(part.costs.total_memory_bytes for part in bare) - limit_bytes
     if excess > 0:
         chosen = _chosen(bare, mesh, excess) if cluster.host_bandwidth_bytes_per_s else None
         if chosen is None:
             return None
-        found = tuple(part.with_state_on_host(names, mesh, cluster) for part, names in zip(bare, chosen))
-    return found if sum(part.costs.total_memory_bytes for part in found) <= limit_bytes else None
+        filled = tuple(part.with_state_on_host(names, mesh, cluster) for part, names in zip(bare, chosen))
+    return filled if sum(part.costs.total_memory_bytes for part in filled) <= limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """That of a parameter of a part: elements of the whole parameter, bytes of a device."""
+    """The optimizer state of a parameter: elements of the whole parameter, bytes of state on a device."""
 
     part: int
     name: str
@@ -80,8 +79,9 @@ class _State:
 
 
 def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
-    """Of each part the parameters of least state whose state frees `excess` bytes, and what the largest of them bring
-    back for the update; with several parts, state of one or of all.
+    """For each part, the parameters of least state that free `excess` bytes and those fetched for the update.
+
+    With several parts, the state is of one part or of all.
     """
     states = [
         _State(
@@ -105,7 +105,7 @@ def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[
 
 
 def _allowed(states: Sequence[_State], num_parts: int) -> Iterator[list[_State]]:
-    """Those of one part or of all, up to each size: the largest is brought back whole."""
+    """The candidate sets: the states of one part or of all, up to each size, since the largest is fetched whole."""
     for numbers in dict.fromkeys([*((number,) for number in range(num_parts)), tuple(range(num_parts))]):
         own = [one for one in states if one.part in numbers]
         for most in sorted({one.num_elements for one in own}):
@@ -118,15 +118,14 @@ def _brought(states: Sequence[_State]) -> int:
 
 
 def s_per_byte(cluster: Cluster) -> float:
-    """Seconds a step that a byte of state on the host costs."""
+    """The cost of a byte of state on the host, in seconds of a step."""
     return moving_s(1.0, cluster)
 
 
 def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
-    """Whether memory costs more seconds a byte here, where the search of the table met its limit, than state on the
-    host does.
+    """Whether the price of memory at which the search of the table met its limit exceeds that of state on the host.
 
-    Else the bound that the search has proven at its price of memory holds for plans with state on the host as well.
+    If not, the bound that the search proved at its price holds for plans with state on the host as well.
     """
     if choice.around is None or not cluster.host_bandwidth_bytes_per_s:
         return False
@@ -135,13 +134,11 @@ def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
 
 
 def with_moves(setting: Setting, problem: Problem) -> Problem:
-    """The table whose seconds are those of `problem` and its bytes at the price of moving them, and whose bytes leave
-    out what can go.
-    """
+    """`problem` with the price of its bytes added to its seconds, and with bytes without optimizer state."""
     trained = frozenset(item.value.name for item in hostable(setting.graph))
     away = replace(setting, request=replace(setting.request, state_on_host=trained)).repriced(problem)
     here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
-    known: dict[tuple[int, int], np.ndarray] = {}  # what is one array there is one here
+    known: dict[tuple[int, int], np.ndarray] = {}  # shared arrays stay shared
 
     def in_seconds(one: Node | Edge) -> np.ndarray:
         key = id(one.cost_s), id(one.memory_bytes)
@@ -156,9 +153,7 @@ def with_moves(setting: Setting, problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class OnHost:
-    """A plan that fits with the optimizer state that it has on the host; lower_bound_s: none of this kind, nor any
-    without, is faster.
-    """
+    """A plan that fits with its optimizer state on the host; `lower_bound_s`: of plans with and without such state."""
 
     assignment: Assignment
     step_s: float
@@ -166,9 +161,9 @@ class OnHost:
 
 
 def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> OnHost | None:
-    """The best plan that has optimizer state on the host or, without, all of the limit in use.
+    """The best plan that has optimizer state on the host, or that uses all of the memory limit without it.
 
-    None if nothing can go there. InfeasibleError if nothing fits with all of it there.
+    None if no state can be on the host. InfeasibleError if nothing fits even with all of it there.
     """
     request = setting.request
     if not (setting.cluster.host_bandwidth_bytes_per_s and request.training.state_bytes and hostable(setting.graph)):
@@ -181,7 +176,6 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
     part, place = Part(setting.graph, both.decode(choice.strategies), request.training), (setting.mesh, setting.cluster)
     found = fill([part], *place, request.memory_limit_bytes)
-    # With all state on the host the plan fits, and so it does with fewer parameters' unless these bring back more at a
-    # time.
+    # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
     (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
     return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))

@@ -1,4 +1,4 @@
-"""An assignment on a mesh, seen on a finer mesh of the same devices."""
+"""`lift`: an assignment on a mesh as an assignment on a finer mesh of the same devices."""
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
@@ -6,8 +6,7 @@ from autopar.sbp.assignment import Assignment
 
 
 def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
-    """The same plan on `fine`, whose axes factorise those of `coarse` in order: every part does on each factor what it
-    did on the axis.
+    """`assignment` on `fine`, whose axes factorise those of `coarse` in order: a factor has the placement of its axis.
 
     MeshError if `fine` is no such mesh.
     """
@@ -15,7 +14,7 @@ def lift(assignment: Assignment, coarse: Mesh, fine: Mesh) -> Assignment:
 
 
 def sources_of(coarse: Mesh, fine: Mesh) -> tuple[int, ...]:
-    """For each axis of `fine` the axis of `coarse` that it is a factor of.
+    """For each axis of `fine` the axis of `coarse` of which it is a factor.
 
     >>> sources_of(Mesh((8, 8), ("a", "b")), Mesh((4, 2, 8), ("a", "b", "c")))
     (0, 0, 1)

@@ -1,6 +1,4 @@
-"""The best plan on one mesh: price, search, and where the memory limit makes layers differ, search again with layers
-apart.
-"""
+"""`solve_mesh`: the best plan on one mesh, by pricing and searching; again with groups of layers if memory binds."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.search.table import Choice, cost_of, memory_of
 
-# The plans that a lower bound is about.
+# The plans for which a lower bound is proven.
 ANY, ALIKE, GROUPS = (
     "plan",
     "plan whose inner layers are alike",
@@ -31,7 +29,7 @@ ANY, ALIKE, GROUPS = (
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan found on `mesh`; `cost_s` is its step. bound_of, hand, found_by: as in `Plan`."""
+    """The best plan found on `mesh`; `cost_s`: of its step. `bound_of`, `hand`, `found_by`: as in `Plan`."""
 
     mesh: Mesh
     assignment: Assignment
@@ -52,13 +50,12 @@ def solve_mesh(
     to_beat_s: float = float("inf"),
     budget: Budget,
 ) -> Solved:
-    """The best plan within the budget, never worse than a start or a hand plan that meets the request.
+    """The best plan within the budget, never worse than a start or a hand plan that satisfies the request.
 
-    The search ends early when no plan can take less than `to_beat_s`.
-
-    First, last and inner copies of a repeat have choices of their own; where the memory limit binds, so have two groups
-    of the inner copies. Optimizer state waits on the host where nothing fits otherwise, or where that costs less than
-    other ways to save memory. PinError, InfeasibleError or MeshError if what is requested cannot be.
+    The search ends early if no plan can take less than `to_beat_s`. First, last and interior copies of a repeat are
+    planned apart; if the memory limit binds, so are two groups of the interior copies. Optimizer state is offloaded if
+    nothing fits otherwise, or if that costs less than other ways to save memory. PinError, InfeasibleError or MeshError
+    if no plan satisfies the request.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
     folded = budget.run("fold", lambda: fold_stored(graph, request))
@@ -90,7 +87,7 @@ def solve_mesh(
 
 
 def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]], best: Solved) -> Solved:
-    """`best`, or a faster plan that has optimizer state on the host."""
+    """The faster of `best` and the best plan with optimizer state on the host."""
     found = search_on_host(replace(setting, to_beat_s=min(setting.to_beat_s, best.cost_s)), problem, starts)
     if found is None or found.step_s >= best.cost_s:
         return best
@@ -100,7 +97,7 @@ def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]
 
 
 def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
-    """`best`, or better where the inner copies of a repeat may be of two kinds."""
+    """The better of `best` and the best plan with two groups of interior copies."""
     (over_bytes, within_bytes), limit = (
         (memory_of(alike.priced.table, end) for end in choice.around),
         setting.request.memory_limit_bytes,
@@ -124,7 +121,7 @@ def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice,
 
 
 def fold_stored(graph: Graph, request: PlanRequest) -> Folded:
-    """The graph folded so that what is stored differently already stays apart."""
+    """The fold of the graph in which inputs with different stored layouts are of different classes."""
     return fold(
         graph, {item.value.name: request.stored[item.fqn] for item in graph.inputs if item.fqn in request.stored}
     )

@@ -1,6 +1,4 @@
-"""From a graph to its plan: every stage of planning, in order; where the mesh is left open, on one mesh after the
-other.
-"""
+"""`make_plan`: the plan of a graph without stages, on a given mesh or on the best of several."""
 
 import math
 from dataclasses import replace
@@ -24,14 +22,14 @@ from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
 
-# An open mesh is searched on so many meshes at most.
+# The most meshes that are searched for an open mesh.
 _MOST_MESHES = 4
-# A mesh whose best hand plan takes so many times as long as the best of all, or as much memory where none fits, is not
-# searched.
+# A mesh is not searched if its best hand plan takes this many times as long as the best of all (or this many times its
+# memory if none fits).
 _PROMISING = 1.5
-# What takes so much of the memory limit by hand, the search may make fit.
+# A hand plan up to this multiple of the memory limit counts as nearly fitting: the search may make it fit.
 _NEARLY = 1.25
-# Of the time that is left, for the next mesh.
+# The share of the time left for the next mesh.
 _SHARE = 0.6
 
 
@@ -45,12 +43,12 @@ def make_plan(
     to_beat_s: float = math.inf,
     budget: Budget | None = None,
 ) -> Plan:
-    """The best plan within the budget, by default the time limit; never worse than a hand plan that meets the pins and
-    memory limit.
+    """The best plan within the budget, never worse than a hand plan that satisfies the pins and the memory limit.
 
-    `mesh`: if it is `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has
-    the best of them. `to_beat_s`: an open mesh is not searched where no hand plan, were there memory for it, takes
-    less. PinError, InfeasibleError or MeshError if what is asked cannot be.
+    `mesh`: for `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the
+    best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less.
+    `budget`: by default the time limit of the request. PinError, InfeasibleError or MeshError if no plan satisfies the
+    request.
     """
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
@@ -75,12 +73,11 @@ def make_plan(
 def _solve_all(
     graph: Graph, devices: Devices, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
 ) -> dict[Mesh, Solved]:
-    """The best plan found on each of the promising meshes, most promising first, and on that of the best hand plan if
-    it is better.
+    """Mesh -> its best plan, for the promising meshes, most promising first, and that of the best hand plan if better.
 
-    A mesh gets a good part of the time that is left, and is given up when no plan of it can be better than what is
-    known. It starts from the plans of those it refines. Without time the best hand plan is returned as it is.
-    InfeasibleError of the last mesh if there is none.
+    A mesh gets a large share of the time left, and is dropped when its lower bound exceeds the incumbent. Its search
+    starts from the plans of the meshes that it refines. Without time the best hand plan is returned. InfeasibleError of
+    the last mesh if there is no plan.
     """
     if request.pins:
         raise PinError(
@@ -88,7 +85,7 @@ def _solve_all(
             " 'dp=8,tp=8'"
         )
     limit, training = request.memory_limit_bytes, request.training
-    has_other = to_beat_s < math.inf  # a plan, which is returned where none is found here
+    has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
     by_hand = budget.run(
         "hand plans",
@@ -98,7 +95,7 @@ def _solve_all(
     )
     if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
         raise InfeasibleError(
-            f"no plan without stages and microbatches takes less than {to_beat_s} s; they are worth having here"
+            f"no plan without stages and microbatches takes less than {to_beat_s} s; a plan with them is better"
         )
     if budget.is_spent and by_hand.best is None and has_other:
         raise InfeasibleError(
@@ -124,8 +121,8 @@ def _solve_all(
     if expert is not None and expert.costs.step_s < best_s:
         if budget.is_spent:
             return found | {expert.mesh: _as_written(by_hand, graph, cluster, training)}
-        # on few axes, mostly one or two: this takes little, ends with this plan or a better one, and proves something
-        # of its mesh
+        # The best hand plan has few axes, mostly one or two: searching its mesh is quick, cannot be worse, and gives a
+        # lower bound.
         part = budget.part(1.0, where=f"mesh {expert.mesh}: ")
         found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, request, starts=[by_hand.assignment], budget=part)
     if not found:
@@ -134,15 +131,16 @@ def _solve_all(
 
 
 def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:
-    """The best hand plan, unsearched; proven is only that no plan is faster than its share of the work."""
+    """The best hand plan without a search; its lower bound is that of the work alone."""
     best, costs = by_hand.best, {one.name: one.costs for one in by_hand.tried if one.mesh == by_hand.best.mesh}
     bound_s = min(best.costs.step_s, floor_s(graph, best.mesh, cluster, training=training))
     return Solved(best.mesh, by_hand.assignment, best.costs.step_s, bound_s, ANY, costs, f"hand plan {best.name}")
 
 
 def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:
-    """Those on which the best hand plans lie, best first: fastest of what nearly fits, or else the lightest. Equals:
-    coarsest first.
+    """The meshes of the best hand plans, best first: the fastest that nearly fits, else the lightest.
+
+    Ties: the coarsest first.
     """
     most_bytes = _NEARLY * limit_bytes
     fits = any(one.costs.memory_bytes <= most_bytes for one in tried)

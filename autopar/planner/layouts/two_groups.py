@@ -1,8 +1,8 @@
-"""Where a memory limit binds: some of the inner copies of a repeat planned cheaply, the others lightly.
+"""Two groups of interior copies of a repeat, one planned fast, the other light, for a memory limit that binds.
 
-At the best price of memory a plan above the limit and one within it cost the same. With as many copies of each as fill
-the limit, the step exceeds what that price proves by the conversions between the two kinds, and by the price of the
-bytes that whole copies leave unused.
+At the best price of memory a plan above the limit and one within it have equal objectives. With copies of each such
+that they fill the limit, the step exceeds the lower bound of that price only by the conversions between the groups, and
+by the price of the bytes that whole copies leave unused.
 """
 
 from autopar.ir.folding.fold import Folded
@@ -10,17 +10,18 @@ from autopar.ir.folding.segments import Segments, copies_of
 from autopar.ir.graph import Graph
 from autopar.sbp.assignment import Assignment
 
-# The first, a cheap one, a light one, the last.
+# The least number of copies: the first, a fast one, a light one, the last.
 _LEAST_COPIES = 4
 
 
 def can_mix(folded: Folded) -> bool:
-    """Whether any repeat has inner copies that could be of two kinds."""
+    """Whether a repeat has enough interior copies for two groups."""
     return any(repeat.count >= _LEAST_COPIES for repeat in folded.repeats)
 
 
 def two_groups(folded: Folded, share: float) -> Segments:
-    """The first copy, `share` of the inner ones but at least one, at least one more, and the last.
+    """Segments of each repeat: the first copy, `share` of the interior copies (at least one), the others, the last
+    copy.
 
     >>> from autopar.ir.folding.fold import Repeat
     >>> two_groups(Folded({}, (Repeat(("a",), 3), Repeat(("b",), 32))), 0.42)
@@ -37,12 +38,12 @@ def _groups(count: int, share: float) -> tuple[int, ...]:
 
 
 def mixture(graph: Graph, folded: Folded, segments: Segments, above: Assignment, within: Assignment) -> Assignment:
-    """`within`, but the first group of inner copies in `segments` (of `two_groups`) as in `above`."""
+    """`within` with the first group of interior copies in `segments` (of `two_groups`) as in `above`."""
     return within.merged(above, _first_group(graph, folded, segments))
 
 
 def _first_group(graph: Graph, folded: Folded, segments: Segments) -> frozenset[str]:
-    """Names of the ops, their values, and the inputs of these copies alone."""
+    """The names of the ops of the first group, of their values, and of the inputs that only they read."""
     last = [sizes[1] if len(sizes) == _LEAST_COPIES else 0 for sizes in segments]
     copies = copies_of(folded, graph)
     names = {name for name, found in copies.items() if all(1 <= copy <= last[repeat] for repeat, copy in found)}

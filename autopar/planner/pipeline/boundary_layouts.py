@@ -1,4 +1,4 @@
-"""The layouts in which what crosses the cuts of a pipeline is sent: those with which the pipeline is fastest."""
+"""The layouts of the boundary tensors of a pipeline, chosen for the fastest step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from autopar.sbp.placement import Layout
 from autopar.schedule.simulate import StageTimes, as_array, ordered, step_s
 from autopar.search.table import CostTable, Edge, Node
 
-# A choice that gains less than this part of a step is not looked for.
+# The search stops if it can gain less than this share of a step.
 _WORTH = 5e-3
 
 Crossing = Mapping[str, Layout]
@@ -37,11 +37,11 @@ Crossing = Mapping[str, Layout]
 def choose_crossing(
     cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> dict[str, Layout]:
-    """Each value that crosses a cut -> its layout there, one for all that are alike by hand.
+    """Name of each boundary tensor -> its layout, the same for all tensors of one shape and hand layout.
 
-    From the plan by hand on, one layout is changed on one axis at a time as long as the step becomes shorter: the
-    schedule with the best times of each stage whose ends are laid out so, without a memory limit. Nothing is tried if
-    even the best times with any ends, and the fewest bytes sent, would not make it shorter.
+    From the hand plan on, one layout is changed on one axis at a time as long as the step becomes shorter. The step is
+    simulated with the best time of each stage for these layouts, without a memory limit. Nothing is tried if even the
+    best times for any layouts, with the fewest bytes sent, would not be shorter.
     """
     best = crossing_layouts(cut)
     if not best or budget.is_spent:
@@ -65,7 +65,7 @@ def choose_crossing(
 
 
 def _alike(cut: Cut, crossing: Crossing) -> list[list[str]]:
-    """The values that cross, those together that have the same shape and layout."""
+    """The boundary tensors, grouped by shape and layout."""
     found: dict[Any, list[str]] = {}
     for value in _values(cut).values():
         found.setdefault((replace(value, name=""), crossing[value.name]), []).append(value.name)
@@ -84,7 +84,7 @@ def _neighbours(value: Value, layout: Layout, mesh: Mesh) -> Iterator[Layout]:
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """A stage with any layouts at its ends. nodes: of the table, for each value that it receives and sends."""
+    """A stage with its boundary layouts open; `nodes`: of its table, for each value that it receives and sends."""
 
     setting: Setting
     problem: Problem
@@ -92,7 +92,9 @@ class _Ends:
 
 
 class _Pipeline:
-    """What a step takes for any choice; each meeting of a kind of stage with layouts at its ends is searched once."""
+    """The step of the pipeline for any boundary layouts; each pair of a stage (up to isomorphism) and its boundary
+    layouts is searched once.
+    """
 
     def __init__(
         self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
@@ -111,12 +113,12 @@ class _Pipeline:
         self.known: dict[Any, float] = {}
 
     def step_s(self, crossing: Crossing) -> float:
-        """Seconds of a step."""
+        """Seconds of a step with these boundary layouts."""
         times = [self._stage_s(number, crossing) for number in range(len(self.cut.stages))]
         return self._simulated(times, [self._sent_bytes(number, crossing) for number in range(len(self.cut.stages))])
 
     def least_s(self) -> float:
-        """No choice of what crosses makes a step shorter."""
+        """A lower bound of the step for all boundary layouts."""
         parts = self.mesh.num_devices
         times = [self._stage_s(number, None) for number in range(len(self.cut.stages))]
         return self._simulated(
@@ -124,7 +126,7 @@ class _Pipeline:
         )
 
     def _simulated(self, times: list[float], sent: list[float]) -> float:
-        """A forward takes a third of a stage's time, and so do the two parts of a backward."""
+        """Seconds of a step from the time of each stage, a third of it for forward and for each part of backward."""
         sent_s = [self.link[0] + num_bytes / self.link[1] if num_bytes else 0.0 for num_bytes in sent]
         each = [
             StageTimes(*[time_s / 3] * 3, ahead_s, back_s)
@@ -137,7 +139,7 @@ class _Pipeline:
         return float(sum(local_bytes(x.shape, x.dtype.itemsize, crossing[x.name], self.mesh.shape) for x in sent))
 
     def _stage_s(self, number: int, crossing: Crossing | None) -> float:
-        """Seconds of a microbatch, with a share of what is done once a step; None: with any ends."""
+        """Seconds of a stage for a microbatch, with a share of its work once a step; None: least over all layouts."""
         stage, kind = self.cut.stages[number], self.kinds[number]
         layouts = None if crossing is None else tuple(crossing[name] for name in (*stage.receives, *stage.sends))
         if (kind, layouts) not in self.known:
@@ -153,7 +155,7 @@ class _Pipeline:
             problem = replace(problem, priced=replace(problem.priced, table=table))
         try:
             return ends.setting.search(problem, []).cost_s
-        except InfeasibleError:  # nothing was found in the time
+        except InfeasibleError:  # no choice was found in the time limit
             return math.inf
 
     def _ends(self, number: int) -> _Ends:
@@ -182,7 +184,7 @@ class _Pipeline:
 
 
 def _fixed(problem: Problem, layouts: Mapping[int, Layout]) -> CostTable | None:
-    """The table in which some nodes, inputs and outputs, have but one layout; None if one is not offered."""
+    """The table with the layouts of some nodes, inputs and outputs, fixed; None if a layout is no option."""
     table, chosen = problem.priced.table, {}
     for node, layout in layouts.items():
         entity = problem.priced.entities[node]

@@ -1,4 +1,4 @@
-"""The stages of a plan of the sweep: a microbatch's graph cut as it says, and its layouts for the whole of it."""
+"""`cut_as`: the stages of a point of the sweep, and its hand plan for the whole graph of a microbatch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from autopar.sbp.placement import I, Layout
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A microbatch's graph in stages, and the plan by hand that they start from."""
+    """The graph of a microbatch cut into stages, and the hand plan from which their search starts."""
 
     graph: Graph
     folded: Folded
@@ -28,7 +28,7 @@ class Cut:
 
 
 def cut_as(model: Model, found: Staged) -> Cut:
-    """The stages that a plan of the sweep has."""
+    """The cut of a point of the sweep."""
     starts = tuple(model.graph.ops[model.starts[block]].name for block in found.partition.starts[1:])
     micro, stages = stage_graphs(model.graph, starts, found.schedule.num_microbatches)
     folded = fold_microbatch(model.folded, micro)
@@ -42,14 +42,14 @@ def _expanded(assignment: Assignment, graph: Graph, folded: Folded) -> Assignmen
 
 
 def crossing_layouts(cut: Cut) -> dict[str, Layout]:
-    """What crosses a cut, as the plan by hand makes it; whole where its sum, or its gradient's, would be pending."""
+    """Name of each boundary tensor -> its layout in the hand plan, whole if it or its gradient would be pending."""
     produced = produced_layouts(cut.graph, cut.by_hand)
     names = {name for stage in cut.stages for name in stage.sends}
     return {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
 
 
 def restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Layout]) -> Assignment:
-    """The part of a whole microbatch's assignment that is about one stage, with these layouts of what crosses cuts."""
+    """The part of a whole microbatch's assignment that concerns one stage, with these layouts of boundary tensors."""
     part = assignment.restricted(graph)
     received = {item.value.name: crossing[item.value.name] for item in graph.inputs if item.value.name in crossing}
     values = (value for value in graph.outputs if isinstance(value, Value))

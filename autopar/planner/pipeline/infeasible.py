@@ -1,5 +1,5 @@
-"""Why no plan in stages fits: the one of those people write that takes least, on which of its ranks it takes most, and
-of what kind.
+"""The explanation why no plan in stages fits: the lightest hand plan, its fullest rank, and the
+memory of that by kind.
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 from autopar.units import format_bytes
 
-# Kinds of memory that neither fewer samples nor shorter sequences make less.
+# Kinds of memory that neither fewer samples nor shorter sequences reduce.
 _STORED = ("parameters", "gradients", "optimizer", "buffers", "constants", "gathered")
-# Kinds that take less than this part of the memory are not named.
+# Kinds below this share of the memory are not named.
 _NAMED = 0.05
 
 
 def refusal(
     model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
 ) -> InfeasibleError:
-    """The error that says what the lightest point of the sweep would take."""
+    """The error with the memory of the lightest point of the sweep, or with the reason why there is none."""
     num_microbatches, schedule = request.num_microbatches, request.schedule
     counts = () if num_microbatches is None else (num_microbatches,)
     schedules = LIGHTEST if schedule is None else (schedule,)
@@ -47,14 +47,14 @@ def refusal(
         return InfeasibleError(
             f"no plan in stages and microbatches can run here: {len(model.starts)} blocks and a batch of {size} on"
             f" {ranks}, with {num_microbatches or 'any number of'} microbatches of schedule {schedule or 'any'}; each"
-            " stage needs a block, and schedules have counts of their own: ask for fewer stages, or for fewer or more"
-            " microbatches"
+            " stage needs a block, and each schedule allows certain numbers of microbatches: ask for fewer stages, or"
+            " for fewer or more microbatches"
         )
     limit, num_bytes = request.memory_limit_bytes, max(point.rank_bytes)
     rank = point.rank_bytes.index(num_bytes)
     return InfeasibleError(
-        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: of those"
-        f" people write the one that takes least, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
+        f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the"
+        f" lightest hand plan, {point.name}, needs {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f}"
         f" GiB){_with_state_on_host(model, meshes, cluster, request, counts, deadline)};"
         f" {_what_binds(model, point, rank, cluster, request)}"
     )
@@ -68,7 +68,7 @@ def _with_state_on_host(
     counts: Sequence[int],
     deadline: Deadline,
 ) -> str:
-    """What would do if no optimizer state were on the device; nothing where it has to be."""
+    """The text of the least memory with all optimizer state on the host; "" if it must be on the device."""
     if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
     training = replace(request.training, optimizer="none")
@@ -81,7 +81,7 @@ def _with_state_on_host(
 
 
 def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> str:
-    """What a device of the fullest rank holds, and what would help."""
+    """The text of the memory of the fullest rank by kind, and of the remedy."""
     memory = _memory_bytes(model, point, rank, cluster, request)
     total = sum(memory.values())
     named = [(kind, size) for kind, size in memory.most_common() if size >= _NAMED * total]
@@ -89,10 +89,7 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
     if sum(memory[kind] for kind in _STORED) > request.memory_limit_bytes:
-        remedy = (
-            "what is stored alone is more than the limit, whatever the batch: raise the memory limit, or use more"
-            " devices"
-        )
+        remedy = "the stored tensors alone exceed the limit for any batch: raise the memory limit, or use more devices"
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"
     stages = " and ".join(map(str, point.schedule.stages_of(rank)))
@@ -100,7 +97,7 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
 
 
 def _memory_bytes(model: Model, point: Staged, rank: int, cluster: Cluster, request: PlanRequest) -> Counter[str]:
-    """Kind -> bytes on a device of the rank, of the plan as it is written."""
+    """Kind of memory -> bytes on a device of the rank, for the hand plan."""
     cut, memory = cut_as(model, point), Counter()
     crossing, training = (
         crossing_layouts(cut),

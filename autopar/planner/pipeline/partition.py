@@ -1,4 +1,4 @@
-"""Cut consecutive blocks into stages so that the slowest stage is as fast as it can be and each fits its device."""
+"""`partition`: the cut of consecutive blocks into stages that fit their devices, with the fastest slowest stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,9 +11,10 @@ from autopar.costmodel.profile_ops import Profile
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """f64[blocks] each, of one microbatch but for once_s and state_bytes, as in `Profile`. entering_bytes: of what is
-    made before a block and read in it or later; is_recomputable: bool[blocks]. shared: (blocks that read it, bytes,
-    seconds a step) of tied parameters.
+    """The costs of blocks, f64[blocks] each, as in `Profile`: of one microbatch, except once_s and state_bytes.
+
+    `entering_bytes`: of values made before a block and read in it or later. `is_recomputable`: bool[blocks]. `shared`:
+    (blocks that read it, bytes, seconds a step) of each tied parameter.
     """
 
     forward_s: np.ndarray
@@ -29,15 +30,16 @@ class Blocks:
     shared: tuple[tuple[tuple[int, ...], float, float], ...] = ()
 
 
-# What a block is the sum of.
+# The fields that are sums over the ops of a block.
 _SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(Profile)} - {"shared"})
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage s has blocks starts[s] to starts[s + 1]; the first num_recomputed[s] of its blocks that can be are
-    recomputed. times_s: forward and backward of a microbatch on each stage, transfers included; once_s: of the stage
-    that takes longest once a step. memory_bytes: of each stage.
+    """A cut: stage s has blocks starts[s] to starts[s + 1] and recomputes the first num_recomputed[s] that it can.
+
+    `times_s`: forward and backward of a microbatch on each stage, transfers included. `once_s`: of the stage with the
+    most work once a step. `memory_bytes`: of each stage.
     """
 
     starts: tuple[int, ...]
@@ -47,23 +49,23 @@ class Partition:
     memory_bytes: tuple[float, ...]
 
 
-def blocks_of(found: Profile, starts: Sequence[int], recomputable: Sequence[int]) -> Blocks:
-    """The figures of blocks that begin at the ops numbered `starts` (the first is 0); `recomputable`: numbers of
-    blocks.
+def blocks_of(costs: Profile, starts: Sequence[int], recomputable: Sequence[int]) -> Blocks:
+    """The costs of the blocks that begin at the ops numbered `starts` (the first is 0);
+    `recomputable`: block numbers.
     """
-    sums = {name: np.add.reduceat(getattr(found, name), starts) for name in _SUMMED}
+    sums = {name: np.add.reduceat(getattr(costs, name), starts) for name in _SUMMED}
     numbers = (
-        np.searchsorted(starts, [position for one in found.shared for position in one.positions], side="right") - 1
+        np.searchsorted(starts, [position for one in costs.shared for position in one.positions], side="right") - 1
     )
     shared, first = [], 0
-    for one in found.shared:
+    for one in costs.shared:
         readers = tuple(sorted(set(numbers[first : first + len(one.positions)].tolist())))
         shared.append((readers, one.state_bytes, one.once_s))
         first += len(one.positions)
     is_recomputable = np.zeros(len(starts), bool)
     is_recomputable[list(recomputable)] = True
     return Blocks(
-        **sums, entering_bytes=found.crossing_bytes[list(starts)], is_recomputable=is_recomputable, shared=tuple(shared)
+        **sums, entering_bytes=costs.crossing_bytes[list(starts)], is_recomputable=is_recomputable, shared=tuple(shared)
     )
 
 
@@ -75,9 +77,11 @@ def partition(
     waiting: Sequence[int] | None = None,
     transfer_s_per_byte: float = 0.0,
 ) -> Partition | None:
-    """The stages of which the slowest is fastest, None if no cut fits. in_flight: for each stage, of how many
-    microbatches it keeps what is saved; waiting: of how many it keeps what their weights wait with; limit_bytes: of
-    each. A stage recomputes as many of its blocks as it must to fit, and no more.
+    """The cut with the fastest slowest stage, by dynamic programming; None if no cut fits.
+
+    `in_flight`: for each stage the number of microbatches whose activations it keeps; `waiting`: the number whose
+    weight gradients are put off; `limit_bytes`: of each stage. A stage recomputes only as many of its blocks as it must
+    to fit.
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
     limits = np.broadcast_to(limit_bytes, num_stages)
@@ -105,10 +109,12 @@ def partition(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """f64[start, stop] each, of a stage of these blocks: seconds a microbatch; forward seconds of what may be
-    recomputed; bytes that are there throughout, that a microbatch keeps, until its weights have their gradients too,
-    and that recomputing all such blocks frees of these; their number; whether it is empty. inside_bytes: of one block
-    while it is recomputed.
+    """Costs of stages, f64[start, stop] each, for a stage of blocks start to stop.
+
+    `times_s`: seconds of a microbatch. `again_s`: forward seconds of its recomputable blocks. `state_bytes`: stored
+    bytes. `saved_bytes`: kept for a microbatch in flight. `waiting_bytes`: kept for a microbatch whose weight gradients
+    are put off. `freed_bytes`: saved bytes that recomputing all recomputable blocks frees. `num_can`: the number of
+    these blocks. `is_empty`: whether the stage has no block. `inside_bytes`: of one block while it is recomputed.
     """
 
     times_s: np.ndarray
@@ -142,11 +148,10 @@ class _Sums:
 
 
 def _spans(sums: _Sums, kept: int, waiting: int, limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[start, stop]: seconds of a stage of these blocks on a microbatch, infinite where it does not fit; blocks
-    recomputed; its bytes.
+    """f64[start, stop] each: (seconds of a stage on a microbatch, inf if it does not fit; blocks recomputed; bytes).
 
-    Recomputed, a block keeps what enters it; its inside is there once, while its backward runs, or waits for the
-    gradients of weights.
+    A recomputed block keeps its inputs; its inside exists once, while its backward runs, or waits for the gradients of
+    weights.
     """
     whole = sums.state_bytes + kept * sums.saved_bytes + waiting * sums.waiting_bytes
     need, inside_bytes, freed_bytes = (
@@ -165,13 +170,13 @@ def _spans(sums: _Sums, kept: int, waiting: int, limit_bytes: float) -> tuple[np
 
 
 def _sum(column: np.ndarray) -> np.ndarray:
-    """f64[start, stop]: the sum over blocks start to stop."""
+    """f64[start, stop]: the sums over blocks start to stop."""
     ends = np.concatenate([[0.0], np.cumsum(column)])
     return ends[None, :] - ends[:, None]
 
 
 def _total(column: np.ndarray, shared: Sequence[tuple], which: int) -> np.ndarray:
-    """`_sum`, and what is shared counted once where any of its readers is."""
+    """`_sum`, plus each shared parameter once for stages with one of its readers."""
     total = _sum(column)
     number = len(column)
     for one in shared:

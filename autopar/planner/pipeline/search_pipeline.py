@@ -1,4 +1,4 @@
-"""The best plan in stages and microbatches: a sweep as people tune, then each stage of its best points searched."""
+"""`plan_in_stages`: the best plan with stages and microbatches, by a sweep of hand plans and a search of the best."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,36 +27,36 @@ from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
 
-# So many points of the sweep are searched at most, if they are nearly as good as the best: the search gains about as
-# much on each.
+# The most points of the sweep that are searched, if they are nearly as fast as the best: the search gains about the
+# same on each.
 _MOST_POINTS, _NEAR = 3, 1.05
-# The search makes a point by hand faster by this factor at most, as a rule.
+# The factor by which the search makes a point of the sweep faster at most, as a rule.
 _GAIN = 1.5
-# What takes so much of the memory limit by hand without its optimizer's state, the search may make fit.
+# A point up to this multiple of the memory limit, without its optimizer state, may be made to fit by the search.
 _NEARLY = 1.25
-# Points by hand that a plan shows.
+# The number of points of the sweep that a plan shows for comparison.
 _MOST_SHOWN = 8
-# Of the time that is left: for the sweep, and for the search of a point.
+# Shares of the time left: for the sweep, and for the search of a point.
 _SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.9
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
-# Where none of the searched points fits, as it is predicted, the sweep is done again under a limit lowered by this
-# factor; after the deadline by what the first of them takes more than its estimate, which is surely enough.
+# If the predicted peak of no searched point fits, the sweep is repeated under a limit lowered by this factor; after the
+# deadline, by the excess of the first peak over its estimate, which is surely enough.
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
 def model_in_stages(graph: Graph, request: PlanRequest) -> Model:
-    """What is swept. MicrobatchError if the batch cannot be cut as asked."""
+    """The model for the sweep; MicrobatchError if the batch cannot be cut as requested."""
     training_graph = loss_only(graph)
     if request.num_microbatches is not None:
-        microbatched(training_graph, request.num_microbatches)  # says what is wrong with it
+        microbatched(training_graph, request.num_microbatches)  # raises the error with the reason
     return model_of(training_graph, fold(training_graph))
 
 
 def sweep_stages(
     model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Staged]:
-    """The points by hand that fit, fastest first. MeshError for a pipeline axis that is not the first."""
+    """The points of the sweep that fit, fastest first; MeshError for a pipeline axis that is not the first."""
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)
@@ -103,12 +103,11 @@ def plan_in_stages(
     cutoff_s: float = math.inf,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:
-    """The best plan that has stages, microbatches or recomputed blocks; None if no point of the sweep comes near
-    `cutoff_s` seconds.
+    """The best plan with stages, microbatches or activation checkpointing; None if no point comes near `cutoff_s`.
 
-    Where no plan fits by the deadline, and none need only beat another, a few points by hand are tried after it: late
-    is better than none. Never slower than the best point of the sweep that fits, as it is estimated. InfeasibleError,
-    with the least memory that would do, if none fits. predict: as in `choose_plan`.
+    It is never slower than the best point of the sweep that fits by its estimate. If no plan fits by the deadline and
+    there is no `cutoff_s`, a few points are tried after it, since a late plan is better than none. InfeasibleError,
+    with the least memory that would do, if none fits. `predict`: as in `choose_plan`.
     """
     best, recorded, limit_bytes = None, Recorded(predict), request.memory_limit_bytes
     model = model_in_stages(graph, request)
@@ -143,8 +142,10 @@ def plan_in_stages(
 
 
 def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
-    """For points by hand from which the search may come to plans that fit: with optimizer state left out, the search of
-    each stage finds how much of it has to go to the host; and what nearly fits it may make fit.
+    """Relaxed requests for the sweep, whose points seed the search though they do not fit.
+
+    Without optimizer state, the search of each stage finds how much of it must be offloaded; under a higher limit, the
+    search may make a point fit that nearly does.
     """
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         for factor in (1.0, _NEARLY):
@@ -155,8 +156,9 @@ def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
 def _candidates(
     model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Candidate]:
-    """The plans of the points, as many as there is time for. Each gets most of the time that is left: some is kept for
-    plans that turn out not to fit. Those are made anew as long as there is time.
+    """The searched plans of the points, as many as there is time for.
+
+    Each gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
     """
     found: list[Candidate] = []
     for point in points:
@@ -175,7 +177,7 @@ def _candidates(
             for moves in (True, False)
         )
         plan = _searched(solvers, keeping, graph, part, [request.memory_limit_bytes] * point.schedule.num_ranks)
-        # time was up, or what is best for each stage is not for the pipeline
+        # the time was up, or the best plan of each stage is not the best for the pipeline
         if plan is None or plan.step_s > point.step_s:
             late = budget.part(0.0)
             written = Solver(cut, point, point.mesh, cluster, request, crossing_layouts(cut), late)
@@ -196,9 +198,7 @@ def _again(
 
 
 def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
-    """The best points, one of each depth, mesh, schedule and number of microbatches: the flavour is for the search to
-    find.
-    """
+    """The best point of each depth, mesh, schedule and number of microbatches; the search finds the flavour."""
     distinct: dict[tuple, Staged] = {}
     for point in found:
         distinct.setdefault((point.mesh, point.schedule), point)
@@ -209,13 +209,14 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 def _searched(
     solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> StagedPlan | None:
-    """The plan of a point, with the best of some layouts of what crosses its cuts, whose estimate is at most
-    `allowed_bytes` of each rank. keeping: solvers that leave optimizer state on the device.
+    """The best plan of a point over `solvers`, each for other boundary layouts, within `allowed_bytes` of each rank.
+
+    `keeping`: solvers that leave optimizer state on the device.
     """
     plans = _solved(solvers, graph, budget, allowed_bytes)
     if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
-        # A stage gains by it in each microbatch, the pipeline only where the stage is the slowest, and it waits for it
-        # once a step.
+        # A stage gains by offloaded state in each microbatch, the pipeline only if the stage is the slowest, and it
+        # waits for the state once a step.
         plans += _solved(keeping, graph, budget, allowed_bytes)
     return min(plans, key=lambda plan: plan.step_s, default=None)
 
@@ -223,7 +224,7 @@ def _searched(
 def _solved(
     solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> list[StagedPlan]:
-    """The plans of those that find one; of the first that does, once the budget is spent."""
+    """The plans of all solvers that find one; once the budget is spent, of the first that does."""
     found = []
     for solver in solvers:
         if found and budget.is_spent:
@@ -243,8 +244,10 @@ def _solved(
 
 
 def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
-    """The plans of the stages. Where the budget ends between ranks, what they share may be stored otherwise than by
-    hand on those that were searched, and then the others cannot be as by hand: all are.
+    """The plans of the stages.
+
+    If the budget ends between two ranks, a searched rank may store a tied parameter in another layout than the hand
+    plan; then all ranks take the hand plan.
     """
     try:
         return solve_stages(solver, allowed_bytes, budget)
@@ -256,7 +259,7 @@ def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> t
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:
-    """The plan of one stage and one microbatch for the graph with all its outputs."""
+    """A plan of one stage and one microbatch as a `Plan` for the graph with all its outputs."""
     (stage,) = plan.stages
     produced = produced_layouts(graph, replace(stage.assignment, outputs={}))
     names = [value.name for value in graph.outputs if isinstance(value, Value)]

@@ -1,4 +1,4 @@
-"""How long a step takes in stages, and what they hold, from what their blocks cost."""
+"""Times and memory of stages, from the costs of their blocks."""
 
 from functools import lru_cache
 from itertools import pairwise
@@ -17,13 +17,13 @@ def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
 
 @lru_cache(maxsize=2**16)
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most microbatches between their forward and their backward."""
+    """For each stage the most microbatches between their forward and their backward."""
     return tuple(num_in_flight(schedule, stage) for stage in range(schedule.num_stages))
 
 
 @lru_cache(maxsize=2**16)
 def waiting(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most microbatches of which gradients of weights are still to be made."""
+    """For each stage the most microbatches whose weight gradients are put off."""
     return tuple(num_waiting(schedule, stage) for stage in range(schedule.num_stages))
 
 
@@ -33,7 +33,7 @@ def _ordered(schedule: Schedule) -> Order:
 
 
 def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
-    """Seconds of a step: the schedule, and what the slowest rank does once."""
+    """Seconds of a step: the simulated schedule, and the slowest rank's work once a step."""
     times = stage_times(blocks, found, link)
     if schedule.num_stages == 1:
         return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
@@ -41,7 +41,7 @@ def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[fl
 
 
 def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
-    """Seconds of each stage on a microbatch; `link`: latency in seconds and bytes/s to the next."""
+    """The times of each stage for a microbatch; `link`: (latency in seconds, bytes/s) to the next stage."""
     stops = (*found.starts, len(blocks.forward_s))
     times = []
     for (a, b), again in zip(pairwise(stops), found.num_recomputed):

@@ -1,6 +1,4 @@
-"""Plans with stages as people tune them: every pipeline depth, grid, flavour, schedule and number of microbatches,
-priced alike.
-"""
+"""The sweep of hand plans with stages: every pipeline depth, grid, flavour, schedule and number of microbatches."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -27,31 +25,32 @@ from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatc
 from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
 
-# So many meshes, each with a number of microbatches, are tried after the deadline: without any time there is a plan by
-# hand all the same.
+# The number of meshes, each with a number of microbatches, that are tried after the deadline: even without time there
+# is a hand plan.
 _MOST_LATE = 8
-# Numbers of microbatches tried on a mesh.
+# The most numbers of microbatches tried on a mesh.
 _MOST_COUNTS = 6
-# Microbatches for each rank of a pipeline that leave it little idle.
+# The number of microbatches for each rank of a pipeline that makes its bubble small.
 _FULL = 4
-# Plans that take more than this many times the fastest are of no interest.
+# Points slower than this multiple of the fastest are left out.
 _SHOWN = 1.5
-# Of so many points, the fastest, the plan with whole parameters is tried too.
+# The number of fastest points for which the plan with whole parameters is tried too.
 _MOST_WHOLE = 3
-# To which part of it the least memory is found.
+# The relative precision of the least memory.
 _PRECISION = 1e-3
-# Tried where none is asked for; gpipe, which takes more memory than 1f1b, only on request.
+# The schedules tried by default; gpipe, which takes more memory than 1f1b, only on request.
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-# Of which one takes least memory, whatever the number of microbatches.
+# The schedules of which one has the least memory for any number of microbatches.
 LIGHTEST = ("1f1b", "gpipe")
-# Stages a rank of the interleaved schedule.
+# Numbers of stages a rank for the interleaved schedule.
 _CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """One way to train in stages: stage s, from block partition.starts[s] on, is laid out as `plan` says on `mesh`, the
-    sub-mesh of a rank of the pipeline. `assignment`: of the shortened graph of a microbatch.
+    """A point of the sweep: each stage has the layouts of the hand plan `plan` on `mesh`, the sub-mesh of a rank.
+
+    Stage s begins at block partition.starts[s]. `assignment`: of the shortened graph of a microbatch.
     """
 
     plan: HandPlan
@@ -68,7 +67,9 @@ class Staged:
 
     @property
     def name(self) -> str:
-        """'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with 'recompute' and for how many of the blocks if some are."""
+        """The name of the point, such as 'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with the number of
+        recomputed blocks.
+        """
         again = sum(self.partition.num_recomputed)
         words = [f"pp={self.schedule.num_ranks}", format_hand_plan(self.plan, self.mesh), self.schedule.name]
         words += [f"m={self.schedule.num_microbatches}"] + [f"recompute={again}"] * (again > 0)
@@ -80,9 +81,7 @@ Profiled = tuple[HandPlan, Assignment, Blocks]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What the sweep looks at: the outline of the whole batch's graph, where stages may start, and which blocks may be
-    recomputed.
-    """
+    """The model for the sweep: its outline, the ops at which stages may start, and the recomputable blocks."""
 
     graph: Graph
     folded: Folded
@@ -96,9 +95,7 @@ class Model:
 
     @property
     def num_samples(self) -> int:
-        """What data axes and microbatches together must divide; of a batch that cannot be cut in microbatches, its
-        size.
-        """
+        """The number that data axes and microbatches together must divide: the batch's size if it cannot be cut."""
         if len(self.counts) > 1:
             return self.counts[-1]
         return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
@@ -116,7 +113,7 @@ class Model:
 
 
 def model_of(graph: Graph, folded: Folded) -> Model:
-    """Look at the whole batch's graph once for all meshes."""
+    """The model of the whole batch's graph, computed once for all meshes."""
     position = {op.name: number for number, op in enumerate(graph.ops)}
     starts = (0, *(position[name] for name in cut_points(folded, graph)))
     copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
@@ -136,11 +133,11 @@ def sweep(
     schedules: Sequence[str] = SCHEDULES,
     deadline: Deadline = NEVER,
 ) -> list[Staged]:
-    """The plans that fit, fastest first, without most of those that are far slower.
+    """The points that fit, fastest first, without most of those that are far slower.
 
-    meshes: (ranks of the pipeline, sub-mesh), tensors on the axis called "tp" where one is called "dp" or "tp", else on
-    every choice of inner axes. num_microbatches: those to try, by default the powers of two that fill the pipeline.
-    What promises most is tried first, and after `deadline` only a few more.
+    `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
+    "tp", otherwise on every choice of inner axes. `num_microbatches`: the numbers to try, by default the powers of two
+    that fill the pipeline. The most promising points are tried first, and only a few after `deadline`.
     """
     meshes, late = tuple(meshes), 0
     found: list[tuple[Staged, int]] = []
@@ -175,9 +172,7 @@ def sweep(
 def _with_whole_parameters(
     model: Model, found: Sequence[tuple[Staged, int]], cluster: Cluster, training: Training, limit_bytes: float
 ) -> Iterator[Staged]:
-    """The fastest points with parameters that every rank of the batch has whole, as far as these fit: with several
-    microbatches they need no gathering.
-    """
+    """The fastest points with whole parameters on the data axes instead, if they fit: these need no gathering."""
     kinds: dict[tuple, Staged] = {}
     for one, _ in sorted(found, key=lambda pair: pair[0].step_s):
         kinds.setdefault((one.mesh, one.schedule.name, one.schedule.num_microbatches, one.plan.tensor_axes), one)
@@ -192,9 +187,10 @@ Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, su
 
 
 def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
-    """What to try. Every rank of the batch has a sample of each microbatch; where the batch is too small for that on
-    all of `meshes`, with the usual numbers of microbatches, with fewer, and else the batch stays whole there: it is the
-    search that finds what to split.
+    """The points to try, in which every data rank has a sample of each microbatch.
+
+    If the batch is too small for that on all of `meshes` with the usual numbers of microbatches, fewer are tried;
+    otherwise the batch stays whole, and the search finds another split.
     """
 
     def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
@@ -216,22 +212,21 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
 
 
 def _counts(model: Model, num_ranks: int) -> list[int]:
-    """Powers of two, enough to fill the pipeline where there are; of a batch that has few of them all it can be cut
-    in.
-    """
+    """Numbers of microbatches to try: powers of two that fill the pipeline, or all possible ones if there are few."""
     powers = [num for num in model.counts if num & (num - 1) == 0]
     usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
     return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
 
 
 def _num_data(plan: HandPlan, mesh: Mesh) -> int:
-    """Among how many ranks the plan splits the batch."""
+    """The number of ranks among which the plan splits the batch."""
     return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """What splits tensors also splits the sequence. Stored in parts, parameters cost what data parallelism does, and
-    take less memory.
+    """The hand plans of the sweep: tensor parallelism with sequence parallelism, and split parameters.
+
+    Split parameters cost as much communication as data parallelism and take less memory.
     """
     named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
     inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
@@ -247,7 +242,7 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
 def _may_fit(
     model: Model, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int, training: Training, limit_bytes: float
 ) -> bool:
-    """Whether an even share of what is stored and gathered fits."""
+    """Whether an even share of the stored and gathered bytes fits."""
     data = _num_data(plan, mesh)
     parameters = [item.value for item in model.graph.of_kind("parameter")]
     own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
@@ -271,9 +266,7 @@ def _on(
     schedules: Sequence[str],
     beat_s: float = math.inf,
 ) -> Iterator[Staged]:
-    """The plans on one mesh with one number of microbatches; those that even without waiting take longer than `beat_s`
-    are left out.
-    """
+    """The points on one mesh with one number of microbatches, without those whose busiest rank exceeds `beat_s`."""
     link = transfer(cluster, num_ranks, mesh.num_devices)
     for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
         for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
@@ -294,9 +287,7 @@ def profiled(
     cluster: Cluster,
     training: Training,
 ) -> list[Profiled]:
-    """The plans as assignments of the outline's short graph, and what each block of the whole
-    model costs under them.
-    """
+    """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of `plans`."""
     key = plans, num, mesh, cluster.to_json(), training
     if key not in model.profiles:
         model.profiles[key] = list(_profiled(model, outline, plans, num, mesh, cluster, training)) if plans else []
@@ -330,7 +321,8 @@ def lightest(
     schedules: Sequence[str] = LIGHTEST,
     deadline: Deadline = NEVER,
 ) -> Staged | None:
-    """The plan of the sweep that fits in the least bytes per device, to a thousandth, of those tried by `deadline`;
+    """The point of the sweep with the least memory of a device, to a thousandth, among those tried by `deadline`.
+
     None if no schedule can run.
     """
     best: Staged | None = None
@@ -346,7 +338,7 @@ def lightest(
 
 
 def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> Partition | None:
-    """The cut with which the blocks fit in the least bytes; None if these are not below `below`."""
+    """The cut with the least memory; None if that is not below `below` bytes."""
     found = _cut(blocks, schedule, below * (1 - _PRECISION))
     if found is None:
         return None
@@ -369,16 +361,14 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
 
 
 def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
-    """Seconds a byte that sending may hold up a stage when cuts are weighed: it does not in rounds (see
-    `simulate.ends`), else it may.
+    """Seconds a byte by which p2p delays a stage, for choosing cuts: 0 for schedules in rounds (see
+    `simulate.ends`).
     """
     return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
 
 
 def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
-    """The blocks under a schedule that may split backward: it gathers parameters twice, or what is recomputed would
-    hold them meanwhile.
-    """
+    """The costs of the blocks under `schedule`; a split backward gathers parameters twice."""
     if schedule.name != "zero-bubble" or not blocks.split_s.any():
         return blocks
     never = np.zeros_like(blocks.is_recomputable)
@@ -386,8 +376,10 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
 
 
 def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
-    """The stages of which the slowest is fastest, each rank's within the limit: as they are without one if that fits,
-    else each with an even share of its rank's memory, or with as large a part of it as it would have without a limit.
+    """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
+
+    It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
+    share that it has without a limit.
     """
 
     def cut(limits: float | Sequence[float]) -> Partition | None:
@@ -405,15 +397,13 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
 
 
 def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
-    """Of each stage the bytes that it may take if the stages of a rank share its limit as they share what they take in
-    `found`.
-    """
+    """The limit of each stage if the stages of a rank share its limit in proportion to their memory in `found`."""
     most = rank_bytes(found, schedule)
     return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
 
 
 def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
-    """Seconds for which the busiest rank computes."""
+    """Seconds of compute of the busiest rank."""
     times = stage_times(blocks, found, (0.0, math.inf))
     ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
     return schedule.num_microbatches * max(
@@ -422,8 +412,8 @@ def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
 
 
 def _index(model: Model, short: Short) -> np.ndarray:
-    """For each op of the whole graph the position of its like in the short one: itself, or its fellow in the second
-    copy.
+    """i64[ops of the whole graph]: index of each op in the short graph: of itself, or of its
+    counterpart in copy two.
     """
     same = model.folded.representative
     position = {op.name: number for number, op in enumerate(short.graph.ops)}
@@ -435,7 +425,7 @@ def _index(model: Model, short: Short) -> np.ndarray:
 
 
 def _expanded(found: Profile, index: np.ndarray) -> Profile:
-    """The figures of the whole graph."""
+    """The profile of the whole graph from that of the short one; `index`: as `_index` gives it."""
     columns = {name: column[index] for name, column in vars(found).items() if isinstance(column, np.ndarray)}
     shared = (
         Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s)
@@ -445,7 +435,7 @@ def _expanded(found: Profile, index: np.ndarray) -> Profile:
 
 
 def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
-    """(ranks of the pipeline, dp x tp): every way to write the devices as a product of three, stages outermost, tensors
+    """(ranks of the pipeline, mesh dp x tp) for every factorisation of the devices, stages outermost, tensors
     innermost.
     """
     for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):

@@ -100,7 +100,7 @@ def test_a_plan_of_another_model_is_refused():
         hand_plan(
             parse_hand_plan("hf", MESH), traced("mlp"), folded("mlp"), annotated("mlp"), MESH, {"elsewhere": "colwise"}
         )
-    with pytest.raises(PlanError, match=r"needs the styles"):
+    with pytest.raises(PlanError, match=r"styles=hf_styles"):
         hand_plan(parse_hand_plan("hf", MESH), traced("mlp"), folded("mlp"), annotated("mlp"), MESH)
 
 
