@@ -75,8 +75,9 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """A context in which autograd records no op, as inside a kernel; unlike no_grad it leaves the
-    rules of views alone.
+    """A context in which autograd records no op, as inside a kernel.
+
+    Unlike no_grad it leaves the rules of views alone.
     """
     return torch._C._AutoDispatchBelowAutograd()
 

@@ -24,8 +24,8 @@ def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[
 
 
 def _closed(region: Region | Offload, alive: set[str]) -> Region | Offload:
-    """`region` with its releases, its inputs in the order of their first use, and its outputs that are `alive` after
-    it.
+    """`region` with its releases, its inputs in the order of their first
+    use, and its outputs that are `alive` after it.
     """
     if isinstance(region, Offload):
         return replace(region, steps=with_releases(region.steps, alive))

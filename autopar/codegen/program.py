@@ -38,8 +38,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A regathered operand: variable `whole` is converted from the stored `source` by `steps`, and
-    again in backward.
+    """A regathered operand: variable `whole` is converted from the
+    stored `source` by `steps`, and again in backward.
     """
 
     whole: str

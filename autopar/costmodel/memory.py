@@ -77,8 +77,8 @@ def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mes
 
 
 def internal_bytes(op: Op, inputs: Shapes) -> int:
-    """Bytes that `op` saves beyond its inputs and outputs, on local inputs of these shapes: split
-    like its first input.
+    """Bytes that `op` saves beyond its inputs and outputs, on local
+    inputs of these shapes: split like its first input.
     """
     whole = footprint(op).internal_bytes
     if not whole or not op.inputs:

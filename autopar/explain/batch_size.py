@@ -1,6 +1,4 @@
-"""Whether a batch is too small for the devices: pipelines spend a step filling and draining, or devices repeat each
-other's work.
-"""
+"""The check whether a batch is too small: the pipeline mostly fills and drains, or devices duplicate work."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,15 +10,15 @@ from autopar.sbp.analysis.sequence_dim import batch_arguments
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import as_array, ordered, step_s
 
-# A batch is too small where more than this part of the time goes that way; one for which it is at most that part is
-# not.
+# A batch is too small if more than the first share of the time is wasted, large enough if at most the second is.
 _MUCH, _LITTLE = 0.3, 0.1
 
 
 @dataclass(frozen=True)
 class TooSmall:
-    """batch: samples a step, in which `wasted`, a part from 0 to 1, of the time goes to `what`. enough: samples with
-    which it would be `_LITTLE` at most.
+    """The finding that a batch is too small: `wasted`, from 0 to 1, of the time goes to `what`.
+
+    `batch`: its samples; `enough`: samples with which the waste would be at most `_LITTLE`.
     """
 
     batch: int
@@ -36,7 +34,7 @@ class TooSmall:
 
 
 def too_small(plan: Plan | StagedPlan) -> TooSmall | None:
-    """Why the batch is too small, if it is, and the least batch known to be enough."""
+    """The reason why the batch is too small, with the least batch known to be enough; None if it is not."""
     arguments = batch_arguments(plan.graph)
     if not arguments:
         return None
@@ -45,14 +43,15 @@ def too_small(plan: Plan | StagedPlan) -> TooSmall | None:
 
 
 def notes(plan: Plan | StagedPlan) -> tuple[str, ...]:
-    """What a person should know before running the plan."""
+    """Remarks that a user should read before running the plan."""
     small = too_small(plan)
     return (str(small),) if small else ()
 
 
 def _filling(plan: StagedPlan, batch: int) -> TooSmall | None:
-    """From one microbatch for each rank on, a step takes `fill_s + m * each_s` with m of them: two simulations tell
-    both.
+    """The finding for a pipeline.
+
+    With m microbatches, at least one a rank, a step takes `fill_s + m * each_s`; two simulations give both.
     """
     schedule, num, ranks = plan.schedule, plan.schedule.num_microbatches, plan.schedule.num_ranks
     if ranks == 1 or plan.timeline.bubble <= _MUCH:
@@ -72,7 +71,7 @@ def _step_s(plan: StagedPlan, schedule: Schedule) -> float:
 
 
 def _repeating(plan: Plan, batch: int) -> TooSmall | None:
-    """A batch of a sample a device can be split evenly over all of them."""
+    """The finding for a plan without stages; a batch with a sample a device can be split evenly over all of them."""
     if batch >= plan.mesh.num_devices:
         return None
     computing_s = plan.costs.compute_forward_s + plan.costs.compute_backward_s + plan.costs.optimizer_s

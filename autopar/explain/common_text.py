@@ -1,4 +1,4 @@
-"""What the texts of plans with and without stages have in common."""
+"""Parts of text that plans with and without stages share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,19 +12,17 @@ FROM_FILE = "Taken from the plan's file"
 
 
 def table(lines: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """The lines below their headers; numbers stay as they are written."""
+    """The lines as a table with headers; numbers stay as written."""
     return tabulate(lines, headers, disable_numparse=True)
 
 
 def title(mesh: str, cluster: str, source: str, optimizer: str) -> str:
-    """What the plan is for; `source`: where the cluster's rates are from."""
+    """The title of a plan's text; `source`: of the cluster's figures."""
     return f"Plan for mesh {mesh} on cluster {printable(cluster)} ({printable(source)}), optimizer {optimizer}."
 
 
 def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> str:
-    """The step, how the plan was found and what bound is proven; of a plan that was read from a file, that the file
-    says so.
-    """
+    """The line with the step, how the plan was found, and its bound, marked as a claim if it is from a file."""
     step = f"Step {format_seconds(step_s)}"
     if is_from_file:
         return f"{step}. {FROM_FILE}, not proven here: {printable('; '.join(filter(None, (found, bound))))}."
@@ -32,7 +30,10 @@ def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> s
 
 
 def on_host_lines(num_parameters: int, num_bytes: int) -> Iterator[str]:
-    """How to offload the optimizer state of so many parameters, `num_bytes` of a device; none if there are none."""
+    """The line on how to offload the optimizer state of `num_parameters`, `num_bytes` of a device.
+
+    None without state.
+    """
     if num_parameters:
         yield (
             f"Optimizer state of {num_parameters} parameters, {format_bytes(num_bytes)} a device, waits on the host:"
@@ -41,14 +42,14 @@ def on_host_lines(num_parameters: int, num_bytes: int) -> Iterator[str]:
 
 
 def origin(*, is_from_file: bool) -> str:
-    """A remark that a number is a file's claim, or nothing."""
+    """A remark that a figure is a file's claim, or ""."""
     return f" ({FROM_FILE.lower()})" if is_from_file else ""
 
 
 def hand_table(
     hand: Mapping[str, HandCosts], this_plan: HandCosts, limit_bytes: float | None, *, is_from_file: bool
 ) -> str:
-    """The hand plans beside this plan, and which of them exceed the memory limit; nothing if there are none."""
+    """The table of hand plans compared with this plan, marked if they exceed the memory limit; "" if there are none."""
     if not hand:
         return ""
     lines = []
@@ -65,11 +66,11 @@ def hand_table(
 
 
 def unfit(num_bytes: float, limit_bytes: float | None) -> str:
-    """A remark that so many bytes exceed the limit, None for no limit, or nothing."""
+    """A remark that `num_bytes` exceed the limit (None: no limit), or ""."""
     return ", does not fit" if limit_bytes is not None and num_bytes > limit_bytes else ""
 
 
 def timings_line(timings_s: Mapping[str, float]) -> str:
-    """How long each stage of planning took."""
+    """The line with the time of each stage of planning."""
     spent = ", ".join(f"{stage} {format_seconds(seconds)}" for stage, seconds in timings_s.items())
     return f"Planning: {spent}." if spent else ""

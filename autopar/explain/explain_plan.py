@@ -14,12 +14,12 @@ from autopar.schedule.timeline import trace_json
 
 
 def explain(plan: Plan | StagedPlan) -> str:
-    """The plan for people: every choice, what it costs, and what else there is."""
+    """The plan as text: every choice with its cost, and the alternatives."""
     return format_staged(plan) if isinstance(plan, StagedPlan) else format_report(report(plan))
 
 
 def plan_json(plan: Plan | StagedPlan) -> dict[str, Any]:
-    """What `explain` says as plain dicts, lists, strings and numbers."""
+    """The content of `explain` as plain dicts, lists, strings and numbers."""
     return staged_json(plan) if isinstance(plan, StagedPlan) else report(plan).as_json()
 
 

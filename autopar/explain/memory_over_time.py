@@ -15,9 +15,7 @@ _WAITS, _MADE = {"I": 1}, {"W": -1}
 
 
 class Moment(NamedTuple):
-    """Bytes of a device from `start_s` on; in_flight: microbatches between their forward and their backward, of all the
-    rank's stages.
-    """
+    """The memory of a device from `start_s` on; `in_flight`: microbatches in flight of all the rank's stages."""
 
     start_s: float
     in_flight: int
@@ -30,7 +28,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class _Stage:
-    """One stage as the step goes on."""
+    """The state of one stage during the step."""
 
     plan: Plan
     in_flight: int = 0
@@ -46,9 +44,11 @@ class _Stage:
             self.has_gradients, self.runs_backward = True, is_begun
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Activations are those of the microbatches in flight; gradients are there from the first backward on, the
-        inside of a recomputed region and the largest transient while a backward runs, or those of the microbatches
-        whose weights wait for their gradients.
+        """Kind -> bytes now.
+
+        Activations are those of the microbatches in flight; gradients exist from the first backward on; the inside of a
+        recomputed region and the largest transient exist while a backward runs, the former also for microbatches whose
+        weight gradients are put off.
         """
         memory, training = dict(self.plan.costs.memory_bytes), self.plan.training
         memory["activations"] = memory["activations"] // training.num_in_flight * self.in_flight
@@ -65,9 +65,9 @@ class _Stage:
 
 
 def memory_over_time(plan: StagedPlan, rank: int) -> tuple[Moment, ...]:
-    """From the first forward on, a moment for each change; what is done once a step has no moment of its own.
+    """A moment for each change of the rank's memory, from the first forward on; work once a step has none.
 
-    Never more than `plan.memory_bytes[rank]`, which adds up the most that each stage of the rank takes.
+    No moment exceeds `plan.memory_bytes[rank]`, the sum of the largest memory of each stage of the rank.
     """
     stages = {number: _Stage(plan.stages[number]) for number in plan.schedule.stages_of(rank)}
     found = [_moment(0.0, stages)]

@@ -62,7 +62,7 @@ def costs_without(plan: Plan) -> Iterator[tuple[str, Costs]]:
 
 
 def _in_one(plan: StagedPlan) -> StagedPlan:
-    """The same stages and layouts with the whole batch in one pass."""
+    """The plan with the same stages and layouts and the whole batch as one microbatch."""
     graphs = (stage.graph for stage in cut(loss_only(plan.graph), plan.starts))
     training = replace(plan.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     priced = ((stage, graph, _costs_in_one(stage, graph, training)) for stage, graph in zip(plan.stages, graphs))
@@ -76,6 +76,6 @@ def _in_one(plan: StagedPlan) -> StagedPlan:
 def _costs_in_one(stage: Plan, graph: Graph, training: Training) -> Costs:
     names = {old.name: new.name for old, new in zip(stage.graph.outputs, graph.outputs) if isinstance(new, Value)}
     outputs = {names[name]: layout for name, layout in stage.assignment.outputs.items()}
-    # without what a microbatch alone computes: its share of a mean
+    # without the ops that only a microbatch has: its share of a mean
     assignment = replace(stage.assignment.restricted(graph), outputs=outputs)
     return evaluate(graph, assignment, stage.mesh, stage.cluster, training=training)

@@ -18,7 +18,7 @@ from autopar.sbp.redistribute import Collective
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """`count` equal collectives a step, over an op and its repeats; `time_s` is that of all of them."""
+    """A row of `count` equal collectives of a step, of an op and its copies; `time_s`: of all of them."""
 
     phase: str
     kind: str
@@ -30,7 +30,10 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """An op and its repeats. `signatures`: one a mesh axis. `collectives`: on its outputs and inside it."""
+    """A row of an op and its copies.
+
+    `signatures`: one for each mesh axis, `collectives`: of its outputs, and inner ones.
+    """
 
     name: str
     count: int
@@ -43,14 +46,15 @@ class OpRow:
 
     @property
     def is_quiet_view(self) -> bool:
-        """Whether it only follows its input, so that a table for people may leave it out."""
+        """Whether the op is a view that follows its input without communication, which tables leave out."""
         return (is_view(self.target) or family(self.target) == "aten.clone") and not self.collectives
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """A parameter, buffer, constant or argument and its repeats. `collectives`: gathers of it and reductions of its
-    gradient.
+    """A row of a parameter, buffer, constant or argument and its copies.
+
+    `collectives`: gathers of it and reductions of its gradient.
     """
 
     fqn: str
@@ -63,8 +67,9 @@ class InputRow:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `explain` shows; `as_json` gives the same content. state_on_host: FQNs of parameters. is_from_file: as
-    in `Plan`.
+    """Everything that `explain` shows; `as_json` gives the same content.
+
+    `state_on_host`: FQNs of parameters. `is_from_file`: as in `Plan`.
     """
 
     mesh: str
@@ -94,7 +99,7 @@ class Report:
     is_from_file: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """The report as plain dicts, lists, strings and numbers."""
         return asdict(self)
 
 
@@ -175,7 +180,7 @@ def _input_rows(plan: Plan) -> Iterator[InputRow]:
 
 
 def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
-    """Representative op or input -> the collectives on what it, or one of its repeats, makes."""
+    """Representative op or input -> the collectives on its values and those of its copies."""
     owners = {value.name: op.name for op in plan.graph.ops for value in op.outputs}
     found: dict[str, list[PlannedCollective]] = {}
     for planned in plan.costs.collectives:
@@ -185,7 +190,7 @@ def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
 
 
 def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
-    """Equal ones together, forward first, otherwise in the order in which they are issued."""
+    """Rows of equal collectives, forward first, otherwise in the order in which they are issued."""
     counts: Counter[Collective] = Counter()
     times: Counter[Collective] = Counter()
     for item in planned:
@@ -196,7 +201,7 @@ def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tupl
 
 
 def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
-    """All collectives by phase, axes and kind; `num_bytes` is the sum."""
+    """Rows of all collectives by phase, axes and kind; `num_bytes` is the sum."""
     found: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
     issued = plan.costs.num_issued
     for planned in plan.costs.collectives:
@@ -216,7 +221,7 @@ def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
 
 
 def _not_divided(plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row for each dim that an axis does not divide; repeats once."""
+    """A row for each dim that an axis does not divide, once for all copies."""
     shapes = {op.name: op.outputs[0].shape if op.outputs else () for op in plan.graph.ops}
     shapes |= {item.value.name: item.value.shape for item in plan.graph.inputs}
     fqns = {item.value.name: item.fqn for item in plan.graph.inputs}

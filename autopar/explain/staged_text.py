@@ -18,7 +18,7 @@ from autopar.units import format_bytes, format_seconds
 
 
 def format_staged(plan: StagedPlan) -> str:
-    """All sections, in a fixed order; the same plan gives the same text."""
+    """The text of a plan in stages, in sections of fixed order; the same plan gives the same text."""
     sections = [
         _head(plan),
         _stages(plan),
@@ -112,7 +112,7 @@ def _stages(plan: StagedPlan) -> str:
 
 
 def _memory(plan: StagedPlan) -> str:
-    """At the start, the worst time and the end of the step, and how many microbatches are in flight over it."""
+    """The section on memory: at the start, the peak and the end of the step, and microbatches in flight over it."""
     ranks = range(plan.schedule.num_ranks)
     over_time = [memory_over_time(plan, rank) for rank in ranks]
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.costs.memory_bytes))
@@ -140,17 +140,24 @@ def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) ->
 
 
 def _savings(plan: StagedPlan) -> str:
-    """What each choice that saves memory gains and costs."""
+    """The section on the ablation of choices that save memory."""
     lines = [_saving_line(one) for one in memory_savings(plan)]
     title = "What saves memory; a device, and a step of the whole plan, without it:"
     return title + "\n" + table(lines, ["stage", "choice", "memory", "it saves", "step", "it costs"]) if lines else ""
 
 
-def _saving_line(one: MemorySaving) -> list[str]:
-    saved, slower_s = one.bytes_without - one.num_bytes, one.step_s - one.step_s_without
+def _saving_line(saving: MemorySaving) -> list[str]:
+    saved, slower_s = saving.bytes_without - saving.num_bytes, saving.step_s - saving.step_s_without
     saves = f"none, takes {format_bytes(-saved)}" if saved < 0 else format_bytes(saved)
     costs = f"none, gains {format_seconds(-slower_s)}" if slower_s < 0 else format_seconds(slower_s)
-    return [one.where, one.choice, format_bytes(one.bytes_without), saves, format_seconds(one.step_s_without), costs]
+    return [
+        saving.where,
+        saving.choice,
+        format_bytes(saving.bytes_without),
+        saves,
+        format_seconds(saving.step_s_without),
+        costs,
+    ]
 
 
 def _crossing(plan: StagedPlan) -> str:

@@ -1,4 +1,4 @@
-"""A report as text for people."""
+"""A report as text."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ MOST_UNDIVIDED = 20  # lines; the JSON has them all
 
 
 def format_report(report: Report) -> str:
-    """All sections, in a fixed order; the same plan gives the same text."""
+    """The text of a report, in sections of fixed order; the same plan gives the same text."""
     sections = [_head(report), _ops(report), _inputs(report), _collectives(report), _memory(report), _time(report)]
     remarks = [
         _hand(report),
@@ -55,7 +55,7 @@ def _op_line(row: OpRow) -> list[str]:
 
 
 def _name(row: OpRow) -> str:
-    """The op's name, and what it calls where the name does not say so."""
+    """The op's name, with its target if the name does not show it."""
     called = row.target.removeprefix("aten.").removesuffix(".default")
     return f"%{row.name}" if row.name.startswith(called.split(".")[0]) else f"%{row.name}: {called}"
 

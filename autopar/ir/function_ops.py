@@ -22,8 +22,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 @dataclass(frozen=True)
 class Application:
-    """How an op calls `cls.apply`: `args` has a `Tensor` in the place of each tensor; of what it returns, the tensors
-    are the op's results. `is_random`: it draws random numbers.
+    """How an op calls `cls.apply`: `args` has a `Tensor` in the place of each tensor.
+
+    Of what it returns, the tensors are the op's results. `is_random`: it draws random numbers.
     """
 
     cls: type[torch.autograd.Function]

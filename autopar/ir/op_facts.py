@@ -190,8 +190,10 @@ def facts_of(target: str) -> OpFacts:
 
 @lru_cache(maxsize=4096)
 def is_view(target: str) -> bool:
-    """Whether the result may share the memory of an input, or be the input; whether that of one call does so is what
-    `costmodel.activations.autograd_footprint` asks of the op itself. False for an op that is not loaded.
+    """Whether the result may share the memory of an input, or be the input.
+
+    Whether that of one call does so is what `costmodel.activations.autograd_footprint` asks of the op itself. False for
+    an op that is not loaded.
     """
     try:
         returns = resolve(target)._schema.returns
@@ -202,8 +204,9 @@ def is_view(target: str) -> bool:
 
 
 def is_random(op: Op) -> bool:
-    """Whether `op` draws random numbers with its arguments; attention does, with dropout, though torch has no tag for
-    it.
+    """Whether `op` draws random numbers with its arguments.
+
+    Attention does, with dropout, though torch has no tag for it.
     """
     arguments = arguments_of(op)
     if family(op.target) == ATTENTION:

@@ -85,8 +85,8 @@ def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _made_of_arguments(graph: Graph) -> frozenset[str]:
-    """Names of values that follow from arguments, constants and unwritten buffers, without gradient
-    or random numbers.
+    """Names of values that follow from arguments, constants and
+    unwritten buffers, without gradient or random numbers.
     """
     written = {fqn for fqn, _ in graph.mutations}
     known = {

@@ -46,8 +46,8 @@ def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...]
 
 
 class _WithLoss(nn.Module):
-    """A module with the model's parameters, buffers and submodules under their names, and the loss
-    module beside them.
+    """A module with the model's parameters, buffers and submodules under
+    their names, and the loss module beside them.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, num_args: int) -> None:

@@ -50,8 +50,8 @@ def _names(item: Input) -> tuple[str, ...]:
 
 
 def _sources(shared: Graph, model: Graph) -> dict[str, tuple[str, ...]]:
-    """Value name of each parameter and buffer that `model` reads -> names of that which `shared`
-    reads in its places.
+    """Value name of each parameter and buffer that `model` reads ->
+    names of that which `shared` reads in its places.
     """
     items = {item.value.name: item for item in shared.inputs if item.kind in ("parameter", "buffer")}
     inputs = {item.value.name: item for item in model.inputs if item.kind in ("parameter", "buffer")}
@@ -70,8 +70,9 @@ def _sources(shared: Graph, model: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _read_alike(shared: Graph, model: Graph) -> Iterator[tuple[Value, Value]]:
-    """Pairs of values that the two graphs read in the same places; AutoparError at the first op in
-    which they differ.
+    """Pairs of values that the two graphs read in the same places.
+
+    AutoparError at the first op in which they differ.
     """
     for theirs, ours in zip_longest(shared.ops, model.ops):
         if theirs is None or ours is None or _call(theirs) != _call(ours):

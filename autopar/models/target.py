@@ -17,7 +17,8 @@ _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 
 
 def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
-    """The model and batch that `spec` names, with floating tensors cast to `dtype` if given;
+    """The model and batch that `spec` names, with floating tensors cast to `dtype` if given.
+
     AutoparError if it cannot.
     """
     example = build_model(spec) if ":" not in spec else _called(spec)

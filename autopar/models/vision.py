@@ -1,5 +1,5 @@
-"""Two convolutional networks as plain modules, for planning by name: VGG-13 (arXiv:1409.1556) and ResNet-50
-(arXiv:1512.03385).
+"""Two convolutional networks as plain modules, for planning by name: VGG-13
+(arXiv:1409.1556) and ResNet-50 (arXiv:1512.03385).
 """
 
 import torch

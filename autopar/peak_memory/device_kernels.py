@@ -164,8 +164,9 @@ def _takes_flash(
 
 
 def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the memory-efficient kernel applies: equal numbers of heads of queries and keys; values may differ in
-    size.
+    """Whether the memory-efficient kernel applies: equal numbers of heads of queries and keys.
+
+    Values may differ in size.
     """
     aligned = 16 // query.dtype.itemsize
     is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned

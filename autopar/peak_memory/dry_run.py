@@ -46,8 +46,9 @@ class Rank:
     def of(
         cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str
     ) -> "Rank":
-        """The rank of `program`; `state`: FQN -> parameter or buffer of the rank's previous stages,
-        which is extended.
+        """The rank of `program`.
+
+        `state`: FQN -> parameter or buffer of the rank's previous stages, which is extended.
         """
         names, mesh = namespace_on(device_type) | {"Offload": _Away}, program.mesh
         function = compile_source(emit(program), names)
@@ -163,8 +164,9 @@ class Stage:
         return outputs
 
     def backward(self, action: Action) -> tuple[Tensors, Tensors]:
-        """Run a backward, or its part for the inputs; returns the gradients received and those for
-        the previous stage.
+        """Run a backward, or its part for the inputs.
+
+        Returns the gradients received and those for the previous stage.
         """
         came = self.receive(action._replace(kind="B"))
         outputs, received = self.flying.pop(action.microbatch)
@@ -255,8 +257,8 @@ def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -
 
 
 def _differentiated(outputs: Tensors) -> Tensors:
-    """The outputs that backward starts from: the loss, a scalar, or all outputs with a gradient of
-    a stage without one.
+    """The outputs that backward starts from: the loss, a scalar, or all
+    outputs with a gradient of a stage without one.
     """
     found = [x for x in outputs if x.requires_grad]
     return [x for x in found if not x.shape][:1] or found

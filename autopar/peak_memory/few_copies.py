@@ -1,5 +1,5 @@
-"""The allocations and frees of a program with many copies of a block, extrapolated exactly from
-runs with few copies.
+"""The allocations and frees of a program with many copies of a block,
+extrapolated exactly from runs with few copies.
 """
 
 import math
@@ -100,8 +100,8 @@ def extended_in_turn(
 
 
 def _insertions(few: np.ndarray, more: np.ndarray, num: int) -> list[tuple[int, np.ndarray]] | None:
-    """(position in `few`, block) of `num` insertions that turn `few` into `more`, each equal to the
-    numbers before it.
+    """(position in `few`, block) of `num` insertions that turn `few`
+    into `more`, each equal to the numbers before it.
     """
     if num == 0:
         return [] if np.array_equal(few, more) else None
@@ -157,8 +157,8 @@ class _Few:
         return sum(len(self.part(number)[0].ops) for number in range(len(self.repeats)))
 
     def part(self, *longer: int) -> tuple[Graph, Assignment]:
-        """The graph and assignment with `_NUM_RUN` copies of each repeat, and one more of the repeats numbered
-        `longer`.
+        """The graph and assignment with `_NUM_RUN` copies of each repeat,
+        and one more of the repeats numbered `longer`.
         """
         short = drop_copies(
             self.graph, self.repeats, [_NUM_RUN + (number in longer) for number in range(len(self.repeats))]

@@ -53,8 +53,9 @@ class Budget:
         self.watch(self.where + name, artifact)
 
     def part(self, share: float, where: str = "") -> "Budget":
-        """A budget of `share`, from 0 to 1, of the time left, for the work that `where` names; it
-        shares the timings.
+        """A budget of `share`, from 0 to 1, of the time left, for the work that `where` names.
+
+        It shares the timings.
         """
         return replace(self, deadline=self.deadline.part(share), where=where or self.where)
 

@@ -1,4 +1,4 @@
-"""What plans with and without stages do alike: they explain themselves, and are written to files and read from them."""
+"""`BasePlan`: the common interface of plans with and without stages: text, JSON, and files."""
 
 import os
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from autopar.plans.serialise import Saved
 
 
 class BasePlan(ABC):
-    """Base of `Plan` and `StagedPlan`. SAVED: the part of the plan that its file holds."""
+    """The base class of `Plan` and `StagedPlan`; `SAVED`: the type of the part of the plan that its file holds."""
 
     SAVED: ClassVar[type[Saved]]
     step_s: float
@@ -19,17 +19,17 @@ class BasePlan(ABC):
 
     @property
     def gap(self) -> float:
-        """Relative distance of the step time to its lower bound, 0 when proven optimal."""
+        """The distance of the step time to its lower bound as a share of the step; 0 if proven optimal."""
         return (self.step_s - self.lower_bound_s) / self.step_s if self.step_s > 0 else 0.0
 
     def explain(self) -> str:
-        """The plan for people: every choice, what it costs, and what else there is."""
+        """The plan as text: every choice with its cost, and the alternatives."""
         from autopar.explain.explain_plan import explain  # the layer above, which reads plans
 
         return explain(self)
 
     def dumps(self) -> str:
-        """JSON text; the graph is not in it, only its fingerprint."""
+        """The plan as JSON text, with the fingerprint of the graph in place of the graph."""
         return serialise.dumps(self.SAVED, self)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -38,10 +38,10 @@ class BasePlan(ABC):
 
     @classmethod
     def loads(cls, text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> Self:
-        """The plan that `text` holds, for the model it was made for, on a mesh of the same shape; else PlanError.
+        """The plan in `text`, for the same `graph` and a mesh of the same shape as when it was made; else PlanError.
 
-        Nothing in it is trusted: what cannot be computed again is shown as the file's claim, unless this run wrote the
-        text itself (`is_own`).
+        Nothing in it is trusted: figures that cannot be computed again are shown as the file's claim, unless this run
+        wrote the text itself (`is_own`).
         """
         return cls.of_saved(serialise.loads(cls.SAVED, text), graph, mesh, is_own=is_own)
 
@@ -53,4 +53,4 @@ class BasePlan(ABC):
     @classmethod
     @abstractmethod
     def of_saved(cls, saved: Saved, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> Self:
-        """`loads` of what was read already."""
+        """`loads` of content that has been read already."""

@@ -1,4 +1,4 @@
-"""Which copies of a repeat a plan treats alike."""
+"""`as_planned`: the runs of a repeat's copies for which a plan makes the same choices."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -11,8 +11,8 @@ from autopar.sbp.assignment import INPUT, KEPT, OP, Assignment
 
 
 def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
-    """`folded` with each run of neighbouring copies for which the plan chooses the same as a class of its own."""
-    # not OUTPUT: a value of one copy may leave the graph where those of the others do not
+    """`folded` in which each run of neighbouring copies with the same choices is a class of its own."""
+    # not OUTPUT: a value of one copy may be an output of the graph where those of the others are not
     of_ops, of_values = assignment.chosen(OP), assignment.chosen(INPUT, KEPT)
     choices = [_choices(op, of_ops, of_values) for op in graph.ops]
     position = {op.name: i for i, op in enumerate(graph.ops)}
@@ -21,7 +21,7 @@ def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
 
 
 def _runs(repeat: Repeat, first: int, choices: list[Any]) -> tuple[int, ...]:
-    """Lengths of the runs of equal copies; the repeat begins with op number `first`."""
+    """The lengths of the runs of copies with equal choices; the repeat begins with op number `first`."""
     block = len(repeat.ops)
     copies = [choices[first + copy * block : first + (copy + 1) * block] for copy in range(repeat.count)]
     return tuple(len(list(run)) for _, run in groupby(copies))

@@ -1,6 +1,6 @@
-"""Dataclasses as JSON objects and back, by the types of their fields: a field of a type known here needs no code.
+"""A codec of dataclasses as JSON objects, by the types of their fields: a field of a known type needs no code.
 
-Reading takes nothing for what it is not; an error is a ValueError that names the field.
+Reading checks every type; an error is a ValueError that names the field.
 """
 
 import json
@@ -27,14 +27,14 @@ _INLINE = (Assignment,)
 
 
 class _Codec(NamedTuple):
-    """A type as JSON, and from the field of an object."""
+    """The functions that write a type as JSON and read it from the field of an object."""
 
     write: Callable[[Any], Any]
     read: Callable[[Fields, str], Any]
 
 
 def as_json(kind: Any, value: Any) -> Any:
-    """`value`, which has the type `kind`, or at least the fields of that dataclass, as JSON holds it."""
+    """`value` as JSON content; it has the type `kind`, or at least the fields of that dataclass."""
     if kind in _CODECS:
         return _CODECS[kind].write(value)
     if is_dataclass(kind):
@@ -54,12 +54,12 @@ def _object(kind: type, value: Any) -> dict[str, Any]:
 
 
 def from_object(kind: type[Result], fields: Fields) -> Result:
-    """The dataclass that has just these fields."""
+    """The dataclass of type `kind` from `fields`, which must be exactly its own."""
     return _from_fields(kind, fields.only(*keys_of(kind)))
 
 
 def keys_of(kind: type) -> Iterator[str]:
-    """The keys of the JSON object that a dataclass is."""
+    """The keys of the JSON object of a dataclass."""
     for name, part in _types(kind).items():
         yield from keys_of(part) if part in _INLINE else [name]
 
@@ -88,7 +88,7 @@ def _read(kind: Any, fields: Fields, key: str) -> Any:
 
 @lru_cache(64)
 def _types(kind: type) -> Mapping[str, Any]:
-    """Field -> its type; ClassVars and what is not written are no fields of the dataclasses that files hold."""
+    """Name of each field -> its type, for a dataclass in a file, without ClassVars."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -97,7 +97,7 @@ def _strategy(fields: Fields, key: str) -> Strategy:
 
 
 def parse_signature(text: str) -> Signature:
-    """Inverse of `str(Signature)`; ValueError if it is none.
+    """The signature that `str` writes as `text`; ValueError if there is none.
 
     >>> str(parse_signature("S(1) S(0) -> P [vocabulary]"))
     'S(1) S(0) -> P [vocabulary]'

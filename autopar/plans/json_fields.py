@@ -1,6 +1,4 @@
-"""JSON text from outside, field by field: nothing is taken for what it is not. An error is a ValueError that names the
-field.
-"""
+"""Checked reading of JSON text from outside, field by field; an error is a ValueError that names the field."""
 
 import json
 import math
@@ -10,24 +8,25 @@ from typing import Any
 
 from autopar.ir.print_graph import printable
 
-# No size, count or time of a plan is near it, and products of several such numbers are numbers still.
+# A bound far above every size, count and time of a plan; products of several such numbers are still finite.
 LARGEST = 1e30
-_SHOWN = 60  # characters of what was found
+_SHOWN = 60  # characters of an unexpected item in an error
 
 
 def parse(text: str) -> Any:
-    """What the JSON `text` holds. ValueError for text that is none or gives a key twice, RecursionError if it nests too
-    deeply.
+    """The content of the JSON `text`.
+
+    ValueError for other text or a duplicate key, RecursionError if it nests too deeply.
     """
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in found if keys.count(key) > 1))} is given twice")
-    return found
+        raise ValueError(f"the key {shown(next(key for key in content if keys.count(key) > 1))} is given twice")
+    return content
 
 
 def _constant(name: str) -> float:
@@ -37,7 +36,7 @@ def _constant(name: str) -> float:
 
 
 def shown(item: Any) -> str:
-    """`item` for an error: on one line, and not all of it if it is long."""
+    """`item` as text for an error: on one line, and shortened if it is long."""
     if isinstance(item, dict | list):
         return f"{'an object' if isinstance(item, dict) else 'a list'} of {len(item)}"
     return printable(ascii(item) if isinstance(item, str) else repr(item), _SHOWN)
@@ -45,14 +44,14 @@ def shown(item: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a JSON object; `where` is its place in the text."""
+    """The fields of a JSON object; `where`: its path in the text."""
 
     content: Mapping[str, Any]
     where: str = ""
 
     @classmethod
     def of(cls, item: Any, where: str = "") -> "Fields":
-        """`item` as an object."""
+        """The fields of `item`; ValueError if it is no object."""
         if not isinstance(item, dict):
             raise ValueError(f"{where or 'the text'}: expected an object, found {shown(item)}")
         return cls(item, where)
@@ -63,11 +62,11 @@ class Fields:
         return self.content[key]
 
     def text(self, key: str) -> str:
-        """A string."""
+        """The string called `key`."""
         return self._checked(key, self[key], str, "text")
 
     def number(self, key: str, *, least: float = 0.0) -> float:
-        """A finite number, at least `least`."""
+        """The finite number called `key`, at least `least`."""
         found = self[key]
         if type(found) not in (int, float) or not least <= found <= LARGEST:
             raise ValueError(
@@ -76,32 +75,32 @@ class Fields:
         return float(found)
 
     def whole(self, key: str, *, least: int = 0) -> int:
-        """A whole number, at least `least`."""
+        """The whole number called `key`, at least `least`."""
         found = self[key]
         if type(found) is not int or not least <= found <= LARGEST:
             raise ValueError(f"{self._place(key)}: expected a whole number from {least} on, found {shown(found)}")
         return found
 
     def list(self, key: str) -> list[Any]:
-        """A list of anything."""
+        """The list called `key`, of anything."""
         return self._checked(key, self[key], list, "a list")
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """The list of strings called `key`."""
         return tuple(self._checked(key, item, str, "a list of text") for item in self.list(key))
 
     def under(self, key: str) -> "Fields":
-        """An object."""
+        """The fields of the object called `key`."""
         return Fields.of(self[key], self._place(key))
 
     def only(self, *keys: str) -> "Fields":
-        """These fields; ValueError if there are others."""
+        """The fields themselves; ValueError if there are others than `keys`."""
         if stray := sorted(set(self.content) - set(keys)):
             raise ValueError(f"{self.where or 'the text'}: expected no key {shown(stray[0])}")
         return self
 
     def without(self, *keys: str) -> "Fields":
-        """The other fields."""
+        """The fields other than `keys`."""
         return Fields({key: item for key, item in self.content.items() if key not in keys}, self.where)
 
     def __iter__(self) -> Iterator[str]:

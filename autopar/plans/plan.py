@@ -63,7 +63,7 @@ class Plan(BasePlan):
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
-        """Bytes of a device as they are estimated; as in `StagedPlan`, of its only rank."""
+        """The estimate of a device's memory, for the only rank of the pipeline, as in `StagedPlan`."""
         return (self.costs.total_memory_bytes,)
 
     @property
@@ -76,7 +76,7 @@ class Plan(BasePlan):
 
     @classmethod
     def of_saved(cls, saved: "SavedPlan | Plan", graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
-        """The plan that makes the choices of `saved`; PlanError if they are none for this graph and mesh."""
+        """The plan with the choices of `saved`; PlanError if they are invalid for this graph and mesh."""
         mesh = serialise.check_belongs(saved, graph, mesh)
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
@@ -132,7 +132,7 @@ def _without_rule(
     mesh: Mesh,
     cluster: Cluster,
 ) -> dict[str, float]:
-    """Op without rule -> seconds of it and its repeats: running them and bringing their inputs together."""
+    """Op without a rule -> seconds of it and its copies, for their compute and the gathers of their inputs."""
     found = dict.fromkeys(candidates.without_rule, 0.0)
     for op in graph.ops:
         if (name := folded.representative[op.name]) in found:

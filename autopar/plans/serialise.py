@@ -27,13 +27,13 @@ Result = TypeVar("Result")
 Plans = TypeVar("Plans", bound="Saved")
 
 FORMAT = 2
-_MOST_TOLD = 500  # characters of what is wrong with a text, which may quote it
+_MOST_TOLD = 500  # characters of an error about a text, which may quote it
 AGAIN = "make the plan anew with autopar.plan(...).save(path)"
 
 
 @dataclass(frozen=True, slots=True)
 class HandCosts:
-    """What a hand plan of the same model and mesh costs a step."""
+    """The costs of a hand plan of the same model and mesh, for a step."""
 
     step_s: float
     memory_bytes: int
@@ -41,11 +41,11 @@ class HandCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the file of any plan holds; the graph and everything computed from it are not in the file.
+    """The content of the file of any plan; the graph and everything computed from it are not in the file.
 
-    `fingerprint`: of the graph the plan was made for. The fields with defaults are claims: lower_bound_s, found_by,
-    hand and peak_bytes took a search or a run to find and are not checked on reading. Those of another version of
-    autopar, which priced otherwise, are left out, and a plan that is read from a file says so.
+    `fingerprint`: of the graph that the plan was made for. The fields with defaults are claims: lower_bound_s,
+    found_by, hand and peak_bytes are results of a search or a run and are not checked on reading. Those of another
+    version of autopar, whose prices may differ, are dropped, and a plan from a file says so.
     """
 
     fingerprint: str
@@ -61,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPlan(Saved):
-    """The file of a plan without stages, or the part of one that is about a stage."""
+    """The content of the file of a plan without stages, or of the part of a file for one stage."""
 
     bound_of: str
     assignment: Assignment
@@ -69,7 +69,7 @@ class SavedPlan(Saved):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStages(Saved):
-    """The file of a plan with stages, microbatches or both."""
+    """The content of the file of a plan with stages, microbatches or both."""
 
     schedule: Schedule
     starts: tuple[str, ...]
@@ -78,17 +78,17 @@ class SavedStages(Saved):
 
 @cache
 def autopar_version() -> str:
-    """Of this autopar, which is in every plan's file."""
+    """The version of this autopar, which every plan's file has."""
     return version("autopar")
 
 
 def dumps(kind: type[Saved], plan: Any) -> str:
-    """JSON text of a plan that has the fields of `kind`."""
+    """The JSON text of a plan, which has the fields of `kind`."""
     return signed({"format": FORMAT, "autopar": autopar_version(), **as_json(kind, plan)})
 
 
 def loads(kind: type[Plans], text: str) -> Plans:
-    """The content of a plan's text; PlanError if it holds no plan of this kind, was edited, or is of another format."""
+    """The content of a plan's text; PlanError if it is no plan of this `kind`, was edited, or has another format."""
     fields = fields_of(text)
     return reading(lambda: _read(kind, fields))
 
@@ -100,7 +100,7 @@ def _read(kind: type[Plans], fields: Fields) -> Plans:
 
 
 def _without_claims(saved: Plans) -> Plans:
-    """What another version says that cannot be computed again, in the whole and in its stages, is dropped."""
+    """`saved`, and its stages, without the claims, which cannot be computed again."""
     claims = {
         each.name for each in fields_in(Saved) if each.default is not MISSING or each.default_factory is not MISSING
     }
@@ -111,17 +111,17 @@ def _without_claims(saved: Plans) -> Plans:
 
 
 def has_stages(text: str) -> bool:
-    """Whether the text is of a plan with stages, microbatches or both; PlanError if it is of none."""
+    """Whether the text is of a plan with stages, microbatches or both; PlanError if it is no plan."""
     return "stages" in fields_of(text)
 
 
 def signed(content: Mapping[str, Any]) -> str:
-    """JSON text of `content` with a checksum; equal content gives equal text."""
+    """The JSON text of `content` with a checksum; equal content gives equal text."""
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1)
 
 
 def reading(read: Callable[[], Result]) -> Result:
-    """What `read` gives; a PlanError where that is no plan."""
+    """The result of `read`, with its errors as PlanError."""
     try:
         return read()
     except (ValueError, RecursionError, MeshError, MicrobatchError, UnsupportedOp) as error:
@@ -129,9 +129,7 @@ def reading(read: Callable[[], Result]) -> Result:
 
 
 def fields_of(text: str) -> Fields:
-    """The fields of a plan's text, once its format and checksum are right; PlanError if it is damaged, edited or of
-    another format.
-    """
+    """The fields of a plan's text; PlanError if it is damaged, edited or has another format."""
     try:
         return Fields(_unsigned(parse(text)))
     except ValueError as error:
@@ -165,8 +163,9 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
-    """The mesh on which `saved` is a plan for `graph`: `mesh`, or that of the plan where it is left open. PlanError if
-    it is none.
+    """The mesh of a saved plan for `graph`: `mesh`, or that of the plan if `mesh` is left open.
+
+    PlanError if the plan is for another graph or mesh.
     """
     is_open = isinstance(mesh, Devices)
     if saved.mesh.num_devices != mesh.num_devices or not (is_open or saved.mesh.shape == mesh.shape):
@@ -184,7 +183,7 @@ def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
 
 
 def write(path: str | os.PathLike, text: str) -> None:
-    """Write the file whole or not at all: readers never see half a plan."""
+    """Write `text` to a file atomically: readers never see half a plan."""
     path = Path(path)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".part", delete=False) as part:
         try:
@@ -199,7 +198,7 @@ def write(path: str | os.PathLike, text: str) -> None:
 
 
 def read(path: str | os.PathLike) -> str:
-    """Text of a plan's file; PlanError if it cannot be read."""
+    """The text of a plan's file; PlanError if it cannot be read."""
     try:
         return Path(path).read_text("utf-8")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A plan in stages, in microbatches, or both: what each stage is, in which order they run, and what that costs."""
+"""`StagedPlan`: a plan with stages, microbatches or both: the plan of each stage, and their schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +39,12 @@ class StagedPlan(BasePlan):
     timings, lower_bound_s: as in `Plan`; peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in
     `Plan`.
 
-    A step takes what the schedule takes, and what the slowest rank does once: gather parameters, reduce gradients,
-    update.
+    `stages[s]`: the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: names of
+    the first ops of the stages but the first. `graph`, `training`: of the whole batch. `hand`, `found_by`, `timings`,
+    `lower_bound_s`, `is_from_file`: as in `Plan`; `peak_bytes`: of a device of each rank of the pipeline.
+
+    The time of a step is that of the schedule, plus the work of the slowest rank once a step: gathering parameters,
+    reducing gradients, updating.
     """
 
     SAVED = SavedStages
@@ -62,7 +66,7 @@ class StagedPlan(BasePlan):
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
-        """Seconds of each stage on a microbatch."""
+        """The times of each stage for a microbatch."""
         link = transfer(self.cluster, self.schedule.num_ranks, self.stages[0].mesh.num_devices)
         sent = [self._sent_s(stage, link) for stage in range(1, len(self.stages))]
         found = []
@@ -74,7 +78,7 @@ class StagedPlan(BasePlan):
         return tuple(found)
 
     def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
-        """Seconds that what `stage` receives takes on the way."""
+        """Seconds of the p2p of the boundary tensors that `stage` receives."""
         plan = self.stages[stage - 1]
         sent = {value.name: value for value in plan.graph.outputs}
         layouts = plan.assignment.outputs
@@ -83,7 +87,7 @@ class StagedPlan(BasePlan):
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Who computes what, and when, without what is done once."""
+        """The simulated timeline of the schedule, without the work once a step."""
         return simulate(self.schedule, self.times)
 
     @property
@@ -94,7 +98,7 @@ class StagedPlan(BasePlan):
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
-        """Of a device of each rank of the pipeline."""
+        """The estimate of a device's memory for each rank of the pipeline."""
         ranks = range(self.schedule.num_ranks)
         return tuple(
             sum(self.stages[stage].costs.total_memory_bytes for stage in self.schedule.stages_of(rank))
@@ -103,12 +107,13 @@ class StagedPlan(BasePlan):
 
     @property
     def fingerprint(self) -> str:
-        """Of the graph of the whole batch."""
+        """The fingerprint of the whole batch's graph."""
         return fingerprint(self.graph)
 
     def of_other(self, graph: Graph) -> "StagedPlan":
-        """The same plan for a graph of the same model with other shapes; MicrobatchError or PlanError if it does not
-        fit.
+        """The same plan for a graph of the same model with other shapes.
+
+        MicrobatchError or PlanError if that is impossible.
         """
         _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
         stages = tuple(
@@ -124,7 +129,7 @@ class StagedPlan(BasePlan):
 
     @classmethod
     def of_saved(cls, saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "StagedPlan":
-        """The plan whose stages make the choices of `saved`; PlanError if they are none for this graph and mesh."""
+        """The plan whose stages have the choices of `saved`; PlanError if they are invalid for this graph and mesh."""
         return serialise.reading(lambda: _of_saved(saved, graph, mesh, is_own=is_own))
 
 
@@ -146,12 +151,12 @@ def _check_ranks(schedule: Schedule, mesh: Mesh) -> None:
     if PIPELINE in mesh.axis_names[1:] or schedule.num_ranks != num_ranks:
         raise PlanError(
             f"the plan has stages on {schedule.num_ranks} ranks, along an outermost mesh axis {PIPELINE!r}, the mesh is"
-            f" {mesh}; call its axes so, or plan for this mesh"
+            f" {mesh}; name its axes accordingly, or plan for this mesh"
         )
 
 
 def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False) -> Plan | StagedPlan:
-    """The plan that `text` holds, of either kind; errors and `is_own` as in `Plan.loads`."""
+    """The plan of either kind in `text`; errors and `is_own` as in `Plan.loads`."""
     if serialise.has_stages(text):
         return StagedPlan.loads(text, graph, mesh, is_own=is_own)
     plan = Plan.loads(text, graph, mesh, is_own=is_own)
@@ -165,21 +170,19 @@ def _saved(text: str) -> Saved:
 
 
 def mesh_in(text: str) -> Mesh:
-    """The mesh of the plan that `text` holds; PlanError if there is none."""
+    """The mesh of the plan in `text`; PlanError if there is none."""
     return _saved(text).mesh
 
 
 def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster and the fields of a `PlanRequest` for which the plan that `text` holds was made; PlanError if it
-    holds none.
-    """
+    """(cluster, fields of the `PlanRequest`) for which the plan in `text` was made; PlanError if there is none."""
     saved = _saved(text)
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
 
 
 def _weight_s(plan: Plan) -> float:
-    """Seconds of a microbatch's backward that make gradients of weights."""
+    """Seconds of a microbatch's backward for the gradients of weights."""
     times = (
         (op, op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1])
         for op in plan.graph.ops
@@ -196,8 +199,9 @@ def sub_mesh(mesh: Mesh) -> Mesh:
 def stage_graphs(
     graph: Graph, starts: Sequence[str], num_microbatches: int
 ) -> tuple[Microbatched, tuple[StageGraph, ...]]:
-    """One microbatch of `graph`, of which training needs the loss only, and its stages; MicrobatchError or ValueError
-    if it cannot be cut so.
+    """(the microbatch of `graph` with the loss as only output, its stages).
+
+    MicrobatchError or ValueError if impossible.
     """
     micro = microbatched(loss_only(graph), num_microbatches)
     return micro, cut(micro.graph, starts)

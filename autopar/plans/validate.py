@@ -1,4 +1,4 @@
-"""Does a plan belong to this model and mesh, and could it run at all? Nothing the planner says is trusted here."""
+"""Validation of a plan from a file: whether it belongs to this model and mesh and can run; nothing in it is trusted."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ _AGAIN = "make the plan anew for this model and mesh"
 
 
 def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> None:
-    """PlanError unless every op takes one of its candidates and every layout is even; names the first that does not.
+    """PlanError unless every op has one of its candidates and every layout is even; it names the first that does not.
 
-    `assignment` has the names that `check_names` asks for.
+    `assignment` must have passed `check_names`.
     """
     for op in graph.ops:
         if assignment.strategies[op.name] not in candidates.strategies[folded.representative[op.name]]:
@@ -56,14 +56,14 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
 
 
 def check_names(assignment: Assignment, graph: Graph) -> None:
-    """PlanError unless the assignment speaks of just the ops and inputs of the graph."""
+    """PlanError unless the assignment has exactly the ops and inputs of the graph."""
     _check_names("op", (op.name for op in graph.ops), assignment.strategies)
     _check_names("input", (item.value.name for item in graph.inputs), assignment.layouts)
 
 
 def check_stages(saved: SavedStages) -> None:
-    """PlanError unless there is a part for each stage of the schedule, for the devices and the microbatches of the
-    whole plan.
+    """PlanError unless each stage of the schedule has a plan, for the
+    devices and the microbatches of the whole plan.
     """
     schedule, starts, parts = saved.schedule, saved.starts, saved.stages
     if not schedule.num_stages == len(starts) + 1 == len(parts):
@@ -93,9 +93,7 @@ def check_stages(saved: SavedStages) -> None:
 
 
 def check_crossing(stages: Sequence[StageGraph], parts: Sequence[Assignment]) -> None:
-    """PlanError unless what stages send arrives in the layout it is sent in, and stages store in one layout what they
-    share.
-    """
+    """PlanError unless boundary tensors have one layout on both sides, and tied parameters one layout on all stages."""
     for number, (stage, sender, receiver) in enumerate(zip(stages, parts, parts[1:])):
         for name in stage.sends:
             if sender.outputs[name] != receiver.layouts[name]:
@@ -115,8 +113,9 @@ def check_crossing(stages: Sequence[StageGraph], parts: Sequence[Assignment]) ->
 
 
 def _check_regions(assignment: Assignment, graph: Graph) -> None:
-    """PlanError unless the regions are stretches of the graph that overlap none of their kind, the recomputed within or
-    outside others.
+    """PlanError unless the regions are runs of consecutive ops, disjoint within their kind.
+
+    A recomputed region must lie within an offloaded one or outside all.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     for verb, regions in (("recomputes", assignment.recomputed), ("offloads", assignment.offloaded)):

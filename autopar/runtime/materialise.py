@@ -1,5 +1,5 @@
-"""Initialisation of a model on the meta device, module by module, so that only one module's tensors are whole at a
-time.
+"""Initialisation of a model on the meta device, module by module, so that
+only one module's tensors are whole at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,8 +96,9 @@ def _replaced(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[t
 
 
 class _Real(TorchFunctionMode):
-    """A mode in which calls get a whole, real tensor for each known meta tensor; `wholes`: id of a
-    meta tensor -> it.
+    """A mode in which calls get a whole, real tensor for each known meta tensor.
+
+    `wholes`: id of a meta tensor -> it.
     """
 
     def __init__(self, known: frozenset[int], device: str, fetch: Fetch) -> None:

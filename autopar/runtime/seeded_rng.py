@@ -22,8 +22,8 @@ def peek_seed() -> int:
 
 
 class seeded:
-    """A context for one random op, with generators seeded by (seed, number of the op, this rank's
-    part) and restored.
+    """A context for one random op, with generators seeded by (seed,
+    number of the op, this rank's part) and restored.
     """
 
     def __init__(self, seed: int, number: int, *axes: Axis) -> None:

@@ -84,15 +84,16 @@ class Assignment:
         return self._changed(lambda _, choices: {name: _on_axes(choice, axes) for name, choice in choices.items()})
 
     def key(self, numbers: Mapping[str, Hashable]) -> Hashable:
-        """Equal for assignments of isomorphic graphs that choose the same, given the `numbers` that stand for the
-        names.
+        """Equal for assignments of isomorphic graphs that choose the
+        same, given the `numbers` that stand for the names.
         """
         found = (_choices(getattr(self, each.name)) for each in fields(self))
         return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in found)
 
     def chosen(self, *of: str) -> dict[str, tuple[tuple[str, Any], ...]]:
-        """Name -> (field, choice) of each field of names `of` these kinds that says something about it; of a group only
-        that it is in one.
+        """Name -> (field, choice) of each field of names `of` these kinds that says something about it.
+
+        Of a group only that it is in one.
         """
         found: dict[str, list] = defaultdict(list)
         for each in fields(self):
@@ -174,8 +175,9 @@ def names_of(graph: Graph) -> Names:
 
 
 def graph_names(graph: Graph) -> Iterator[str]:
-    """Names of inputs, ops and values in an order that isomorphic graphs share; an op and its first value may have one
-    name.
+    """Names of inputs, ops and values in an order that isomorphic graphs share.
+
+    An op and its first value may have one name.
     """
     yield from (item.value.name for item in graph.inputs)
     for op in graph.ops:
@@ -185,8 +187,9 @@ def graph_names(graph: Graph) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One reading of a value: slot `slot` of op `user`; a graph output (user "output") or a buffer's write-back
-    ("buffer").
+    """One reading of a value: slot `slot` of op `user`.
+
+    A graph output (user "output") or a buffer's write-back ("buffer").
     """
 
     user: str

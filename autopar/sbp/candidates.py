@@ -193,8 +193,8 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
 
 @lru_cache(maxsize=4096)
 def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
-    """The dims, of the output or of an input if only that is split, whose signatures do not divide
-    over `size` ranks.
+    """The dims, of the output or of an input if only that is split,
+    whose signatures do not divide over `size` ranks.
     """
     parts = (
         next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1)

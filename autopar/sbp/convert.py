@@ -52,8 +52,8 @@ class _Convert(torch.autograd.Function):
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`move`, with a slice copied to memory of its own, so that autograd keeps the slice alive and not the whole
-    tensor.
+    """`move`, with a slice copied to memory of its own, so that autograd
+    keeps the slice alive and not the whole tensor.
     """
     made = move(x, axis, src, dst)
     is_slice = axis.size > 1 and src.kind in ("I", "R") and dst.is_split

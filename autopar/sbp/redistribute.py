@@ -68,8 +68,8 @@ class CollectiveKind:
 
 @lru_cache(maxsize=2**16)
 def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """The steps from layout `src` to `dst`, each one conversion of `CONVERSIONS` on one or several
-    mesh axes at once.
+    """The steps from layout `src` to `dst`, each one conversion of
+    `CONVERSIONS` on one or several mesh axes at once.
     """
     found = moves(codes_of(src), codes_of(dst))
     return tuple(
@@ -79,8 +79,8 @@ def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def moves(src: Codes, dst: Codes) -> list[Move]:
-    """`redistribute` on the codes of layouts (`placement.codes_of`), fast enough for the very many
-    pairs of planning.
+    """`redistribute` on the codes of layouts (`placement.codes_of`),
+    fast enough for the very many pairs of planning.
     """
     found: list[Move] = []
     layout = src

@@ -65,8 +65,8 @@ class Timeline:
         return 1 - busy_s / (self.step_s * len(self.rows))
 
     def waits(self, rank: int) -> Iterator[Wait]:
-        """The times in which `rank` computes nothing: it waits for the input of its next action, or
-        for the step's end.
+        """The times in which `rank` computes nothing: it waits for the
+        input of its next action, or for the step's end.
         """
         row, free_s = self.rows[rank], 0.0
         for action, start_s, end_s in row:

@@ -76,8 +76,8 @@ def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tupl
 
 
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
-    """A choice that no move of one node or of two neighbours improves: first less memory above the limit, then less
-    cost.
+    """A choice that no move of one node or of two neighbours improves:
+    first less memory above the limit, then less cost.
     """
     current = list(start)
     used = _memory_used(land, current)
@@ -137,8 +137,8 @@ def _cheapest_shed(
 
 
 def own_starts(land: Landscape) -> tuple[tuple[int, ...], ...]:
-    """Cheap starts: each node's own best by cost and, where it is limited, by memory, with half of the least its edges
-    add.
+    """Cheap starts: each node's own best by cost and, where it is limited,
+    by memory, with half of the least its edges add.
     """
     terms = ["cost", "memory"] if np.isfinite(land.table.memory_limit_bytes) else ["cost"]
     return tuple(tuple(_own_best(land, v, term) for v in range(len(land.cost))) for term in terms)

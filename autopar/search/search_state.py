@@ -82,8 +82,8 @@ def is_solved(state: State) -> bool:
 
 
 def proven(cost_s: float, lower_bound_s: float, *, is_pruned: bool) -> float:
-    """What a lower bound on what is left proves about the whole table: pruning has dropped what is better by less than
-    the tolerance.
+    """What a lower bound on what is left proves about the whole table: pruning
+    has dropped what is better by less than the tolerance.
     """
     return min(lower_bound_s, cost_s - TOLERANCE * abs(cost_s) if is_pruned else cost_s)
 

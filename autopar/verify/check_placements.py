@@ -216,8 +216,9 @@ class _Ops:
         return result
 
     def _with_bias(self, name: str, slot: int, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        """The product, and then the bias. Contracted over a split dim, the product turns from V to P where its bias is
-        pending.
+        """The product, and then the bias.
+
+        Contracted over a split dim, the product turns from V to P where its bias is pending.
         """
         bias = args[slot]
         if name in _WITHOUT_BIAS:

@@ -45,8 +45,8 @@ LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on whole tensors: loss, gradients before the optimizer's step, parameters and
-    buffers after it.
+    """A training step on whole tensors: loss, gradients before the
+    optimizer's step, parameters and buffers after it.
     """
 
     loss: torch.Tensor
@@ -56,8 +56,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of `verify`: whether numbers and collectives are those of one device and of the
-    plan, and the tables.
+    """The result of `verify`: whether numbers and collectives are those
+    of one device and of the plan, and the tables.
     """
 
     is_equal: bool
@@ -195,8 +195,9 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a DTensor, gathered innermost axis first as its parts are nested; a plain
-    tensor unchanged.
+    """The whole tensor of a DTensor, gathered innermost axis first as its parts are nested.
+
+    A plain tensor unchanged.
     """
     if not isinstance(x, DTensor):
         return x

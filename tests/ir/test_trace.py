@@ -204,7 +204,7 @@ ERRORS = {
     ),
     "autocast": (_autocast, "autocast to torch.bfloat16"),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
-    "parameter": (_write_parameter, "behind autograd's back"),
+    "parameter": (_write_parameter, "without autograd's knowledge"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),
     "several views": (
         lambda model, x: torch.broadcast_tensors(x, x[:1])[0].mul_(2),

@@ -34,7 +34,7 @@ def test_a_plan_without_stages_shows_each_step_once():
     text = {name: printed(artifact) for name, artifact in found}
     assert text["folded"].startswith(f"{folded.repeats[0].count} times {len(folded.repeats[0].ops)} ops: ")
     assert text["candidates"].count(" strategies\n") == len(candidates.strategies)
-    assert text["priced"].startswith(f"{len(table.nodes)} nodes, {len(table.edges)} pairs")
+    assert text["priced"].startswith(f"{len(table.nodes)} nodes, {len(table.edges)} edges")
     assert list(map(int, text["choice"].splitlines()[1].split())) == list(choice.strategies)
     assert all(op.name in text["graph"] for op in graph.ops) and text["plan"].strip() == plan.explain().strip()
 

@@ -49,8 +49,8 @@ class Storages:
         return most
 
     def take_changes(self) -> np.ndarray:
-        """Return i64[changes] since `restart`, bytes allocated (positive) and freed (negative) in
-        order; and restart.
+        """Return i64[changes] since `restart`, bytes allocated
+        (positive) and freed (negative) in order; and restart.
         """
         found = np.array(self.changes, dtype=np.int64)
         self.restart()

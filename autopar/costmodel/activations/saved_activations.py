@@ -1,5 +1,5 @@
-"""Saved activations: the values kept from forward to backward, and those that exist only while a
-region is recomputed.
+"""Saved activations: the values kept from forward to backward, and those
+that exist only while a region is recomputed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -120,8 +120,8 @@ def _savings(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A use of a value by an op in region `place`: whether the op saves it, and whether a save
-    outside regions counts.
+    """A use of a value by an op in region `place`: whether the op saves
+    it, and whether a save outside regions counts.
     """
 
     place: int
@@ -130,8 +130,8 @@ class Reading:
 
 
 def _of_parameter(readings: Sequence[Reading]) -> tuple[Saving, ...]:
-    """The savings of a parameter, which is converted and saved before all regions, regathered in
-    its reader's region.
+    """The savings of a parameter, which is converted and saved before
+    all regions, regathered in its reader's region.
     """
     each = [
         Saving(

@@ -27,11 +27,12 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`levels` from the inside out; ranks fill the innermost level first. `flops_per_s` by dtype name ("bfloat16") must
-    have "float32", which stands for the dtypes it lacks. `kind_factors`: measured time of a collective kind over its
-    formula, 1 where absent. `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the way to the
-    host's memory; 0: not known, nothing goes. `source` says where the numbers come from. device_type: "cpu", or else a
-    GPU's: by it ops choose kernels, which keep other tensors.
+    """`levels` from the inside out; ranks fill the innermost level first.
+
+    `flops_per_s` by dtype name ("bfloat16") must have "float32", which stands for the dtypes it lacks. `kind_factors`:
+    measured time of a collective kind over its formula, 1 where absent. `host_bandwidth_bytes_per_s`: one direction of
+    one device's fair share of the way to the host's memory; 0: not known, nothing goes. `source` says where the numbers
+    come from. device_type: "cpu", or else a GPU's: by it ops choose kernels, which keep other tensors.
     """
 
     name: str

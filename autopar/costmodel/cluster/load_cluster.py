@@ -9,8 +9,9 @@ __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster"]
 
 
 def load_cluster(spec: Cluster | str | Path) -> Cluster:
-    """A `Cluster` as it is, a preset by name, or a JSON file by path; ValueError lists the presets if it is none of
-    these.
+    """A `Cluster` as it is, a preset by name, or a JSON file by path.
+
+    ValueError lists the presets if it is none of these.
     """
     if isinstance(spec, Cluster):
         return spec

@@ -12,8 +12,8 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An option of an input. is_regathered: converted again for the backward of its reader
-    (`Assignment.regathered`).
+    """An option of an input. is_regathered: converted again for the
+    backward of its reader (`Assignment.regathered`).
     """
 
     layout: Layout

@@ -1,5 +1,5 @@
-"""`price`: the cost table of a graph on a mesh, with the seconds and bytes of every option and of
-every pair of them.
+"""`price`: the cost table of a graph on a mesh, with the seconds and
+bytes of every option and of every pair of them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """While a model is exported, each call of a custom `torch.autograd.Function` is recorded as one op.
 
-torch.export would record what its forward does, and lose its backward. What is taken for granted is that the class is
-a function of the tensors it is called with; whatever speaks against it raises TraceError.
+torch.export would record what its forward does, and lose its backward. What is taken for granted is that the class is a
+function of the tensors it is called with; whatever speaks against it raises TraceError.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
-from autopar.ir.export.fake_device import imagine_like
+from autopar.ir.export.fake_device import fake_like
 from autopar.ir.function_ops import TENSOR, Application, is_constant, target_of
 from autopar.ir.graph import resolve
 from autopar.torch_compat import (
@@ -67,7 +67,7 @@ def _applied(original: FunctionApply, cls: type[torch.autograd.Function], args: 
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     probe = _Probe()
     with disable_proxy_modes_tracing(), without_function_modes():
-        copies = [imagine_like(x).clone() for x in tensors]  # as a leaf, what needs a gradient cannot be written to
+        copies = [fake_like(x).clone() for x in tensors]  # as a leaf, what needs a gradient cannot be written to
         given = iter(copies)
         probe.known = [*copies]
         with probe:
@@ -98,8 +98,8 @@ def _check(name: str, given: Sequence[torch.Tensor], probe: "_Probe") -> None:
 
 
 class _Probe(TorchDispatchMode):
-    """Sees which tensors the ops inside read that are neither `known` nor made inside, and whether they draw random
-    numbers.
+    """Sees which tensors the ops inside read that are neither `known` nor
+    made inside, and whether they draw random numbers.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Tracing a model on the meta device as if it were on the CPU.
+"""Tracing of a model on the meta device as if it were on the CPU.
 
-Model code asks tensors for their device: it picks kernels by it, and makes tensors from numbers on it, which on the
-meta device loses the numbers. So that a plan made from a meta model fits the real one, its tensors are replaced while
-tracing by fakes that say "cpu".
+Model code depends on the device of tensors: it chooses kernels by it, and makes tensors from numbers on it, which on
+the meta device loses the numbers. So that a plan made from a meta model fits the real one, its tensors are replaced
+while tracing by fake tensors on "cpu".
 """
 
 from collections.abc import Callable, Iterator
@@ -16,23 +16,19 @@ from autopar.torch_compat import FakeTensorMode
 
 @contextmanager
 def as_if_on_cpu(model: nn.Module) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Swap every parameter and buffer for a fake and swap them back at the end; yields what makes such a fake of a
-    tensor.
-    """
+    """A context in which parameters and buffers are fake tensors; its value makes a fake tensor like a given one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def imagine(tensor: torch.Tensor) -> torch.Tensor:
+    def make(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
-            return imagine_like(tensor)
+            return fake_like(tensor)
 
-    with imagined(model, imagine):
-        yield imagine
+    with replaced_tensors(model, make):
+        yield make
 
 
-def imagine_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like this one, but on the CPU if it is on the meta device; a fake one if a FakeTensorMode is
-    active.
-    """
+def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor like `tensor`, on the CPU if that is on the meta device; a fake one under a FakeTensorMode."""
     device = "cpu" if tensor.is_meta else tensor.device
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -41,10 +37,8 @@ def imagine_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def imagined(model: nn.Module, imagine: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Put what `imagine` makes of it in the place of every parameter and buffer, and put them back at the end; ties are
-    kept.
-    """
+def replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A context in which `make` of each parameter and buffer replaces it; ties are kept."""
     fakes: dict[int, torch.Tensor] = {}
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     originals = [dict(table) for table in tables]
@@ -52,7 +46,7 @@ def imagined(model: nn.Module, imagine: Callable[[torch.Tensor], torch.Tensor]) 
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) not in fakes:
-                    fakes[id(tensor)] = imagine(tensor)
+                    fakes[id(tensor)] = make(tensor)
                 table[name] = None if tensor is None else fakes[id(tensor)]
         yield
     finally:

@@ -1,6 +1,4 @@
-"""From the exported fx graph to functional ops: regions inlined, tuples unpacked,
-in-place writes and views resolved.
-"""
+"""Conversion of an exported fx graph to functional ops: regions inlined, tuples unpacked, writes and views resolved."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ from autopar.ir.outline.export_once import INNER
 from autopar.ir.outline.opaque_calls import TARGET as CALL
 from autopar.torch_compat import HigherOrderOperator
 
-# Ops that only check or describe; their results are not used.
+# Ops that only check or describe; no op uses their results.
 _NOISE = frozenset(
     (
         "aten._assert_tensor_metadata.default",
@@ -34,7 +32,7 @@ _NOISE = frozenset(
         "_guards_fn",
     )
 )
-# Where they return their input itself, they do nothing.
+# Ops that do nothing if they return their input itself.
 _IDENTITIES = frozenset(
     f"aten.{name}"
     for name in (
@@ -55,17 +53,16 @@ _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order
 _PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
 
 
-# (call of a module that stands in the graph as one op, region it is in, where to emit) -> what its results stand for.
+# (opaque call of a module, the region it is in, emitter) -> the views of its results.
 Expand = Callable[[Node, "Region", Emitter], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A graph being walked: what its nodes stand for (a View, a tuple of them or a constant) and under which grad mode
-    it runs.
+    """An fx graph being converted, with the results of its nodes so far and its grad mode.
 
-    `expand` converts calls of modules that were exported by themselves. In the body of one, `inside` is the FQN of its
-    module and `line` the model's line that called it.
+    `env`: node -> its result: a View, a tuple of Views or a constant. `expand`: converts opaque calls of modules. In
+    the body of one, `inside` is the FQN of its module and `line` the line of the model that called it.
     """
 
     module: GraphModule
@@ -77,7 +74,7 @@ class Region:
 
 
 def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
-    """Emit the ops of the region; `region.env` must hold its placeholders. Returns what its outputs stand for."""
+    """Emit the ops of the region, whose `env` must hold its placeholders; returns the results of its outputs."""
     for node in region.module.graph.nodes:
         if node.op == "output":
             return tuple(map_leaves(node.args[0], lambda leaf: region.env[leaf] if isinstance(leaf, Node) else leaf))
@@ -96,8 +93,8 @@ def _target_of(node: Node) -> str:
 
 
 def origin_of(node: Node, region: Region) -> Origin:
-    """Its name, module and line; numbers that only tell names of one graph apart are left out, as the emitter has its
-    own.
+    """The name, module and line of a node, without the numbers that only
+    make names unique: the emitter adds its own.
     """
     module = module_of(node.meta.get("nn_module_stack"))
     if region.inside:
@@ -207,7 +204,7 @@ def _fallback(node: Node) -> tuple[Meta, ...]:
 
 
 def _aliased_input(node: Node) -> Node | None:
-    """The input whose memory the (first) output shares: the storages of the traced fake tensors say so."""
+    """The input whose memory the (first) output shares, by the storages of the traced fake tensors."""
     outputs = [value for value in _values_of(node) if isinstance(value, torch.Tensor)]
     if not outputs:
         return None
@@ -217,8 +214,9 @@ def _aliased_input(node: Node) -> Node | None:
 
 
 def _shared_storages(node: Node, env: Mapping[Node, Any]) -> list[Storage]:
-    """Of the inputs that outputs of an op on several tensors are views of, as in broadcast_tensors: writes to them are
-    refused.
+    """The storages of inputs of which an op on several tensors returns views, as broadcast_tensors.
+
+    They are read-only.
     """
     memory = {value.untyped_storage()._cdata for value in _values_of(node) if isinstance(value, torch.Tensor)}
     inputs = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), torch.Tensor)]

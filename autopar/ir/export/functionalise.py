@@ -1,4 +1,4 @@
-"""In-place ops as functional ones: each storage has a current value, and views of it are taken again after a write."""
+"""Functionalisation: each storage has a current value, and views of it are taken again after an in-place write."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,7 @@ from autopar.ir.graph import Value, resolve
 
 @dataclass
 class Storage:
-    """Memory that tensors share. `owner` says whose it is: "" for memory of the call itself,
-    else e.g. "parameter w".
-    """
+    """Memory that tensors share; `owner`: "" for memory of the call itself, otherwise e.g. "parameter w"."""
 
     value: Value
     version: int = 0
@@ -21,7 +19,7 @@ class Storage:
 
 @dataclass
 class View:
-    """A tensor of the traced program: `steps` lead from its storage to `value`, which was right at `version`."""
+    """A tensor of the traced program: `steps` lead from its storage to `value`, which is valid for `version`."""
 
     storage: Storage
     steps: tuple[Step, ...]
@@ -30,12 +28,12 @@ class View:
 
 
 def whole(value: Value, owner: str = "") -> View:
-    """A tensor with memory of its own."""
+    """The view of a tensor that is its whole storage."""
     return View(Storage(value, 0, owner), (), value, 0)
 
 
 def read(view: View, emitter: Emitter, at: Origin) -> Value:
-    """The current value; the view is taken again if its storage was written since."""
+    """The current value of a view, which is taken again if its storage has been written."""
     if view.version != view.storage.version:
         value = view.storage.value
         for step in view.steps:
@@ -45,9 +43,7 @@ def read(view: View, emitter: Emitter, at: Origin) -> Value:
 
 
 def write(view: View, value: Value, emitter: Emitter, at: Origin) -> None:
-    """Make `value` what the view shows, and carry it back to the storage. Raises TraceError where that is not
-    possible.
-    """
+    """Write `value` through the view into its storage; TraceError if that is not possible."""
     storage = view.storage
     _check_writable(view, at)
     bases = [storage.value]
@@ -68,7 +64,7 @@ def _check_writable(view: View, at: Origin) -> None:
     is_detached = any(step.target.startswith("aten.detach") for step in view.steps)
     if current.needs_grad and (at.is_no_grad or is_detached):
         raise TraceError(
-            f"{at.line}: a tensor that needs a gradient is changed in place behind autograd's back; use the"
+            f"{at.line}: a tensor that needs a gradient is changed in place without autograd's knowledge; use the"
             " out-of-place operation here"
         )
     if view.storage.owner and not view.storage.owner.startswith("buffer"):
@@ -79,7 +75,7 @@ def _check_writable(view: View, at: Origin) -> None:
 
 
 def functional_target(target: str) -> str | None:
-    """The op that returns what an in-place op writes, or None.
+    """The functional op that returns the value that an in-place op writes; None if there is none.
 
     >>> functional_target("aten.add_.Tensor")
     'aten.add.Tensor'
@@ -87,8 +83,8 @@ def functional_target(target: str) -> str | None:
     namespace, name, overload = target.split(".")
     special = {"normal_": "normal_functional", "bernoulli_": "bernoulli"}
     stem = special.get(name, name.removesuffix("_"))
-    found = f"{namespace}.{stem}.{'p' if target == 'aten.bernoulli_.float' else overload}"
+    target_out = f"{namespace}.{stem}.{'p' if target == 'aten.bernoulli_.float' else overload}"
     try:
-        return None if resolve(found)._schema.is_mutable else found
+        return None if resolve(target_out)._schema.is_mutable else target_out
     except AttributeError:
         return None

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and needs_grad of an op's outputs, by running it on the meta device under autograd."""
+"""Inference of shapes, dtypes and needs_grad of an op's outputs, by running it on the meta device under autograd."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ import torch
 from autopar.ir.call_args import fill
 from autopar.ir.graph import Value, resolve
 
-# What a factory is told about where its result goes; meaningless in a graph that runs on any device.
+# Arguments of factory ops for the placement of their result, which a graph for any device has not.
 PLACEMENT_KWARGS = ("device", "pin_memory", "layout", "memory_format")
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What is known of an output before it has a name."""
+    """The properties of an output that has no name yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -24,14 +24,14 @@ class Meta:
 
 @dataclass(frozen=True)
 class Inference:
-    """Remembers by signature, so that repeated layers are inferred once. Lives as long as one trace."""
+    """A cache of inferences by call, so that repeated layers are inferred once; it lives as long as one trace."""
 
     known: dict[Any, tuple[tuple[Meta, ...], bool]] = field(default_factory=dict)
 
     def outputs(
         self, target: str, args: Any, kwargs: Sequence[tuple[str, Any]], inputs: Sequence[Value], is_no_grad: bool
     ) -> tuple[tuple[Meta, ...], bool]:
-        """(outputs, whether the call returns a tuple). Raises what the op raises on such inputs."""
+        """(outputs, whether the call returns a tuple); raises the errors of the op on such inputs."""
         # repr tells 1, 1.0 and True apart, which hashing does not.
         key = (target, repr(args), repr(kwargs), tuple((v.shape, v.dtype, v.needs_grad) for v in inputs), is_no_grad)
         if key not in self.known:

@@ -1,4 +1,4 @@
-"""Each in-place op as the functional op that computes what it writes."""
+"""Conversion of in-place ops to the functional ops that compute the written values."""
 
 import math
 from collections.abc import Mapping
@@ -36,8 +36,9 @@ def convert_out(
     emitter: Emitter,
     at: Origin,
 ) -> View | tuple[View, ...]:
-    """Emit the overload that returns what this one writes, and write its results; the results are the `views`, by
-    argument.
+    """Emit the overload that returns what this one writes, and write its results.
+
+    The results are the `views`, by argument.
     """
     found = _without_out(function)
     if found is None:
@@ -79,7 +80,7 @@ def _is_optional_keyword(schema: Any, name: str) -> bool:
 def convert_write(
     target: str, view: View, args: tuple[Any, ...], kwargs: dict[str, Any], emitter: Emitter, at: Origin
 ) -> View:
-    """Emit the functional form of an in-place op on `view` and write its result; the result is the view itself."""
+    """Emit the functional form of an in-place op on `view` and write its result; returns the view itself."""
     current = args[0]
     functional = functional_target(target)
     if functional in RESHAPES or functional in ("aten.t.default", "aten.transpose.int", "aten.detach.default"):
@@ -127,7 +128,7 @@ def _convert_metadata_write(target: str, view: View, args: tuple[Any, ...], emit
 
 
 def updates_statistics(target: str, args: tuple[Any, ...]) -> bool:
-    """Whether a norm in training mode writes running statistics, which its schema does not say."""
+    """Whether a call is a norm in training mode that writes running statistics, which its schema does not show."""
     return target in (_BATCH_NORM, _INSTANCE_NORM) and bool(args[5]) and args[3] is not None
 
 

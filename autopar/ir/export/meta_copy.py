@@ -1,4 +1,4 @@
-"""A copy of a model without its data: what is traced, and what becomes the sharded module."""
+"""`skeleton`: a copy of a model without data, which is traced."""
 
 import copy
 
@@ -7,10 +7,9 @@ from torch import nn
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Deep copy of `model` whose parameters and buffers are plain tensors on the meta device; ties are kept, no data is
-    copied.
+    """A deep copy of `model` with plain meta tensors for its parameters and buffers; ties are kept, no data is copied.
 
-    Raises whatever `copy.deepcopy` raises for attributes that cannot be copied.
+    Raises the errors of `copy.deepcopy` for attributes that cannot be copied.
     """
     empty: dict[int, object] = {id(x): bare(x) for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, empty)

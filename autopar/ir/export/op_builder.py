@@ -1,4 +1,4 @@
-"""Building a list of ops: unique names, inferred outputs, where each op comes from."""
+"""`Emitter`: builds a list of ops with unique names, inferred outputs and origins."""
 
 import builtins
 import keyword
@@ -17,7 +17,7 @@ _NUMBERS = re.compile(r"(_\d+)+$")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an op comes from."""
+    """The origin of an op in the model."""
 
     name: str
     module: str = ""
@@ -26,7 +26,7 @@ class Origin:
 
 
 def stem_of(name: str) -> str:
-    """A name without the numbers that tell it from others of its kind.
+    """A name without the numbers that make it unique.
 
     >>> stem_of("conv2d_1_0")
     'conv2d'
@@ -36,16 +36,18 @@ def stem_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Emitter:
-    """Collects `ops` in order. The only mutable thing in a conversion besides the storages of `functionalise`."""
+    """A list of `ops` under construction, with the storages of
+    `functionalise` the only mutable state of a conversion.
+    """
 
     ops: list[Op] = field(default_factory=list)
     used_names: set[str] = field(default_factory=set)
     next_number: dict[str, int] = field(default_factory=dict)
     inference: Inference = field(default_factory=Inference)
 
-    def unique(self, wish: str) -> str:
-        """A fresh Python identifier close to `wish`, that of no builtin."""
-        stem = re.sub(r"\W", "_", wish).rstrip("_")
+    def unique(self, base: str) -> str:
+        """A fresh Python identifier like `base` that is no name of a builtin."""
+        stem = re.sub(r"\W", "_", base).rstrip("_")
         stem = f"_{stem}" if not stem or stem[0].isdigit() or keyword.iskeyword(stem) else stem
         count = self.next_number.get(stem, 1 if hasattr(builtins, stem) else 0)
         while (name := f"{stem}_{count}" if count else stem) in self.used_names:

@@ -1,4 +1,4 @@
-"""The placeholders of an exported program as inputs of a Graph."""
+"""Conversion of an exported program's placeholders to inputs of a Graph."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,10 @@ from autopar.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Placeholders:
-    """`inputs` in order, what each placeholder node stands for, and for each flat argument its input's name or its
-    constant.
+    """The inputs of a graph under construction.
 
-    `state`: FQN of a parameter or buffer, by each of its names -> what stands for it.
+    `env`: placeholder node -> its view or constant; `arguments`: for each flat argument the name of its input, or its
+    constant; `state`: each FQN of a parameter or buffer -> its view.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -32,15 +32,16 @@ class Placeholders:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def mutations(self) -> tuple[tuple[str, Value], ...]:
-        """The buffers that were written, with their last values."""
+        """(FQN, last value) of each written buffer."""
         buffers = [(item.fqn, self.views[item.value.name].storage) for item in self.inputs if item.kind == "buffer"]
         return tuple((fqn, storage.value) for fqn, storage in buffers if storage.version > 0)
 
 
 def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[Any], emitter: Emitter) -> Placeholders:
-    """One Input for each tensor: tied parameters share one. `leaves` are the flat arguments of the call.
+    """The inputs of a program, one for each tensor: tied parameters share one.
 
-    All parameters and buffers of the model come first, also those that the program does not know.
+    `leaves`: the flat arguments of the call. All parameters and buffers of the model come first, including those that
+    the program does not read.
     """
     found = Placeholders()
     _add_state(found, model, emitter)
@@ -109,9 +110,7 @@ def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) 
 
 
 def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Leaves of a call in the order of `spec`, whatever order its keywords are given in. ValueError if the call has
-    another structure.
-    """
+    """The leaves of a call in the order of `spec`, for any order of keywords; ValueError for another structure."""
     names = spec.child(1).context if spec.num_children == 2 else []
     ordered = {name: kwargs[name] for name in names if name in kwargs} | kwargs
     leaves, found = pytree.tree_flatten((tuple(args), ordered))

@@ -1,4 +1,4 @@
-"""Output types that torch's pytree does not know: dataclasses, and the caches of transformers."""
+"""Registration of output types that torch's pytree does not know: dataclasses, and the caches of transformers."""
 
 import dataclasses
 import sys
@@ -12,8 +12,8 @@ from autopar.torch_compat import pytree
 
 
 def register_types(tree: Any) -> None:
-    """Register every dataclass type inside `tree` (and the caches of transformers, if it is imported) as a pytree
-    node.
+    """Register every dataclass type inside `tree` (and the caches of
+    transformers, if it is imported) as a pytree node.
     """
     _register_caches()
     for leaf in pytree.tree_leaves(tree):
@@ -50,8 +50,10 @@ def _register_caches() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Cache:
-    """Puts a DynamicCache together again. `unflatten`, transformers' own, joins each tensor to an empty plain one,
-    which a DTensor refuses: it is given stand-ins, and the tensors are put in their places.
+    """Puts a DynamicCache together again.
+
+    `unflatten`, transformers' own, joins each tensor to an empty plain one, which a DTensor refuses: it is given
+    stand-ins, and the tensors are put in their places.
     """
 
     unflatten: Callable[[Any, Any], Any]

@@ -1,4 +1,4 @@
-"""Running torch.export on a model without changing the model, and saying what went wrong in the model's own words."""
+"""`export`: torch.export of a model that leaves the model unchanged, with errors in terms of the model's lines."""
 
 import inspect
 import io
@@ -41,14 +41,15 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not given and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return torch.export.export(model, args, kwargs, strict=False)
-    with as_if_on_cpu(model) as imagine:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, imagine, (args, kwargs))
+    with as_if_on_cpu(model) as fake:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
         return torch.export.export(model, args, kwargs, strict=False)
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TraceError if that is why a call failed. Not asked before: decorators may take more than the signature they
-    show.
+    """TraceError if the signature of the forward is the reason why a call failed.
+
+    It is not checked before the call, since decorators may take more arguments than their signature shows.
     """
     signature = inspect.signature(model.forward)
     try:
@@ -60,7 +61,7 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _separate(leaf: Any) -> Any:
-    """A tensor object of its own for each leaf: export takes one object passed twice for one input."""
+    """A distinct tensor object for a leaf: export treats one object that is passed twice as one input."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -83,8 +84,9 @@ def _data_dependent(error: Exception) -> str:
 
 @contextmanager
 def _without_dump() -> Iterator[None]:
-    """Where a model branches on values, torch.export prints all that it has of the graph, thousands of lines; what else
-    is said on stderr is passed on.
+    """A context that drops the dump of the graph, thousands of lines, that torch.export prints if a model branches.
+
+    Other text on stderr is passed on.
     """
     said, dump = io.StringIO(), ""
     try:
@@ -100,7 +102,7 @@ def _without_dump() -> Iterator[None]:
 
 @contextmanager
 def _outputs_registered(model: nn.Module) -> Iterator[None]:
-    """While tracing, register the types of what the model returns before export flattens it."""
+    """A context in which the types of the model's outputs are registered before export flattens them."""
     hook = model.register_forward_hook(lambda module, args, output: register_types(output))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where in the user's code an op comes from."""
+"""The line of the user's code that an op comes from."""
 
 import linecache
 import os
@@ -20,8 +20,7 @@ _HERE = (
 
 @lru_cache(maxsize=4096)
 def line_of_stack(stack_trace: str) -> str:
-    """The innermost line outside torch as "model.py:41", a model file of transformers before its shared helpers; "" if
-    there is none.
+    """The innermost line outside torch as "model.py:41", or ""; transformers' model files precede its shared helpers.
 
     >>> line_of_stack('File "/a/model.py", line 41, in forward')
     'model.py:41'
@@ -30,7 +29,7 @@ def line_of_stack(stack_trace: str) -> str:
 
 
 def quote_stack(stack_trace: str) -> str:
-    """The same with its text, "model.py:41: `x = x.item()`", for an error."""
+    """The line of a stack with its text, such as "model.py:41: `x = x.item()`", for an error."""
     line, text = _innermost(_frames(stack_trace))
     return f"{line}: `{text}`" if text else line
 
@@ -40,13 +39,19 @@ def _frames(stack_trace: str) -> list[tuple[str, int]]:
 
 
 def line_of_error(error: BaseException) -> tuple[str, str]:
-    """("model.py:41", its source text) where the error was raised, outside torch; ("", "") if it names no such line."""
+    """("model.py:41", its text) of the innermost line outside torch that raised the error.
+
+    ("", "") if there is none.
+    """
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return _innermost([frame for frame in frames if not frame[0].startswith(_HERE)])
 
 
 def module_of(nn_module_stack: Any) -> str:
-    """FQN of the innermost module; a module that is called again is "layers.0@1" to export, and "layers.0" to us."""
+    """The FQN of the innermost module.
+
+    Export calls the second call of a module "layers.0@1", which gives "layers.0".
+    """
     if not nn_module_stack:
         return ""
     return re.sub(r"@\d+", "", list(nn_module_stack.values())[-1][0])

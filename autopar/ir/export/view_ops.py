@@ -1,4 +1,4 @@
-"""View ops: how to take the view again, and how to write through it into the tensor it looks at."""
+"""View ops: taking a view again, and writing through it into its base tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from autopar.ir.op_facts import RESHAPES
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A view of one tensor: `Slot(0)` in `args` stands for it."""
+    """One view op; `Slot(0)` in `args` is its base tensor."""
 
     target: str
     args: tuple[Any, ...]
@@ -23,7 +23,10 @@ class Step:
         return emitter.emit(self.target, fill(self.args, (base,)), named, at=at)[0]
 
     def put(self, emitter: Emitter, base: Value, part: Value, at: Origin) -> Value | None:
-        """`base` with what this view shows replaced by `part`; None if this view cannot be written through."""
+        """`base` with the part that this view selects replaced by `part`.
+
+        None if the view cannot be written through.
+        """
         if self.target in RESHAPES:
             return emitter.emit("aten.reshape.default", (part, base.shape), at=at)[0]
         if self.target == "aten.detach.default":
@@ -42,7 +45,7 @@ class Step:
 
 
 def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> Step:
-    """The view that a call with `base` as its first argument takes."""
+    """The step of a view op called with `base` as its first argument."""
     if target in RESHAPES:
         return Step("aten.reshape.default", (Slot(0), output.shape))
     if target in ("aten.expand.default", "aten.expand_as.default"):
@@ -51,7 +54,7 @@ def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> S
 
 
 def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> tuple[Step, ...]:
-    """One view per output of a chunk, split or unbind of `Slot(0)`."""
+    """A step for each output of a chunk, split or unbind of `Slot(0)`."""
     dim = _dim_of(target, args)
     if target.startswith("aten.unbind."):
         return tuple(Step("aten.select.int", (Slot(0), dim, i)) for i in range(len(parts)))

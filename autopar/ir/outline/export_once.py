@@ -1,4 +1,4 @@
-"""Exporting a model whose modules are partly alike: the model around them once, and each kind of them once."""
+"""Export of a model with isomorphic modules: the model around them once, and each kind of module once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from autopar.ir.outline.identical_modules import find_alike
 from autopar.ir.outline.opaque_calls import TARGET, Body, Record, Unsure, stand_ins, unnumbered
 from autopar.torch_compat import has_hooks_of_all_modules
 
-# A body is exported at the price of about three calls; with fewer calls each there is nothing to gain.
+# The export of a body costs as much as about three calls; with fewer calls there is no gain.
 _LEAST_CALLS = 3
 _KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
 # Under which a module is exported, so that its own forward is called and nothing around it.
@@ -23,8 +23,10 @@ INNER = "block"
 
 @dataclass(frozen=True)
 class Outline:
-    """`program` has an op for each call of a module: `calls` says which module and which of `bodies` that is. What a
-    body's program returns is its flat result; its modules and parameters are those of a module named "block".
+    """An exported model whose `program` has an opaque op for each call of an isomorphic module.
+
+    `calls`: for each such op (FQN of the module, number of its body). `bodies`: each with its exported program, which
+    returns the flat result; its modules and parameters are those of a module called "block".
     """
 
     program: ExportedProgram
@@ -48,7 +50,7 @@ def export_outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         try:
             return _export_parts(model, args, dict(kwargs), groups)
         except (Unsure, TraceError):
-            pass  # if the model itself is at fault, the error is raised below, in its own words
+            pass  # an error of the model itself is raised below, by the whole export
     return Outline(export(model, args, dict(kwargs)))
 
 

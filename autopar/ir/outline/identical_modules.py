@@ -1,4 +1,4 @@
-"""Which modules of a model are alike: one of them can be traced for all."""
+"""Groups of isomorphic modules of a model, of which one can be traced for all."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# To trace a module by itself costs as much as to trace a dozen of a model's (measured: 85 ms, and 6 ms for each module
-# of a Llama layer).
+# Tracing a module alone costs as much as tracing a dozen modules within a model (measured: 85 ms, and 6 ms for each
+# module of a Llama layer).
 _LEAST_SAVED = 48
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -18,8 +18,9 @@ _PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """FQNs of modules that differ in their tensors' contents and in `numbers` only: integer attributes (path of the
-    submodule, name) that are another one in each, as a layer's index is.
+    """A group of modules, by FQN, that differ only in their tensors' contents and in `numbers`.
+
+    `numbers`: (path of the submodule, name) of integer attributes that are different in each, such as a layer's index.
     """
 
     members: tuple[str, ...]
@@ -27,11 +28,10 @@ class Alike:
 
 
 def find_alike(model: nn.Module, least_saved: int = _LEAST_SAVED) -> tuple[Alike, ...]:
-    """The groups of equal modules, the largest modules first found; those that save less than `least_saved` traced
-    modules are left out.
+    """The groups of isomorphic modules, outermost modules first, that save at least `least_saved` traced modules.
 
-    Equal are class, training mode, submodules, shapes and kinds of parameters and buffers, and all other attributes: by
-    value if they are plain, by identity if not. Modules with hooks are like no other.
+    Isomorphic modules have equal class, training mode, submodules, shapes and kinds of parameters and buffers, and all
+    other attributes equal: by value if they are plain, by identity if not. Modules with hooks are in no group.
     """
     keys: dict[int, Any] = {}
     _key(model, keys, {})
@@ -57,7 +57,7 @@ def _collect(
     found: dict[Any, list],
     seen: set[int],
 ) -> None:
-    """Add the outermost modules that are worth it to `found`, by key."""
+    """Add the outermost modules that save enough to `found`, by key."""
     for name, child in module.named_children():
         path, key = f"{fqn}.{name}".removeprefix("."), keys[id(child)]
         if id(child) in seen:
@@ -85,7 +85,7 @@ def _key(module: nn.Module, keys: dict[int, Any], known: dict[Any, int]) -> Any:
 
 
 def _own(module: nn.Module) -> Any:
-    """What makes the module itself, hashable; None if it is like no other."""
+    """A hashable key of the module without its submodules; None if it is in no group."""
     attributes = module.__dict__
     if any(value for name, value in attributes.items() if name.endswith(_HOOKS) and "state_dict" not in name):
         return None
@@ -111,9 +111,7 @@ def _tensor(x: torch.Tensor | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Hashable; equal for equal plain values (all integers that are attributes themselves count as equal) and for the
-    same object.
-    """
+    """A hashable key of an attribute, equal for equal plain values and for the same object; all integers are equal."""
     return "int" if type(value) is int else _exact(value)
 
 
@@ -128,9 +126,7 @@ def _exact(value: Any) -> Any:
 
 
 def _split(members: Sequence[tuple[str, nn.Module]]) -> Iterator[Alike]:
-    """Groups whose members share all integers but those that number them, and how their tensors and submodules are
-    shared inside.
-    """
+    """Groups whose members have equal integers except those that number them, and the same sharing inside."""
     integers = [dict(_integers(module)) for _, module in members]
     numbering = tuple(place for place in integers[0] if len({values[place] for values in integers}) == len(members) > 1)
     groups: dict[Any, list[str]] = {}
@@ -146,7 +142,7 @@ def _integers(module: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
 
 
 def _sharing(module: nn.Module) -> tuple[int, ...]:
-    """For each tensor and submodule inside, the first place it is found at."""
+    """For each tensor and submodule inside, the position of its first occurrence."""
     first: dict[int, int] = {}
     inside = [inner for _, inner in module.named_modules(remove_duplicate=False)]
     tensors = [x for inner in inside for x in (*inner._parameters.values(), *inner._buffers.values())]

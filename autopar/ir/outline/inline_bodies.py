@@ -1,4 +1,4 @@
-"""Putting the ops of a module's body in the place of each call of it."""
+"""Inlining: replacing each opaque call of a module by the ops of its body."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from autopar.torch_compat import pytree
 
 @dataclass(frozen=True)
 class _Example:
-    """Ops of one call of module `fqn`, what they may read from outside, and what they return."""
+    """The ops of one call of module `fqn`, the values that they may read from `outside`, and their results."""
 
     fqn: str
     ops: tuple[Op, ...]
@@ -31,10 +31,10 @@ class _Example:
 
 
 def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
-    """Converts the calls of `outline`. `state`: FQN of each parameter and buffer of the model -> what stands for it.
+    """The function that converts the opaque calls of `outline`; `state`: FQN of a parameter or buffer -> its view.
 
-    The body is walked for the first call of a kind, and where memory is shared or written; else the ops of the first
-    call are taken again with other names.
+    The body is converted for the first call of a kind, and if memory is shared or written; otherwise the ops of the
+    first call are copied with other names.
     """
     examples: dict[Any, _Example | None] = {}
 
@@ -59,7 +59,7 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
 def _region(
     node: Node, outer: Region, fqn: str, body: Body, program: ExportedProgram, state: Mapping[str, View]
 ) -> Region:
-    """The body as a region, with what its placeholders stand for in this call."""
+    """The body as a region, with the values of its placeholders in this call."""
     order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
     given = [outer.env[item] for item in node.args[0]]
     leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in order])
@@ -85,7 +85,7 @@ def _memory(views: Iterable[View]) -> list[Any]:
 
 
 def _likeness(values: Iterable[Value]) -> Any:
-    """What the ops that read these may depend on: what the values are, and which of them are the same."""
+    """A key of values on which ops that read them may depend: their properties, and which of them are the same."""
     first: dict[str, int] = {}
     return tuple(
         (value.shape, value.dtype, value.needs_grad, first.setdefault(value.name, len(first))) for value in values
@@ -93,7 +93,7 @@ def _likeness(values: Iterable[Value]) -> Any:
 
 
 def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequence[View]) -> _Example | None:
-    """None if a result is not memory of its own, made by these ops."""
+    """The example of a call; None if a result shares memory with other values or is not made by these ops."""
     made = {value.name for op in ops for value in op.outputs}
     if any(
         view.steps or view.storage.owner or view.version != view.storage.version or view.value.name not in made
@@ -104,7 +104,7 @@ def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequ
 
 
 def _repeat(example: _Example, fqn: str, outside: Sequence[Value], emitter: Emitter) -> tuple[View, ...]:
-    """Emit the ops of the example for another call, named as if they were converted anew."""
+    """Emit the ops of the example for another call, with the names that a conversion would give them."""
     now = {old.name: new for old, new in zip(example.outside, outside)}
     for op in example.ops:
         name = emitter.unique(stem_of(op.name))
@@ -123,12 +123,12 @@ def _repeat(example: _Example, fqn: str, outside: Sequence[Value], emitter: Emit
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """In the place of an argument: which of the op's tensors it is."""
+    """A placeholder of an argument: the position of its tensor among those of the op."""
 
     position: int
 
 
 def _numbered(body: Body) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the body, its tensors numbered."""
+    """The arguments of the body, with its tensors replaced by their numbers."""
     number = itertools.count()
     return pytree.tree_map_only(torch.Tensor, lambda _: _Given(next(number)), (body.args, dict(body.kwargs)))

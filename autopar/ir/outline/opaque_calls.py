@@ -1,9 +1,8 @@
-"""While a model is exported, modules that are alike are stood in for by one opaque op each, and what they are called
-with is recorded.
+"""Opaque calls: while a model is exported, each call of an isomorphic module is one opaque op, and it is recorded.
 
-The code around them runs as ever, once for each of them: it may treat the fifth in its own way. What is taken for
-granted is that a module is a function of its arguments, parameters and buffers. Whatever speaks against it raises
-Unsure: then the model is traced as it is.
+The code around the modules runs in full, once for each module, and may treat each in its own way. The assumption is
+that a module is a function of its arguments, parameters and buffers. Any evidence against it raises Unsure: then the
+model is exported as a whole.
 """
 
 import ast
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir.export.fake_device import imagine_like, imagined
+from autopar.ir.export.fake_device import fake_like, replaced_tensors
 from autopar.ir.outline.identical_modules import Alike
 from autopar.torch_compat import (
     FakeTensor,
@@ -32,15 +31,18 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class Unsure(BaseException):
-    """Standing in for a module may not give what the module gives. Not an Exception: a model that catches those must
-    not go on.
+    """Raised if an opaque call may differ from the module's call.
+
+    It is no Exception, so that a model that catches exceptions does not continue.
     """
 
 
 @dataclass(frozen=True)
 class Body:
-    """A module called in one way. `outputs`: its flat result, a constant or, of a tensor, ("given", which tensor
-    argument) or ("made", which of the tensors that the op returns); `made` describes these.
+    """A module called with one signature.
+
+    `outputs`: the leaves of its result: a constant, ("given", position of a tensor argument), or ("made", position of a
+    tensor that the op returns); `made` describes the latter tensors.
     """
 
     number: int
@@ -55,8 +57,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Record:
-    """`calls`: for each op its module's FQN and the number of its body. `ambient`: the modes in which the model itself
-    is called.
+    """The record of an export; `calls`: for each opaque op (FQN of its module, number of its body).
+
+    `ambient`: the modes in which the model itself is called.
     """
 
     bodies: dict[Any, Body] = field(default_factory=dict)
@@ -65,7 +68,9 @@ class Record:
 
 
 class Index:
-    """In the place of an integer that numbers modules: it can be handed on, but its value cannot be asked for."""
+    """A placeholder of an integer that numbers modules: it can be passed
+    around, but reading its value raises Unsure.
+    """
 
     def _refuse(self, *args: Any) -> Any:
         raise Unsure("the module's forward depends on a number that is another one in each module of its kind")
@@ -83,7 +88,7 @@ class Index:
     __str__ = __format__ = __round__ = __getattr__ = _refuse  # type: ignore[assignment]
 
 
-# The op is defined for tracing alone. `made` says what it returns, so that nothing else must be known.
+# The op is defined for tracing only. `made` describes its results, so that no other state is needed.
 _LIBRARY = torch.library.Library("autopar", "DEF")
 _LIBRARY.define("block(Tensor[] inputs, int number, str made) -> Tensor[]")
 
@@ -96,7 +101,10 @@ def _make(inputs: list[torch.Tensor], number: int, made: str) -> list[torch.Tens
 
 
 class _Opaque(torch.autograd.Function):
-    """The op with the outputs that `made` says need gradients; `anchor` is an input that does."""
+    """The op under autograd, with gradients for the outputs that need them by `made`.
+
+    `anchor`: an input with a gradient.
+    """
 
     @staticmethod
     def forward(
@@ -121,8 +129,9 @@ _LIBRARY.impl("block", _make_with_gradient, "Autograd")
 
 @contextmanager
 def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
-    """Stand in for the members of `groups`. What is inside them is out of sight, and raises Unsure when the model reads
-    it.
+    """A context in which calls of the members of `groups` are opaque ops.
+
+    Reading the inside of a member raises Unsure.
     """
     record = Record()
     members = {fqn: (model.get_submodule(fqn), alike) for alike in groups for fqn in alike.members}
@@ -141,7 +150,7 @@ def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class _Hidden:
-    """A module out of sight: all its attributes, and what its tables are while the model runs and while it does not."""
+    """A hidden module: all its attributes, and its tables while the model runs (`watched`) and otherwise (`empty`)."""
 
     module: nn.Module
     attributes: Mapping[str, Any]
@@ -150,7 +159,7 @@ class _Hidden:
 
 
 def _insides(model: nn.Module, members: list[nn.Module]) -> list[list[_Hidden]]:
-    """For each member, itself and all modules in it that are not in the rest of the model as well."""
+    """For each member, the module and all modules inside it that the rest of the model does not share."""
     seen = {id(module) for module in members}
     rest = [model]
     for module in rest:
@@ -175,7 +184,7 @@ def _show(hidden: list[_Hidden], tables: str) -> None:
 
 @contextmanager
 def _kept(hidden: list[_Hidden]) -> Iterator[None]:
-    """At the end, give the modules back the attributes they have now."""
+    """A context that restores the modules' present attributes at its end."""
     now = [(item.module, dict(item.module.__dict__)) for item in hidden]
     try:
         yield
@@ -187,7 +196,7 @@ def _kept(hidden: list[_Hidden]) -> Iterator[None]:
 
 @contextmanager
 def _original(hidden: list[_Hidden]) -> Iterator[nn.Module]:
-    """The first of the modules as it was, and all in it."""
+    """A context in which the first of the modules, and all inside it, are as they were before hiding."""
     with _kept(hidden):
         for item in hidden:
             item.module.__dict__.clear()
@@ -196,10 +205,10 @@ def _original(hidden: list[_Hidden]) -> Iterator[nn.Module]:
 
 
 class _Watched(dict):
-    """A table of parameters or buffers that cannot be read."""
+    """A table of parameters or buffers that raises Unsure if it is read."""
 
     def _refuse(self, *args: Any) -> Any:
-        raise Unsure("the model reads what is inside a module that it also calls")
+        raise Unsure("the model reads the inside of a module that it also calls")
 
     # type: ignore[assignment]
     __getitem__ = __setitem__ = __delitem__ = __iter__ = items = keys = values = get = pop = update = _refuse
@@ -209,7 +218,7 @@ class _Watched(dict):
 
 
 class _WatchedModules(_Watched):
-    """A table of submodules that can be looked up, for their plain attributes, but not listed."""
+    """A table of submodules that allows look-ups, for their plain attributes, but not listing."""
 
     __getitem__, __contains__ = dict.__getitem__, dict.__contains__  # type: ignore[assignment]
 
@@ -226,7 +235,7 @@ def _ambient() -> Any:
 
 
 def _call(record: Record, fqn: str, alike: Alike, original: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward that stands in for a module's own."""
+    """The forward of a hidden module: an opaque call."""
     if record.ambient != [_ambient()]:
         raise Unsure("a module is called in another grad mode, autocast, default dtype or device than the model")
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -260,9 +269,9 @@ def _check_apart(tensors: list[torch.Tensor]) -> None:
 
 
 def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], args: Any, kwargs: Any) -> Body:
-    """Run the module on tensors like the given ones, unseen by the trace, to learn what it returns."""
+    """Run the module on tensors like the given ones, invisibly to the trace, to learn its results."""
     with _unseen(original, alike) as module:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, imagine_like, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake_like, (args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         before = _attributes(module)
         result, output_spec = pytree.tree_flatten(module.forward(*args, **kwargs))
@@ -285,13 +294,13 @@ def _run_once(number: int, fqn: str, alike: Alike, original: Callable[[], Any], 
 
 @contextmanager
 def _unseen(original: Callable[[], Any], alike: Alike) -> Iterator[nn.Module]:
-    """The module as it was, but on tensors without contents; what it does is not traced."""
+    """A context in which the module is as before hiding, with tensors without contents, and is not traced."""
     with (
         disable_proxy_modes_tracing(),
         without_function_modes(),
         original() as module,
         unnumbered(module, alike),
-        imagined(module, imagine_like),
+        replaced_tensors(module, fake_like),
     ):
         yield module
 
@@ -308,7 +317,7 @@ def _place(item: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> An
 
 @contextmanager
 def unnumbered(module: nn.Module, alike: Alike) -> Iterator[None]:
-    """Put an `Index` in the place of each of the module's `alike.numbers`."""
+    """A context in which each of the module's `alike.numbers` is an `Index`."""
     places = [(module.get_submodule(path).__dict__, name) for path, name in alike.numbers]
     values = [table[name] for table, name in places]
     try:
@@ -321,7 +330,7 @@ def unnumbered(module: nn.Module, alike: Alike) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> list[Any]:
-    """Tells whether an attribute was set, or a list or table in one grew."""
+    """A snapshot that shows whether an attribute was set, or a list or table in one grew."""
     found = []
     for inner in module.modules():
         for name, value in inner.__dict__.items():

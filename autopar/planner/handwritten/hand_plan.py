@@ -109,8 +109,8 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
-    """Name -> assignment of the hand plans on this mesh, without duplicates: starts of the search,
-    and for comparison.
+    """Name -> assignment of the hand plans on this mesh, without
+    duplicates: starts of the search, and for comparison.
     """
     outline, plans = outlined(graph, folded), {}
     for plan, assignment in outline.follow(tuple(_useful(mesh)), candidates, mesh).items():

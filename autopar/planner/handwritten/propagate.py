@@ -83,8 +83,8 @@ def _settle(
     chosen: dict[str, Signature],
     placed: Placed,
 ) -> None:
-    """Choose signatures that yield `placement` for the ops that compute `value` from parameters
-    alone, if they exist.
+    """Choose signatures that yield `placement` for the ops that compute
+    `value` from parameters alone, if they exist.
     """
     op = producer.get(value.name)
     if op is None or op.name in chosen:

@@ -92,8 +92,9 @@ class _Ends:
 
 
 class _Pipeline:
-    """The step of the pipeline for any boundary layouts; each pair of a stage (up to isomorphism) and its boundary
-    layouts is searched once.
+    """The step of the pipeline for any boundary layouts.
+
+    Each pair of a stage (up to isomorphism) and its boundary layouts is searched once.
     """
 
     def __init__(

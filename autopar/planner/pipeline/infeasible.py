@@ -1,5 +1,5 @@
-"""The explanation why no plan in stages fits: the lightest hand plan, its fullest rank, and the
-memory of that by kind.
+"""The explanation why no plan in stages fits: the lightest hand plan, its
+fullest rank, and the memory of that by kind.
 """
 
 from collections import Counter

@@ -50,7 +50,8 @@ class Partition:
 
 
 def blocks_of(costs: Profile, starts: Sequence[int], recomputable: Sequence[int]) -> Blocks:
-    """The costs of the blocks that begin at the ops numbered `starts` (the first is 0);
+    """The costs of the blocks that begin at the ops numbered `starts` (the first is 0).
+
     `recomputable`: block numbers.
     """
     sums = {name: np.add.reduceat(getattr(costs, name), starts) for name in _SUMMED}

@@ -67,7 +67,8 @@ class Staged:
 
     @property
     def name(self) -> str:
-        """The name of the point, such as 'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with the number of
+        """The name of the point, such as
+        'pp=4,megatron:dp=2,tp=8,sp,1f1b,m=16', with the number of
         recomputed blocks.
         """
         again = sum(self.partition.num_recomputed)
@@ -361,8 +362,8 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
 
 
 def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
-    """Seconds a byte by which p2p delays a stage, for choosing cuts: 0 for schedules in rounds (see
-    `simulate.ends`).
+    """Seconds a byte by which p2p delays a stage, for choosing cuts: 0
+    for schedules in rounds (see `simulate.ends`).
     """
     return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
 
@@ -412,8 +413,8 @@ def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
 
 
 def _index(model: Model, short: Short) -> np.ndarray:
-    """i64[ops of the whole graph]: index of each op in the short graph: of itself, or of its
-    counterpart in copy two.
+    """i64[ops of the whole graph]: index of each op in the short graph:
+    of itself, or of its counterpart in copy two.
     """
     same = model.folded.representative
     position = {op.name: number for number, op in enumerate(short.graph.ops)}
@@ -435,8 +436,8 @@ def _expanded(found: Profile, index: np.ndarray) -> Profile:
 
 
 def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
-    """(ranks of the pipeline, mesh dp x tp) for every factorisation of the devices, stages outermost, tensors
-    innermost.
+    """(ranks of the pipeline, mesh dp x tp) for every factorisation of
+    the devices, stages outermost, tensors innermost.
     """
     for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
         rest = num_devices // num_ranks

@@ -201,8 +201,8 @@ class Trainer:
         return {fqn: states[fqn](fqn) for fqn, ranks in sorted(self.tied.items()) if here in ranks}
 
     def _set_aside(self) -> dict[str, torch.Tensor | None]:
-        """Take away and return the gradients of tied parameters from earlier steps, which are summed over ranks
-        already.
+        """Take away and return the gradients of tied parameters from
+        earlier steps, which are summed over ranks already.
         """
         found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
         for parameter in self._tied_here().values():
@@ -210,8 +210,8 @@ class Trainer:
         return found
 
     def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
-        """Sum the gradients of tied parameters over all ranks that hold them, in rank order, and
-        add those from before.
+        """Sum the gradients of tied parameters over all ranks that hold
+        them, in rank order, and add those from before.
         """
         for fqn, parameter in self._tied_here().items():
             _add_others(parameter, self.tied[fqn], self.group)

@@ -129,8 +129,8 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
 def _pair(
     graph: Graph, from_parameters: frozenset[str], positional: frozenset[str]
 ) -> tuple[dict[str, frozenset[str] | None], dict[str, frozenset[str]]]:
-    """(value -> the products that it derives from, None if from something else too; row product -> its column
-    products).
+    """(value -> the products that it derives from, None if from something
+    else too; row product -> its column products).
     """
     sources: dict[str, frozenset[str] | None] = {}
     rows: dict[str, frozenset[str]] = {}

@@ -40,8 +40,9 @@ def classes_of(graph: Graph, folded: Folded) -> dict[str, Mapping[str, str]]:
 
 
 def shorten(graph: Graph, folded: Folded) -> Short:
-    """Drop the copies that are like the second; repeats from which other ops read or whose copies are outputs stay as
-    they are.
+    """Drop the copies that are like the second.
+
+    Repeats from which other ops read or whose copies are outputs stay as they are.
     """
     uses = uses_of(graph)
     position = {op.name: number for number, op in enumerate(graph.ops)}
@@ -99,8 +100,8 @@ def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[R
 
 
 def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]) -> Graph:
-    """`graph` with the last copy of each repeat, which is `droppable`, and as many before it, from the first, as makes
-    `num_kept`.
+    """`graph` with the last copy of each repeat, which is `droppable`, and as
+    many before it, from the first, as makes `num_kept`.
     """
     position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}

@@ -131,8 +131,8 @@ def _scale(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
 def _gathered_moments(
     axes: list[int], num_statistics: int, op: Op, mesh_shape: tuple[int, ...]
 ) -> tuple[Collective, ...]:
-    """The collectives of `moments`: an all-gather for each axis, in backward a reduce-scatter for each, in reverse
-    order.
+    """The collectives of `moments`: an all-gather for each axis, in
+    backward a reduce-scatter for each, in reverse order.
     """
     size = 2 * num_statistics * sum_dtype(op.inputs[0].dtype).itemsize
     forward = [Collective("all_gather", (axis,), size * mesh_shape[axis], "forward") for axis in axes]

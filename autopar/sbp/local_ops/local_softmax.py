@@ -50,8 +50,8 @@ def logsumexp(
 def _exponents(
     x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype | None, axes: Sequence[Axis], dst: Placement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x - top, top, sum of exp(x - top) over `dims` and all ranks), where top is the maximum, or 0 if that is
-    infinite.
+    """(x - top, top, sum of exp(x - top) over `dims` and all ranks),
+    where top is the maximum, or 0 if that is infinite.
     """
     x = x.to(sum_dtype(dtype or x.dtype))
     top = max_over(x.amax(dims, keepdim=True), axes)

@@ -165,8 +165,8 @@ class _Writing:
         )
 
     def _add_counted(self, op: Op) -> None:
-        """Write a mean over tokens: the sum of this microbatch's terms * 1 / the number of tokens
-        in the whole batch.
+        """Write a mean over tokens: the sum of this microbatch's terms *
+        1 / the number of tokens in the whole batch.
         """
         (output,) = op.outputs
         count = loss_count(self.graph, op, self._unique(f"{op.name}_per_token"))

@@ -74,8 +74,9 @@ def other_dims(ndim: int, *dims: int) -> tuple[int, ...]:
 
 
 def keeps_sums(op: Op) -> bool:
-    """Whether a linear op commutes with a pending sum in its result's dtype; rounding float terms
-    to integers does not.
+    """Whether a linear op commutes with a pending sum in its result's dtype.
+
+    Rounding float terms to integers does not.
     """
     is_exact = op.outputs[0].dtype.is_floating_point or op.outputs[0].dtype.is_complex
     return is_exact or not any(value.dtype.is_floating_point for value in op.inputs)

@@ -29,8 +29,8 @@ def index_select(op: Op) -> Iterator[Signature]:
 
 
 def gather(op: Op) -> Iterator[Signature]:
-    """x[..., index, ...] at the index's own position in the other dims: these split together if all
-    have equal sizes.
+    """x[..., index, ...] at the index's own position in the other dims:
+    these split together if all have equal sizes.
     """
     shape, out = op.inputs[0].shape, op.outputs[0].shape
     dim = dim_of(arguments_of(op)["dim"], len(shape))

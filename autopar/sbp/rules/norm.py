@@ -53,8 +53,9 @@ def batch_norm(op: Op) -> Iterator[Signature]:
 
 
 def batch_norm_functional(op: Op) -> Iterator[Signature]:
-    """Statistics of each channel over the batch; the outputs but the first have a number for each
-    channel, no gradient.
+    """Statistics of each channel over the batch.
+
+    The outputs but the first have a number for each channel, no gradient.
     """
     if not arguments_of(op)["training"]:
         return  # its statistics are then empty

@@ -68,8 +68,8 @@ def nonlinear(op: Op) -> Iterator[Signature]:
 
 
 def linear(sets: tuple[tuple[str, ...], ...]) -> Rule:
-    """The rule of an op that is jointly linear in each of `sets` of arguments: splits, and a
-    pending sum for each set.
+    """The rule of an op that is jointly linear in each of `sets` of
+    arguments: splits, and a pending sum for each set.
     """
 
     def rule(op: Op) -> Iterator[Signature]:

@@ -1,5 +1,5 @@
-"""Close the gap that the best price leaves: ask for a choice below a threshold just above the bound, and raise it until
-there is one.
+"""Close the gap that the best price leaves: ask for a choice below a threshold
+just above the bound, and raise it until there is one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ def close(now: State, deadline: Deadline, *, label_counts: Sequence[int] = _LABE
     """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline
     has passed.
 
-    `label_counts`: labels a message at most, in one attempt after the other.
-    Nothing is yielded for a table that is too dense to eliminate.
+    `label_counts`: labels a message at most, in one attempt after the other. Nothing is yielded for a table that is too
+    dense to eliminate.
     """
     table = now.reduced.table
     order = elimination_order(table, _LIMITS)

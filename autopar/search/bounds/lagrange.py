@@ -79,8 +79,9 @@ def by_elimination(order: Sequence[int]) -> Evaluate:
 
 
 def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Evaluate:
-    """An evaluation of prices by message passing; costs above that of `best`, a choice within the
-    limit, do not matter.
+    """An evaluation of prices by message passing.
+
+    Costs above that of `best`, a choice within the limit, do not matter.
     """
 
     def evaluate(table: CostTable, price: float, before: Step | None) -> Step:

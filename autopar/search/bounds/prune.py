@@ -29,8 +29,9 @@ class Reduced:
         return tuple(int(kept[k]) for kept, k in zip(self.kept, strategies))
 
     def lower(self, strategies: Sequence[int]) -> tuple[int, ...] | None:
-        """A choice of the original table, or one at least as good, in terms of the pruned table; None if it was
-        dropped.
+        """A choice of the original table, or one at least as good, in terms of the pruned table.
+
+        None if it was dropped.
         """
         small = tuple(int(position[k]) for position, k in zip(self.position, strategies))
         return None if -1 in small else small
@@ -43,8 +44,9 @@ def unreduced(table: CostTable) -> Reduced:
 
 
 def restrict(reduced: Reduced, kept: Sequence[np.ndarray], successor: Sequence[np.ndarray] | None = None) -> Reduced:
-    """`reduced` with only the strategies `kept` (ascending); `successor[v][k]` replaces a dropped k
-    (-1: nothing does).
+    """`reduced` with only the strategies `kept` (ascending).
+
+    `successor[v][k]` replaces a dropped k (-1: nothing does).
     """
     nodes = tuple(Node(n.name, n.cost_s[k], n.memory_bytes[k]) for n, k in zip(reduced.table.nodes, kept))
     is_whole = [keep.size == node.cost_s.size for node, keep in zip(reduced.table.nodes, kept)]

@@ -1,5 +1,5 @@
-"""Min-plus algebra on factors, functions of a few nodes' strategies: their sum, and the minimum
-over nodes of the sum.
+"""Min-plus algebra on factors, functions of a few nodes' strategies:
+their sum, and the minimum over nodes of the sum.
 """
 
 import math
@@ -14,8 +14,8 @@ _BLOCK_ENTRIES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """One term of the objective, `values[k0, k1, ...]`, indexed by the strategies of the nodes in
-    `scope` (ascending).
+    """One term of the objective, `values[k0, k1, ...]`, indexed by the
+    strategies of the nodes in `scope` (ascending).
     """
 
     scope: tuple[int, ...]
@@ -49,8 +49,8 @@ def minimise_out(factors: Sequence[Factor], node: int) -> Factor:
 
 
 def _absorb(factors: Sequence[Factor]) -> list[Factor]:
-    """The factors, each added to one whose scope contains its own if there is one, so that large
-    sums have few terms.
+    """The factors, each added to one whose scope contains its own if
+    there is one, so that large sums have few terms.
     """
     merged: list[Factor] = []
     for factor in sorted(factors, key=lambda f: -len(f.scope)):
