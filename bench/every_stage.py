@@ -12,9 +12,10 @@ from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import HandPlan, format_hand_plan
+from autopar.planner.pipeline.hand_points import Model, profiled
 from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, time_of, waiting
-from autopar.planner.pipeline.sweep import Model, Staged, as_run, profiled
+from autopar.planner.pipeline.sweep import Staged, as_run
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule, can_run
 
@@ -56,10 +57,9 @@ def every_plan(
     or "tp", else on every choice of axes.
     """
     for num in model.counts:
-        outline = model.of_microbatch(num)
         for num_ranks, mesh in meshes:
             plans = tuple(plan for plan in _flavours(mesh) if model.num_samples % (num * _data(plan, mesh)) == 0)
-            for plan, assignment, blocks in profiled(model, outline, plans, num, mesh, cluster, training):
+            for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, training):
                 if blocks.state_bytes.sum() / num_ranks <= limit_bytes:
                     link = transfer(cluster, num_ranks, mesh.num_devices)
                     yield from _staged(plan, assignment, mesh, num_ranks, num, blocks, link, limit_bytes, recomputed)

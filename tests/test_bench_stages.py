@@ -9,7 +9,8 @@ from autopar.costmodel.training import WHOLE_BATCH
 from autopar.ir.folding.fold import fold
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Mesh
-from autopar.planner.pipeline.sweep import grids, model_of, sweep
+from autopar.planner.pipeline.hand_points import grids, model_of
+from autopar.planner.pipeline.sweep import sweep
 from bench.by_hand import NEAR, is_dear, plan_by_hand
 from bench.every_stage import every_plan
 from bench.problem import example_of, graph_of

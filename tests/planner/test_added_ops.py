@@ -17,7 +17,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import Cut, cut_as
-from autopar.planner.pipeline.sweep import Model, model_of, sweep
+from autopar.planner.pipeline.hand_points import Model, model_of
+from autopar.planner.pipeline.sweep import sweep
 from autopar.sbp.assignment import uses_of
 from tests.planner.cases import CPU
 

@@ -99,7 +99,7 @@ def random_assignment(
     arguments = {
         item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")
     }
-    found = complete(graph, folded, candidates, strategies, arguments, mesh, moved=bytes_moved(mesh))
+    found = complete(graph, folded, candidates, strategies, arguments, bytes_moved(mesh))
     stored = {
         item.value.name: draw.choice(candidates.layouts[item.value.name])
         for item in graph.of_kind("parameter")

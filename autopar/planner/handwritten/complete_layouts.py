@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
@@ -16,8 +16,26 @@ from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
-# (shape, bytes of an element, whether it needs a gradient, source layout, target layout) -> bytes.
-Moved = Callable[[tuple[int, ...], int, bool, Layout, Layout], int]
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters are stored: on `sharded_axes` in as many parts as divide. is_regathered: what is gathered of them
+    for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
+    """
+
+    sharded_axes: tuple[int, ...] = ()
+    is_regathered: bool = False
+
+
+WHOLE = Storage()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """`num_bytes(shape, bytes of an element, does it need a gradient, from layout, to layout)` on `mesh`."""
+
+    mesh: Mesh
+    num_bytes: Callable[[tuple[int, ...], int, bool, Layout, Layout], int]
 
 
 def bytes_moved(mesh: Mesh) -> Moved:
@@ -28,7 +46,7 @@ def bytes_moved(mesh: Mesh) -> Moved:
         steps = (collectives_of(step, shape, itemsize, mesh.shape, needs_grad) for step in redistribute(src, dst))
         return sum(collective.num_bytes for found in steps for collective in found)
 
-    return moved
+    return Moved(mesh, moved)
 
 
 def complete(
@@ -37,33 +55,29 @@ def complete(
     candidates: Candidates,
     strategies: Mapping[str, Strategy],
     arguments: Mapping[str, Layout],
-    mesh: Mesh,
-    *,
     moved: Moved,
-    sharded_axes: tuple[int, ...] = (),
-    regathered: bool = False,
+    *,
+    storage: Storage = WHOLE,
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
     """The assignment of `strategies` with stored, kept and output layouts.
 
-    `sharded_axes`: mesh axes on which parameters are stored in as many parts as divide. `regathered`: whether such
-    parameters are regathered for backward where possible (ZeRO-3, not ZeRO-2). `moved`: `bytes_moved(mesh)`. `counts`:
-    op of a repeat -> the number of copies that it represents.
+    `moved`: `bytes_moved(mesh)`. `counts`: op of a repeat -> the number of copies that it represents.
     """
     wanted = _wanted(graph, strategies)
     layouts = dict(arguments)
     stored = [item for item in graph.inputs if item.kind != "argument"]
     for item in (item for item in stored if folded.representative[item.value.name] == item.value.name):
         offered = candidates.layouts[item.value.name]
-        if item.kind == "parameter" and sharded_axes:
-            offered = _most_parts(item.value, offered, wanted[item.value.name], mesh, sharded_axes, moved)
+        if item.kind == "parameter" and storage.sharded_axes:
+            offered = _most_parts(item.value, offered, wanted[item.value.name], storage.sharded_axes, moved)
         layouts[item.value.name] = min(
             offered, key=lambda layout: _bytes_to(item.value, layout, wanted[item.value.name], moved)
         )
     layouts |= {item.value.name: layouts[folded.representative[item.value.name]] for item in stored}
     outputs = _outputs(graph, candidates, strategies, layouts, moved)
     bare = Assignment(strategies, layouts, {}, outputs)
-    again = _regathered(graph, folded, layouts, wanted) if regathered else frozenset()
+    again = _regathered(graph, folded, layouts, wanted) if storage.is_regathered else frozenset()
     return replace(bare, kept=_kept(graph, folded, bare, moved, counts), regathered=again)
 
 
@@ -92,17 +106,17 @@ def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple
 
 
 def _most_parts(
-    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], mesh: Mesh, axes: tuple[int, ...], moved: Moved
+    value: Value, offered: Iterable[Layout], wanted: tuple[Layout, ...], axes: tuple[int, ...], moved: Moved
 ) -> tuple[Layout, ...]:
     """The layout with the most parts on `axes` among those that are as read on all other axes.
 
     Ties: the fewest bytes moved, then one split dim rather than several, then the first.
     """
-    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+    others = [axis for axis in range(moved.mesh.ndim) if axis not in axes]
 
     def key(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
         dims = {placement.dim for placement in layout if placement.is_split}
-        parts = math.prod(mesh.shape[axis] for axis in axes if layout[axis].is_split)
+        parts = math.prod(moved.mesh.shape[axis] for axis in axes if layout[axis].is_split)
         differs = sum(layout[axis] != want[axis] for want in wanted for axis in others)
         return differs, -parts, _bytes_to(value, layout, wanted, moved), len(dims), tuple(sorted(dims))
 
@@ -162,4 +176,4 @@ def _bytes_via(
 
 def _bytes_to(value: Value, src: Layout, wanted: Iterable[Layout], moved: Moved) -> int:
     """Bytes moved, forward and backward, by converting `src` to each of `wanted`."""
-    return sum(moved(value.shape, value.dtype.itemsize, value.needs_grad, src, dst) for dst in wanted)
+    return sum(moved.num_bytes(value.shape, value.dtype.itemsize, value.needs_grad, src, dst) for dst in wanted)

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
-from autopar.planner.handwritten.complete_layouts import Moved, bytes_moved, complete
+from autopar.planner.handwritten.complete_layouts import Moved, Storage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
 from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
@@ -196,10 +196,8 @@ class Outline:
             candidates,
             strategies,
             walk.arguments,
-            mesh,
-            moved=moved,
-            sharded_axes=data_axes if plan.flavour != "ddp" else (),
-            regathered=plan.flavour == "zero3",
+            moved,
+            storage=Storage(data_axes if plan.flavour != "ddp" else (), plan.flavour == "zero3"),
             counts=self.short.counts,
         )
 

@@ -1,6 +1,7 @@
 """`make_plan`: the plan of a graph without stages, on a given mesh or on the best of several."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
@@ -116,18 +117,28 @@ def _solve_all(
             found[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
         except InfeasibleError as error:
             failure = error
-    best_s = min((solved.cost_s for solved in found.values()), default=math.inf)
-    expert = by_hand.best
-    if expert is not None and expert.costs.step_s < best_s:
-        if budget.is_spent:
-            return found | {expert.mesh: _as_written(by_hand, graph, cluster, training)}
-        # The best hand plan has few axes, mostly one or two: searching its mesh is quick, cannot be worse, and gives a
-        # lower bound.
-        part = budget.part(1.0, where=f"mesh {expert.mesh}: ")
-        found[expert.mesh] = solve_mesh(graph, expert.mesh, cluster, request, starts=[by_hand.assignment], budget=part)
+    found |= _on_mesh_by_hand(found, by_hand, graph, cluster, request, budget)
     if not found:
         raise failure
     return found
+
+
+def _on_mesh_by_hand(
+    found: Mapping[Mesh, Solved], by_hand: Tuned, graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
+) -> dict[Mesh, Solved]:
+    """The best plan on the mesh of the best hand plan, if that plan is faster than all that were found.
+
+    Such a mesh has few axes, mostly one or two: its search takes little, ends with this plan or a better one, and
+    gives a lower bound.
+    """
+    best, best_s = by_hand.best, min((solved.cost_s for solved in found.values()), default=math.inf)
+    if best is None or best.costs.step_s >= best_s:
+        return {}
+    if budget.is_spent:
+        return {best.mesh: _as_written(by_hand, graph, cluster, request.training)}
+    part = budget.part(1.0, where=f"mesh {best.mesh}: ")
+    starts = [by_hand.assignment]
+    return {best.mesh: solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)}
 
 
 def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:

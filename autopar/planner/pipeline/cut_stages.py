@@ -8,7 +8,8 @@ from autopar.costmodel.activations.saved_activations import Regions
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Value
 from autopar.ir.split_stages import StageGraph
-from autopar.planner.pipeline.sweep import Model, Staged
+from autopar.planner.pipeline.hand_points import Model
+from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.staged_plan import stage_graphs
 from autopar.sbp.analysis.sample_blocks import classes_of, fold_microbatch
 from autopar.sbp.assignment import Assignment, names_of, produced_layouts

@@ -11,8 +11,9 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.errors import InfeasibleError
 from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
+from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.sweep import LIGHTEST, Model, Staged, lightest
+from autopar.planner.pipeline.sweep import LIGHTEST, Staged, lightest
 from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 from autopar.units import format_bytes

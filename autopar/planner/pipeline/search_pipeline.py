@@ -16,9 +16,10 @@ from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Candidate, Predict, Recorded, above_estimate, best_fitting
 from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
+from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
 from autopar.planner.pipeline.search_stages import Solver, solve_stages
-from autopar.planner.pipeline.sweep import SCHEDULES, Model, Staged, grids, model_of, sweep
+from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts

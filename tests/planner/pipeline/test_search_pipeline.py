@@ -21,9 +21,10 @@ from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
+from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.sweep import Model, Staged
+from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan, loads

@@ -1,0 +1,186 @@
+"""What a sweep by hand may try on a model: pipeline depths and meshes, numbers of microbatches, plans by hand; and what
+the blocks of the model cost under each.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.profile_ops import Profile, Shared, profile
+from autopar.costmodel.training import Training
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+from autopar.ir.split_stages import cut_points
+from autopar.mesh import Mesh
+from autopar.planner.handwritten.hand_plan import HandPlan, Outline, outlined
+from autopar.planner.pipeline.partition import Blocks, blocks_of
+from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
+from autopar.sbp.assignment import Assignment
+from autopar.sbp.candidates import annotate
+from autopar.sbp.microbatch.microbatch_graph import microbatch_counts, microbatched
+
+# The most numbers of microbatches tried on a mesh.
+_MOST_COUNTS = 6
+# The number of microbatches for each rank of a pipeline that makes its bubble small.
+_FULL = 4
+
+Profiled = tuple[HandPlan, Assignment, Blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The model for the sweep: its outline, the ops at which stages may start, and the recomputable blocks."""
+
+    graph: Graph
+    folded: Folded
+    outline: Outline
+    starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
+    recomputable: tuple[int, ...]
+    counts: tuple[int, ...]  # of microbatches
+    of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
+    # those made so far, which no memory limit changes
+    profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """The number that data axes and microbatches together must divide: the batch's size if it cannot be cut."""
+        if len(self.counts) > 1:
+            return self.counts[-1]
+        return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
+
+    def of_microbatch(self, num: int) -> Outline:
+        """The outline of one of `num` microbatches."""
+        if num in self.of_microbatches:
+            return self.of_microbatches[num]
+        short = self.outline.short
+        micro = microbatched(short.graph, num)
+        self.of_microbatches[num] = replace(
+            self.outline, short=replace(short, graph=micro.graph, folded=fold_microbatch(short.folded, micro))
+        )
+        return self.of_microbatches[num]
+
+
+def model_of(graph: Graph, folded: Folded) -> Model:
+    """The model of the whole batch's graph, computed once for all meshes."""
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    starts = (0, *(position[name] for name in cut_points(folded, graph)))
+    copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
+    recomputable = tuple(number for number, start in enumerate(starts) if start in copies)
+    outline = outlined(graph, folded)
+    return Model(graph, folded, outline, starts, recomputable, microbatch_counts(outline.short.graph))
+
+
+def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
+    """(ranks of the pipeline, mesh dp x tp) for every factorisation of
+    the devices, stages outermost, tensors innermost.
+    """
+    for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
+        rest = num_devices // num_ranks
+        for tensor in (n for n in range(1, min(rest, most_tensor) + 1) if rest % n == 0):
+            sizes = {"dp": rest // tensor, "tp": tensor}
+            named = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+            yield num_ranks, Mesh(tuple(named.values()), tuple(named))
+
+
+Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, sub-mesh, number of microbatches, plans
+
+
+def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
+    """The points to try, in which every data rank has a sample of each microbatch.
+
+    If the batch is too small for that on all of `meshes` with the usual numbers of microbatches, fewer are tried;
+    otherwise the batch stays whole, and the search finds another split.
+    """
+
+    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
+        found = (
+            (num_ranks, mesh, num, tuple(plan for plan in _plans(mesh) if divides(num_data(plan, mesh), num)))
+            for num_ranks, mesh in meshes
+            for num in num_microbatches or counts_of(num_ranks)
+        )
+        return [point for point in found if point[-1]]
+
+    def is_even(data: int, num: int) -> bool:
+        return model.num_samples % (data * num) == 0
+
+    return (
+        those(lambda num_ranks: _counts(model, num_ranks), is_even)
+        or those(lambda _: model.counts, is_even)
+        or those(lambda num_ranks: _counts(model, num_ranks), lambda *_: True)
+    )
+
+
+def _counts(model: Model, num_ranks: int) -> list[int]:
+    """Numbers of microbatches to try: powers of two that fill the pipeline, or all possible ones if there are few."""
+    powers = [num for num in model.counts if num & (num - 1) == 0]
+    usual = powers if powers[-1] >= _FULL * num_ranks else model.counts
+    return [num for num in usual if num_ranks == 1 or num >= min(num_ranks, usual[-1])][:_MOST_COUNTS]
+
+
+def num_data(plan: HandPlan, mesh: Mesh) -> int:
+    """The number of ranks among which the plan splits the batch."""
+    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+
+
+def _plans(mesh: Mesh) -> Iterator[HandPlan]:
+    """The hand plans of the sweep: tensor parallelism with sequence parallelism, and split parameters.
+
+    Split parameters cost as much communication as data parallelism and take less memory.
+    """
+    named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
+    inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
+    for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else dict.fromkeys(inner):
+        flavours = (
+            ("zero2", "zero3")
+            if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes)
+            else ("ddp",)
+        )
+        yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
+
+
+def profiled(
+    model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> list[Profiled]:
+    """(plan, its assignment of the outline's short graph, the costs of each block of the whole model) of `plans`."""
+    key = plans, num, mesh, cluster.to_json(), training
+    if key not in model.profiles:
+        model.profiles[key] = list(_profiled(model, plans, num, mesh, cluster, training)) if plans else []
+    return model.profiles[key]
+
+
+def _profiled(
+    model: Model, plans: tuple[HandPlan, ...], num: int, mesh: Mesh, cluster: Cluster, training: Training
+) -> Iterator[Profiled]:
+    outline = model.of_microbatch(num)
+    short = outline.short
+    candidates = annotate(short.graph, mesh, short.folded)
+    index = _index(model, short)
+    for plan, assignment in outline.follow(plans, candidates, mesh).items():
+        figures = profile(short.graph, assignment, mesh, cluster, training=replace(training, num_microbatches=num))
+        yield plan, assignment, blocks_of(_expanded(figures, index), model.starts, model.recomputable)
+
+
+def _index(model: Model, short: Short) -> np.ndarray:
+    """i64[ops of the whole graph]: index of each op in the short graph:
+    of itself, or of its counterpart in copy two.
+    """
+    same = model.folded.representative
+    position = {op.name: number for number, op in enumerate(short.graph.ops)}
+    alike: dict[str, list[int]] = {}
+    for op in short.graph.ops:
+        if op.name in same:
+            alike.setdefault(same[op.name], []).append(position[op.name])
+    return np.array([position[op.name] if op.name in position else alike[same[op.name]][1] for op in model.graph.ops])
+
+
+def _expanded(found: Profile, index: np.ndarray) -> Profile:
+    """The profile of the whole graph from that of the short one; `index`: as `_index` gives it."""
+    columns = {name: column[index] for name, column in vars(found).items() if isinstance(column, np.ndarray)}
+    shared = (
+        Shared(tuple(np.flatnonzero(np.isin(index, one.positions)).tolist()), one.state_bytes, one.once_s)
+        for one in found.shared
+    )
+    return replace(found, **columns, shared=tuple(shared))
