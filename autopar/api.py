@@ -18,6 +18,7 @@ from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.export.refused_state import check_no_gradient_hooks
 from autopar.ir.graph import Graph
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
@@ -68,6 +69,7 @@ def plan(
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
     args, kwargs = _checked_call(model, args, kwargs)
+    check_no_gradient_hooks(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
@@ -106,6 +108,7 @@ def compile(
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
+    check_no_gradient_hooks(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(

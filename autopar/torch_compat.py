@@ -15,7 +15,7 @@ from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
@@ -33,6 +33,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
+    "backward_hooks_of_all_modules",
     "below_autograd",
     "default_store",
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
@@ -90,6 +91,11 @@ def without_function_modes() -> AbstractContextManager[None]:
 def function_modes() -> list[torch.overrides.TorchFunctionMode]:
     """The active `TorchFunctionMode`s, outermost first."""
     return _get_current_function_mode_stack()
+
+
+def backward_hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
+    """What `register_module_full_backward_hook` and functions like it were given."""
+    return *_global_backward_hooks.values(), *_global_backward_pre_hooks.values()
 
 
 def has_hooks_of_all_modules() -> bool:

@@ -66,7 +66,7 @@ class Loaded:
 
     def local(self, fqn: str) -> torch.Tensor:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
-        return self.state(fqn).to_local()
+        return _Local.apply(self.state(fqn))
 
     def local_copy(self, fqn: str) -> torch.Tensor:
         """`local` of a buffer that is written back to."""
@@ -80,6 +80,21 @@ class Loaded:
         """Store the new content of a buffer."""
         with torch.no_grad():
             self.state(fqn).to_local().copy_(value)
+
+
+class _Local(torch.autograd.Function):
+    """A DTensor's local part, as `to_local` gives it; the gradient is a DTensor that can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.made = x.device_mesh, x.placements, x.shape, x.stride()
+        part = x.to_local()
+        return part.view_as(part)  # autograd makes the tensor returned a result of this
+
+    @staticmethod
+    def backward(ctx, grad):
+        mesh, placements, shape, stride = ctx.made
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def load(program: Program, **fields: Any) -> Loaded:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autopar.sbp.placement import I, P, Placement
+from autopar.sbp.placement import P, Placement, R
 
 # torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +48,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _moved(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+        return convert(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
@@ -73,10 +73,21 @@ class _ReduceTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        _all_reduce(flat, ctx.axis, dist.ReduceOp.SUM)
-        parts = flat.split([grad.numel() for grad in grads])
-        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads))
+        return None, *_SumTogether.apply(ctx.axis, *grads)
+
+
+class _SumTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, axis, *tensors):
+        ctx.axis = axis
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        _all_reduce(flat, axis, dist.ReduceOp.SUM)
+        parts = flat.split([x.numel() for x in tensors])
+        return tuple(part.view(x.shape) for part, x in zip(parts, tensors))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *_ReduceTogether.apply(ctx.axis, *grads)
 
 
 def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -88,8 +99,12 @@ def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 
 def dual(placement: Placement) -> Placement:
-    """The placement of the gradient of a value with `placement` (docs/architecture.md, "SBP")."""
-    return {"P": I, "R": P}.get(placement.kind, placement)
+    """The placement of the gradient of a value with `placement` (docs/architecture.md, "SBP").
+
+    The gradient of P is whole: R rather than I, for the backward that reads it differs between the ranks. The two are
+    one until it is differentiated again.
+    """
+    return {"P": R, "R": P}.get(placement.kind, placement)
 
 
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from tests.journey.case import Numbers, Run, case
+from tests.journey.case import PP, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
 
@@ -59,3 +59,58 @@ class Detached(Block):
 def detached_in_place(run: Run) -> Numbers:
     """state.detach_() in forward"""
     return stepped(run, Detached)
+
+
+class Spiking(Block):
+    """Its membrane is as large as the batch, and starts from zero in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("membrane", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.membrane = torch.zeros_like(x)
+        for _ in range(2):
+            self.membrane = 0.9 * self.membrane + x.detach()
+        return super().forward(x + self.membrane)
+
+
+@case(refused=r"modules.py:\d+: .*replaces buffer blocks.0.membrane, torch.float32 of shape \[1\].*\[8, 8\]")
+def buffer_replaced_by_one_of_another_shape(run: Run) -> Numbers:
+    """self.membrane = torch.zeros_like(x): a buffer replaced by one of another shape"""
+    return stepped(run, Spiking)
+
+
+class Lazy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x if self.state is None else 0.5 * self.state + x
+        return super().forward(self.state)
+
+
+@case(refused=r"modules.py:\d+: .*replaces buffer blocks.0.state, None, by")
+def buffer_that_is_none_at_first(run: Run) -> Numbers:
+    """register_buffer("state", None), set in forward"""
+    return stepped(run, Lazy)
+
+
+class Averaging(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+@case(refused={PP: "cannot be run on microbatches"}, peers=False)
+def buffer_replaced_by_one_of_the_same_shape(run: Run) -> Numbers:
+    """self.mean = 0.9 * self.mean + ...: a buffer replaced by one of the same shape"""
+    args = batch()
+    model = run.compile(Stack(Averaging), args=args)
+    losses = {f"loss {number}": run.step(model, *args) for number in range(3)}
+    return losses | run.gradients(model) | run.buffers(model)

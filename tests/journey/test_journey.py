@@ -71,6 +71,16 @@ def _truth(theme: str, name: str) -> dict:
     return truth(theme, name)
 
 
+@lru_cache(maxsize=1024)
+def _error(theme: str, name: str) -> str:
+    """What one device raises; "" if nothing."""
+    try:
+        truth(theme, name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _fault(found: Case, setting: str, outcomes: list[Outcome]) -> str:
     """What is not as the case expects; "" if all is."""
     if setting not in found.refused:
@@ -78,7 +88,8 @@ def _fault(found: Case, setting: str, outcomes: list[Outcome]) -> str:
     for rank, outcome in enumerate(outcomes):
         if not outcome.error:
             return f"rank {rank}: not refused"
-        if not outcome.is_refusal or not re.search(found.refused[setting], outcome.error, re.DOTALL):
+        is_refusal = outcome.is_refusal or outcome.error == _error(found.theme, found.name)
+        if not is_refusal or not re.search(found.refused[setting], outcome.error, re.DOTALL):
             return f"rank {rank}: expected to be refused with {found.refused[setting]!r}, found {outcome.error}"
     return ""
 

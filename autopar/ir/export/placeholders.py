@@ -12,8 +12,9 @@ from torch.fx import Node
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, whole
 from autopar.ir.export.op_builder import Emitter
+from autopar.ir.export.source_lines import quote_stack
 from autopar.ir.graph import Input, Value
-from autopar.torch_compat import pytree
+from autopar.torch_compat import FakeTensor, pytree
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def _add(found: Placeholders, item: Input, owner: str) -> View:
 def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, emitter: Emitter) -> None:
     name = str(spec.target)
     tensor = program.constants[name]
+    if isinstance(tensor, FakeTensor):
+        line = next(filter(None, (quote_stack(user.meta.get("stack_trace") or "") for user in node.users)), "the model")
+        raise TraceError(
+            f"{line}: reads a tensor that was made while the model was traced, and whose making was not recorded; make"
+            " it with tensor ops in forward"
+        )
     value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
     # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is
     # not.

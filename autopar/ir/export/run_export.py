@@ -16,6 +16,7 @@ from autopar.errors import TraceError
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.pytree_types import register_types
+from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import line_of_error
 from autopar.torch_compat import FakeTensor, pytree
 
@@ -25,7 +26,13 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
-    with torch.random.fork_rng(devices=()), _outputs_registered(model), _without_dump(), functions_kept():
+    with (
+        torch.random.fork_rng(devices=()),
+        _outputs_registered(model),
+        _without_dump(),
+        functions_kept(),
+        losses_refused(model),
+    ):
         try:
             return _export(model, args, kwargs)
         except GuardOnDataDependentSymNode as error:

@@ -1,0 +1,109 @@
+"""What an export would lose: refused in the model's line, or, of buffers that are replaced, written back."""
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.export.refused_state import check_no_gradient_hooks
+from autopar.ir.run_graph import run
+from autopar.ir.trace import trace
+
+X = torch.arange(4.0)
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.mean
+        self.mean = 0.5 * self.mean + x
+        self.mean = self.mean + 1
+        return self.mean - before
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Averaging()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("model", "fqn"), [(Averaging(), "mean"), (Within(), "inner.mean")], ids=["outer", "inner"])
+def test_a_buffer_that_is_replaced_is_written_back(model: nn.Module, fqn: str) -> None:
+    graph = trace(model, (X,), {})
+    names = {item.fqn: item.value.name for item in graph.inputs}
+    (found,), written = run(graph, {names[fqn]: torch.ones(4), names["x"]: X})
+    assert torch.equal(found, 0.5 + X) and torch.equal(written[fqn], 1.5 + X)
+    assert torch.equal(model.get_buffer(fqn), torch.zeros(4)), "tracing leaves the model as it was"
+
+
+class Calls(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("state", torch.zeros(1))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.weight * x)
+
+
+def replaced(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.state = x.detach()
+    return x + model.state
+
+
+def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda grad: 2 * grad)
+    return x
+
+
+def differentiated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(x.sum(), model.weight)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (replaced, r"`model.state = x.detach\(\)`.* replaces buffer state, torch.float32 of shape \[1\], by .* \[4\]"),
+        (hooked, r"`x.register_hook.*tensor.register_hook in forward is not kept"),
+        (differentiated, r"`return torch.autograd.grad.*torch.autograd.grad in forward is not recorded"),
+    ],
+)
+def test_what_would_be_lost_is_refused_in_the_models_line(function, words: str) -> None:
+    with pytest.raises(AutoparError, match=r"test_refused_state.py:\d+: " + words):
+        trace(Calls(function), (X,), {})
+
+
+def doubled(*args):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("set_hook", "where"),
+    [
+        (lambda model: model[1].weight.register_hook(doubled), "parameter 1.weight"),
+        (lambda model: model[1].bias.register_post_accumulate_grad_hook(doubled), "parameter 1.bias"),
+        (lambda model: model[0].register_full_backward_hook(doubled), "module 0"),
+        (lambda model: model.register_full_backward_pre_hook(doubled), "the model"),
+        (lambda model: model[0].register_backward_hook(doubled), "module 0"),
+        (lambda model: torch.nn.modules.module.register_module_full_backward_hook(doubled), "every module"),
+    ],
+    ids=["weight", "accumulated", "module", "before", "old", "all modules"],
+)
+def test_hooks_on_gradients_are_refused_by_name(set_hook, where: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    check_no_gradient_hooks(model)
+    handle = set_hook(model)
+    try:
+        with pytest.raises(
+            AutoparError, match=rf"{where} has a hook on gradients, doubled \(test_refused_state.py:\d+\)"
+        ):
+            check_no_gradient_hooks(model)
+    finally:
+        handle.remove()
