@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-THEMES = ("loop", "state", "inputs", "modules", "autograd", "hf", "compile", "habits")
+THEMES = ("loop", "state", "inputs", "modules", "writes", "autograd", "gradients", "hf", "compile", "habits")
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"
 SETTINGS = (DP, DP_TP, FREE, PP)

@@ -294,7 +294,7 @@ class Images(nn.Module):
         return (self.blocks(images).mean((2, 3)) - y).square().mean()
 
 
-@case()
+@case(on=FORWARD)
 def images(run: Run) -> Numbers:
     """Images, channels last"""
     images = torch.randn(BATCH, 4, 8, 8).to(memory_format=torch.channels_last)

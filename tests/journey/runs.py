@@ -157,11 +157,13 @@ def difference(outcomes: list[Outcome], expected: Numbers) -> str:
     found = {key for outcome in outcomes for key in outcome.numbers}
     if found != expected.keys():
         return f"other numbers: {sorted(found ^ expected.keys())}"
+    # what is zero but for rounding (a bias before a norm) is compared with the size of the others
+    least = 1e-3 * max((float(x.abs().max()) for x in expected.values() if x.numel()), default=1.0)
     for rank, outcome in enumerate(outcomes):
         for key, x in outcome.numbers.items():
             if x.shape != expected[key].shape:
                 return f"rank {rank}: {key} has shape {tuple(x.shape)}, expected {tuple(expected[key].shape)}"
-            scale = max(float(expected[key].abs().max()), 1e-6) if x.numel() else 1.0
+            scale = max(float(expected[key].abs().max()), least) if x.numel() else 1.0
             gap = float((x - expected[key]).abs().max()) / scale if x.numel() else 0.0
             if not gap < TOLERANCE:
                 return f"rank {rank}: {key} is off by {gap:.2g} of its largest entry"

@@ -19,7 +19,7 @@ from autopar.ir.export.view_ops import part_steps, step_of
 from autopar.ir.graph import Value
 from autopar.ir.outline.export_once import INNER
 from autopar.ir.outline.opaque_calls import TARGET as CALL
-from autopar.torch_compat import HigherOrderOperator
+from autopar.torch_compat import HigherOrderOperator, OpOverload
 
 # Ops that only check or describe; no op uses their results.
 _NOISE = frozenset(
@@ -112,6 +112,11 @@ def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
     if target == CALL and region.expand is not None:
         return region.expand(node, region, emitter)
     at = origin_of(node, region)
+    if not isinstance(node.target, OpOverload | HigherOrderOperator):
+        raise TraceError(
+            f"{_quote(node)}: {getattr(node.target, '__name__', target)} is no tensor op; transforms of torch.func in"
+            " the model are not supported: write the batched computation out"
+        )
     if target.startswith("higher_order."):
         return _inline(node, target, region, emitter)
     _check_sizes(node, target)

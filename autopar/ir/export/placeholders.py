@@ -96,7 +96,7 @@ def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: Exp
         line = next(filter(None, (quote_stack(user.meta.get("stack_trace") or "") for user in node.users)), "the model")
         raise TraceError(
             f"{line}: reads a tensor that was made while the model was traced, and whose making was not recorded; make"
-            " it with tensor ops in forward"
+            " it with tensor ops in forward, and take .detach() in place of .data"
         )
     value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
     # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is

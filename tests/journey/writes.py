@@ -1,0 +1,116 @@
+"""What forwards write: buffers, and tensors given to ops."""
+
+import math
+
+import torch
+from torch import nn
+
+from tests.journey.case import PP, Numbers, Run, case
+from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
+
+
+def stepped(run: Run, block: type[nn.Module]) -> Numbers:
+    """Loss, gradients and buffers after a step of a stack of such blocks."""
+    args = batch()
+    model = run.compile(Stack(block), args=args)
+    return {"loss": run.step(model, *args)} | run.gradients(model) | run.buffers(model)
+
+
+class Positions(Block):
+    """Adds sines and cosines of the position, written with out=."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(BATCH, WIDTH)
+        angles = torch.arange(len(table))[:, None] * torch.exp(torch.arange(0, WIDTH, 2) * -math.log(1e4) / WIDTH)
+        torch.sin(angles, out=table[:, 0::2])
+        torch.cos(angles, out=table[:, 1::2])
+        return super().forward(x + table[: len(x)])
+
+
+@case(peers=False)
+def sines_written_with_out(run: Run) -> Numbers:
+    """torch.sin(x, out=table[:, 0::2]): a table of positions"""
+    return stepped(run, Positions)
+
+
+class Mixed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mixed, values, places = torch.empty_like(x), torch.empty(len(x)), torch.empty(len(x), dtype=torch.long)
+            torch.add(x, x.flip(-1), alpha=0.5, out=mixed)
+            torch.max(mixed, 1, out=(values, places))
+        return super().forward(x + mixed * values[:, None] + places[:, None])
+
+
+@case()
+def sums_written_with_out(run: Run) -> Numbers:
+    """torch.add(x, y, out=c) and torch.max(x, 1, out=(values, places)) without gradient"""
+    return stepped(run, Mixed)
+
+
+class Detached(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.up(x).tanh()
+        state.detach_()
+        return x + self.down(state)
+
+
+@case()
+def detached_in_place(run: Run) -> Numbers:
+    """state.detach_() in forward"""
+    return stepped(run, Detached)
+
+
+class Spiking(Block):
+    """Its membrane is as large as the batch, and starts from zero in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("membrane", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.membrane = torch.zeros_like(x)
+        for _ in range(2):
+            self.membrane = 0.9 * self.membrane + x.detach()
+        return super().forward(x + self.membrane)
+
+
+@case(refused=r"writes.py:\d+: .*replaces buffer blocks.0.membrane, torch.float32 of shape \[1\].*\[8, 8\]")
+def buffer_replaced_by_one_of_another_shape(run: Run) -> Numbers:
+    """self.membrane = torch.zeros_like(x): a buffer replaced by one of another shape"""
+    return stepped(run, Spiking)
+
+
+class Lazy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x if self.state is None else 0.5 * self.state + x
+        return super().forward(self.state)
+
+
+@case(refused=r"writes.py:\d+: .*replaces buffer blocks.0.state, None, by")
+def buffer_that_is_none_at_first(run: Run) -> Numbers:
+    """register_buffer("state", None), set in forward"""
+    return stepped(run, Lazy)
+
+
+class Averaging(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+@case(refused={PP: "cannot be run on microbatches"}, peers=False)
+def buffer_replaced_by_one_of_the_same_shape(run: Run) -> Numbers:
+    """self.mean = 0.9 * self.mean + ...: a buffer replaced by one of the same shape"""
+    args = batch()
+    model = run.compile(Stack(Averaging), args=args)
+    losses = {f"loss {number}": run.step(model, *args) for number in range(3)}
+    return losses | run.gradients(model) | run.buffers(model)
