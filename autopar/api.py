@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.local_batch import local_batch
 from autopar.runtime.process_groups import with_axis_names
 from autopar.runtime.rank_agreement import agreed_graph, check_same, on_every_rank, on_first_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
@@ -90,6 +91,8 @@ def compile(
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
+    batch: str | Sequence[str] = "global",
+    check: bool = True,
 ) -> ShardedModule:
     """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
 
@@ -103,6 +106,15 @@ def compile(
     `cluster`: a preset's name, a JSON file or a Cluster; by default the preset of the mesh's devices.
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
         `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`).
+    `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
+        batch is all parts, one after the other: every tensor with a dim 0, labels too, is split along it. Ranks that
+        differ only on axes called pp, tp, cp, sp, mp or model give the same part, all others their own, in row-major
+        order (a data loader's rank and number of ranks are those on the other axes); ("dp",) names the axes
+        on which parts differ. What all ranks share is a DTensor, a buffer or no tensor. Outputs that have the batch's
+        rows come back as those of the rank's part, and backward of a loss made of them trains on the mean of the ranks'
+        losses, as under DistributedDataParallel; a loss that the model returns is that of the whole batch.
+    `check`: compare between the ranks, in calls 1, 2, 4, 8, ..., the rows that they are given and the random state of
+        models that use it, and tensors that are loaded; False turns this off, docs/checks.md says what it costs.
     All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
         without stages.
     """
@@ -110,25 +122,24 @@ def compile(
     _check_not_parallel(model)
     check_no_gradient_hooks(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    if plan is not None and (request != ANYTHING or cluster is not None):
-        raise AutoparError(
-            "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
-            " num_microbatches=, schedule=): give either the plan or the options"
-        )
-    if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
-        raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+    _check_plan(plan, request, cluster)
     if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(
                 f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or"
                 " 'dp=2,tp=4'"
             )
+        if plan is None and batch != "global":
+            raise MeshError(
+                f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes"
+            )
         mesh, plan = _settled(model, _mesh(mesh), example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
-    module = shard_module(model, mesh, _Planner(mesh, found, request, given, is_own), loss_fn)
+    planner = _Planner(mesh, found, request, given, is_own)
+    module = shard_module(model, mesh, planner, loss_fn, parts=local_batch(mesh, batch), check=check)
     if args is not None or kwargs is not None:
         try:
             module._autopar.prepare(module, *example, trains=True)
@@ -137,6 +148,16 @@ def compile(
             raise
     module._autopar.is_in_use = True
     return module
+
+
+def _check_plan(plan: Any, request: PlanRequest, cluster: AnyCluster | None) -> None:
+    if plan is not None and (request != ANYTHING or cluster is not None):
+        raise AutoparError(
+            "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
+            " num_microbatches=, schedule=): give either the plan or the options"
+        )
+    if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
+        raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of them.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -44,12 +45,14 @@ __all__ = [
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
+    "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
     # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
     # in all torch versions that autopar supports
     "pytree",
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
+    "wants_whole_state",  # whether a state dict is made for one of all stages
     "without_function_modes",
 ]
 
@@ -106,6 +109,25 @@ def has_hooks_of_all_modules() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd's engine runs in this thread; torch.utils.checkpoint asks the same way."""
     return torch._C._current_graph_task_id() != -1
+
+
+def over_all_gradients() -> frozenset[Any]:
+    """The functions by which torch's clip_grad_norm_ and GradScaler look at all gradients of an optimizer at once."""
+    return frozenset((torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_))
+
+
+def wants_whole_state() -> str:
+    """The function of torch.distributed.checkpoint.state_dict that is asked for a full state dict and calls us; "" if
+    none is. Its options are not handed to the module, so they are read from its frame.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            found = frame.f_locals.get("info")
+            if found is not None and found.full_state_dict:
+                return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
 
 
 def default_store() -> Store:

@@ -2,14 +2,15 @@
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import bare
@@ -18,7 +19,7 @@ from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
-from autopar.sbp.placement import I, Layout
+from autopar.sbp.placement import I, Layout, S
 
 
 def shard(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
@@ -79,6 +80,26 @@ def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name in [*owner._parameters, *owner._buffers]:
             found[f"{prefix}.{name}" if prefix else name] = (owner, name)
     return found
+
+
+def held(owner: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of `owner` called so."""
+    return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+
+
+def not_sharded(module: nn.Module) -> list[str]:
+    """FQNs of parameters and buffers that are no DTensors."""
+    found = ((fqn, held(*place)) for fqn, place in owners(module).items())
+    return [fqn for fqn, x in found if x is not None and not isinstance(x, DTensor)]
+
+
+def layout_of(x: DTensor, fqn: str, mesh: DeviceMesh) -> Layout:
+    """How `x`, called `fqn`, lies on `mesh`; AutoparError if it does not lie there in parts or whole."""
+    if x.device_mesh != mesh:
+        raise AutoparError(f"{fqn} lies on mesh {x.device_mesh}, the model on {mesh}; expected the model's mesh")
+    if not all(type(placement) in (Shard, Replicate) for placement in x.placements):
+        raise AutoparError(f"{fqn} lies in {x.placements}; a parameter or buffer is expected to be Shard or Replicate")
+    return tuple(S(placement.dim) if placement.is_shard() else I for placement in x.placements)
 
 
 def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
@@ -211,3 +232,26 @@ def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collectio
                 x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
             )
     return cut
+
+
+@torch.no_grad()
+def whole_state(
+    own: Mapping[str, Any], order: Sequence[str], elsewhere: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """The whole tensors of all stages, on every rank, in `order`: each is sent along the pipeline's `group` by the
+    first rank that has it in `own`. `elsewhere`: what the others are like.
+    """
+    keys: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(keys, list(own), group=group)
+    device = next(x.device for x in own.values() if isinstance(x, DTensor))
+    found: dict[str, Any] = {}
+    for fqn in order:
+        holder = next((rank for rank, names in enumerate(keys) if fqn in names), None)
+        if holder is None:  # not persistent
+            continue
+        x, like = own.get(fqn), elsewhere.get(fqn)
+        whole = torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.full_tensor()
+        whole = whole.detach().contiguous()
+        dist.broadcast(whole, group=group, group_src=holder)
+        found[fqn] = whole
+    return found | {name: x for name, x in own.items() if name not in found}

@@ -38,7 +38,7 @@ class Loaded:
     that holds the tensor.
 
     gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results
-    (`step.open_step`).
+    (`step.open_step`). rows: outputs of which each rank is given its part of the batch -> the dim of the batch.
     """
 
     plan: Plan
@@ -52,6 +52,7 @@ class Loaded:
     owners: Mapping[str, tuple[nn.Module, str]]
     gather: Gather | None = None
     used: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def step_seed(self) -> int:

@@ -4,13 +4,12 @@ all.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
@@ -171,19 +170,15 @@ def check_seed(mesh: DeviceMesh) -> None:
         )
 
 
-def check_weights(mesh: DeviceMesh, model: nn.Module) -> None:
-    """RankMismatch unless parameters and buffers are equal on every rank, as far as their sum and a sample of their
-    entries tell.
+def check_weights(mesh: DeviceMesh, tensors: Mapping[str, torch.Tensor], remedy: str) -> None:
+    """RankMismatch unless `tensors`, by FQN, are equal on every rank, as far as their sum and a sample of their entries
+    tell.
     """
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    reports = gather(mesh, {name: _digest(x) for name, x in tensors})
+    reports = gather(mesh, {name: _digest(x) for name, x in tensors.items()})
     for rank, report in enumerate(reports):
-        different = next((name for name in report if report[name] != reports[0].get(name)), None)
+        different = next((name for name in {**report, **reports[0]} if report.get(name) != reports[0].get(name)), None)
         if different is not None:
-            raise RankMismatch(
-                f"{different} on rank {rank} differs from rank 0's; seed alike or load the same checkpoint on every"
-                " rank before autopar.compile"
-            )
+            raise RankMismatch(f"{different} on rank {rank} differs from rank 0's; {remedy}")
 
 
 def _digest(x: torch.Tensor) -> str | int:

@@ -4,7 +4,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.codegen.lower import lower
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.export.pytree_types import register_types
@@ -27,21 +27,29 @@ from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
-from autopar.plans.staged_plan import StagedPlan
+from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.checks.replaced_parameter import mark_replaced
+from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.dtensor_state import (
     drop_others,
+    held,
     holding,
     install,
+    layout_of,
+    not_sharded,
     owners,
     put,
     shard_model,
     stateful,
+    whole_state,
     with_parts,
     without_data,
 )
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.load_program import Loaded, axes_of, load, torch_placements
+from autopar.runtime.local_batch import LocalBatch, rows_of
+from autopar.runtime.pipeline.fail_together import failing_together
 from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import (
     agree_on_call,
@@ -55,7 +63,7 @@ from autopar.runtime.rank_agreement import (
 )
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout, format_layout
-from autopar.torch_compat import pytree
+from autopar.torch_compat import pytree, wants_whole_state
 
 # (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
 Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
@@ -108,14 +116,40 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._autopar.current()
-        return super().state_dict(*args, **kwargs)
+        state, elsewhere = super().state_dict(*args, **kwargs), self._autopar.elsewhere
+        if elsewhere and wants_whole_state():
+            return whole_state(state, list(owners(self)), elsewhere, self._autopar.mesh.get_group(PIPELINE))
+        return state
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module: of this rank's stages."""
+        runtime = self.__dict__.get("_autopar")
+        asking = wants_whole_state() if runtime is not None and runtime.elsewhere else ""
+        if asking not in ("", "_get_model_state_dict", "_verify_options"):
+            raise AutoparError(
+                "this rank holds the parameters of its own stages only, so that a full state dict of the optimizer, or"
+                " one read into the model, cannot be made or spread from one rank: leave out full_state_dict (and"
+                " broadcast_from_rank0), and save and load by torch.distributed.checkpoint, or give every rank the"
+                " whole state by model.load_state_dict"
+            )
+        return super().named_parameters(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of
         other ranks' stages are left out.
         """
-        self._autopar.current()
-        return super().load_state_dict(with_parts(self, state_dict, self._autopar.elsewhere), *args, **kwargs)
+        runtime = self._autopar
+        runtime.current()
+        plain = {fqn: x for fqn, x in state_dict.items() if type(x) in (torch.Tensor, nn.Parameter)}
+        if runtime.check is not None and plain:
+            runtime.num_loads += 1
+            meet(runtime.mesh, f"autopar/{runtime.name}/load_state_dict/{runtime.num_loads}", LATER_WAIT_S)
+            check_weights(
+                runtime.mesh,
+                plain,
+                "load the same state on every rank, or give it as DTensors (check=False turns this off)",
+            )
+        return super().load_state_dict(with_parts(self, state_dict, runtime.elsewhere), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
         """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
@@ -164,14 +198,20 @@ class Runtime:
     name: str  # the same on every rank, and no other module's
     whole: dict[str, torch.Tensor]  # FQN -> the model's own parameter, until the first plan shards it
     loss_fn: LossFunction | None = None  # of train_step
+    parts: LocalBatch | None = None  # None: every rank gives the whole batch
+    check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
     is_in_use: bool = False  # somebody may hold the parameters
     # FQN of what only other ranks hold -> what it is like
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_copies: int = 0
+    num_loads: int = 0  # of state dicts with whole tensors
     offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
+    first: Loaded | Trainer | None = None
     last: Loaded | Trainer | None = None
+    num_met: int = 0  # how often all ranks loaded a program
+    changes: Changes = field(default_factory=Changes)
 
     def current(self) -> Loaded | Trainer:
         """The program last used."""
@@ -185,9 +225,11 @@ class Runtime:
         """The same for a copy of the module."""
         loaded = {key: found.of(owners(module)) for key, found in self.loaded.items()}
         last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
+        first = next((loaded[key] for key, found in self.loaded.items() if found is self.first), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
-        return replace(self, loaded=loaded, name=name, num_copies=0, last=last)
+        changes = self.changes.of(module if loaded else None)
+        return replace(self, loaded=loaded, name=name, num_copies=0, num_met=0, first=first, last=last, changes=changes)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
         """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
@@ -227,27 +269,70 @@ class Runtime:
         """The forward of `module`."""
         self.prepare(module, args, kwargs)
         self._remind(module)
-        return run(self.last, args, kwargs)
+        self._compare(args, kwargs)
+        return run(self.last, args, kwargs, self.parts)
 
     def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of `module` in training."""
         self.prepare(module, args, kwargs, trains=True)
+        if isinstance(self.last, Loaded) and self.loss_fn is None:
+            return self._backward(module(*args, **kwargs))  # its own hooks run around a call
         self._remind(module)
+        self._compare(args, kwargs)
         if isinstance(self.last, Trainer):
-            return self.last.step(args, kwargs)
+            self._check_hooks(module)
+            return self.last.step(*self._whole_batch(args, kwargs))
+        return self._backward(run(self.last, args, kwargs, self.parts))
+
+    def _backward(self, outputs: Any) -> torch.Tensor:
         graph = self.last.graph
         position = graph.outputs.index(loss_only(graph).outputs[0])
-        loss = pytree.tree_leaves(run(self.last, args, kwargs))[position]
+        loss = pytree.tree_leaves(outputs)[position]
         if torch.is_grad_enabled():
             with peers_alive():
                 loss.backward()
         return loss.detach()
 
+    def _check_hooks(self, module: nn.Module) -> None:
+        if self.loss_fn is None and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+            raise AutoparError(
+                "the module has hooks of its own, which train_step with stages or microbatches does not run; register"
+                " them on its submodules before autopar.compile, or do in the loop what they do"
+            )
+
+    @torch.compiler.disable
+    def _compare(self, args: tuple, kwargs: dict) -> None:
+        """Whether the ranks were given what they should be, in some of the calls."""
+        if self.check is None or not self.check.is_due():
+            return
+        loaded = [part.loaded for part in self.last.parts] if isinstance(self.last, Trainer) else [self.last]
+        draws = any(each.program.has_random_ops for each in loaded)
+        arguments = zip(self.last.graph.arguments, flat_arguments(self.last.graph.argument_spec, args, kwargs))
+        self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
+
+    def _whole_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a step in microbatches, all ranks' parts gathered."""
+        if self.parts is None:
+            return args, kwargs
+        device, axes = self.mesh.device_type, self.last.parts[0].loaded.axes
+        layout = (I,) * self.last.parts[0].loaded.mesh.ndim
+
+        def gathered(x: Any) -> Any:
+            is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+            return self.parts.enter(x.to(device), axes, layout) if is_part else x
+
+        return pytree.tree_map(gathered, (args, kwargs))
+
     @torch.compiler.disable
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
-        call, key = describe_call(module, args, kwargs)
-        key = (*key, trains)
+        # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
+        with failing_together(self.first.meeting) if self._is_cut() and self.changes.is_due() else nullcontext():
+            is_new = self.changes.notice(module, is_cut=self._is_cut())
+        if is_new:
+            self._keep_programs()
+        call, key = describe_call(self.changes.modes(module), args, kwargs)
+        key = (*key, self.changes.generation, trains)
         if key not in self.loaded:
             self._meet(call)
             with _own_autograd():
@@ -257,20 +342,31 @@ class Runtime:
             self.loaded.update(
                 dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found)
             )
+            self.first = self.first or found
+            self.changes.take(module)
         self.last = self.loaded[key]
+
+    def _is_cut(self) -> bool:
+        """Whether this rank has some of the stages only."""
+        return bool(self.elsewhere) and isinstance(self.first, Trainer)
+
+    def _keep_programs(self) -> None:
+        """Forget the programs of states of the module that are forgotten too."""
+        self.loaded = {key: found for key, found in self.loaded.items() if key[-2] in self.changes.states}
 
     def _meet(self, call: Key) -> None:
         """All ranks load a program now, for the same call. The first time they may come as far apart as process groups
         allow.
         """
-        wait_s = LATER_WAIT_S if self.loaded else dist.default_pg_timeout.total_seconds()
-        meet(self.mesh, f"autopar/{self.name}/{len(self.loaded)}", wait_s)
+        wait_s = LATER_WAIT_S if self.first else dist.default_pg_timeout.total_seconds()
+        self.num_met += 1
+        meet(self.mesh, f"autopar/{self.name}/{self.num_met}", wait_s)
         agree_on_call(self.mesh, call)
 
     def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
         """Trace, plan and load; the first time, also take over the model's tensors."""
         graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
-        plan = self._plan(graph, trains)
+        plan = self._plan(module, graph, trains)
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
         program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
@@ -281,7 +377,14 @@ class Runtime:
             axes = axes_of(self.mesh, program.joint_axes)
         constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(
-            program, plan=plan, graph=graph, mesh=self.mesh, axes=axes, constants=constants, owners=owners(module)
+            program,
+            plan=plan,
+            graph=graph,
+            mesh=self.mesh,
+            axes=axes,
+            constants=constants,
+            owners=owners(module),
+            rows={} if self.parts is None else rows_of(graph),
         )
 
     def _load_stages(self, module: nn.Module, graph: Graph, plan: StagedPlan) -> Trainer:
@@ -296,14 +399,22 @@ class Runtime:
             for item in stateful(stage.graph)
         }
         self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
-        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{len(self.loaded)}/step")
+        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
-        """The first time, shard the parameters and buffers of the graph, and leave out those it has not."""
-        if self.loaded:
+        """Shard the parameters and buffers of the graph that are not; the first time, leave out those that only other
+        ranks have.
+        """
+        if self.first is not None:
+            self._take_over_new(module, graph, layouts)
             return
         with holding(module, self.whole):
-            check_weights(self.mesh, module)
+            if self.check is not None:
+                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+                remedy = (
+                    "seed alike or load the same checkpoint on every rank before autopar.compile, or give check=False"
+                )
+                check_weights(self.mesh, state, remedy)
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         install(module, graph, parts, is_in_use=self.is_in_use)
         self.elsewhere = drop_others(module, graph)
@@ -311,40 +422,91 @@ class Runtime:
             mark_replaced(parameter, fqn)
         self.whole.clear()
 
-    def _plan(self, graph: Graph, trains: bool) -> Plan | StagedPlan:
+    def _take_over_new(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Shard what was put into the module since the first plan."""
+        new = replace(graph, inputs=tuple(item for item in stateful(graph) if item.fqn in set(not_sharded(module))))
+        if not new.inputs:
+            return
+        places = owners(module)
+        tensors = {item.fqn: held(*places[item.fqn]) for item in new.inputs}
+        if self.check is not None:
+            check_weights(self.mesh, tensors, "put the same into the module on every rank, or give check=False")
+        parts = on_every_rank(self.mesh, "sharding what is new", lambda: shard_model(module, new, layouts, self.mesh))
+        install(module, new, parts, is_in_use=False)
+        for fqn, tensor in tensors.items():
+            mark_replaced(tensor, fqn)
+
+    def _plan(self, module: nn.Module, graph: Graph, trains: bool) -> Plan | StagedPlan:
         """The plan for a graph: where parameters lie on some stages already, with the same stages."""
-        first = next(iter(self.loaded.values()), None)
+        first = self.first
         if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
-            return self.plan(graph, self._pins(graph), trains)
+            return self.plan(graph, self._pins(module, graph), trains)
         if not trains:
             raise AutoparError(
                 f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}:"
                 " model(...) cannot run alone; call model.train_step(...), under torch.no_grad() for the loss alone,"
                 " or compile for a mesh without a pipeline axis"
             )
-        return on_every_rank(self.mesh, "planning", lambda: first.plan.of_other(graph))
+        return on_every_rank(self.mesh, "planning", lambda: self._same_stages(first.plan, graph))
+
+    def _same_stages(self, plan: StagedPlan, graph: Graph) -> StagedPlan:
+        try:
+            return plan.of_other(graph)
+        except (AutoparError, ValueError) as error:
+            if not self.changes.last:
+                raise
+            raise PlanError(
+                f"{', '.join(self.changes.last[:3])} changed after the model was cut into stages, whose ops it no"
+                " longer has; change it before autopar.compile, or compile for a mesh without a pipeline axis"
+            ) from error
 
     def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
         bare = skeleton(module)
         del bare._autopar
         bare.__class__ = self.original
+        bare.__dict__.pop("forward", None)
+        if FORWARD in bare.__dict__:
+            bare.forward = bare.__dict__.pop(FORWARD)
+        if self.loss_fn is None or not trains:  # its own hooks run around each call
+            for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
+                hooks.clear()
         put(bare, self.elsewhere)
-        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(_as_example, (args, kwargs)))
+        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(self._as_example, (args, kwargs)))
 
-    def _pins(self, graph: Graph) -> dict[str, str]:
+    def _as_example(self, leaf: Any) -> Any:
+        """What to trace with; AutoparError for an argument that neither is a tensor nor can be written into a
+        program.
+        """
+        if isinstance(leaf, torch.Tensor):
+            shape = leaf.shape if self.parts is None else self.parts.whole_shape(leaf)
+            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        if isinstance(leaf, CONSTANTS):
+            return leaf
+        raise AutoparError(
+            f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
+            " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
+            " the call"
+        )
+
+    def _pins(self, module: nn.Module, graph: Graph) -> dict[str, str]:
         """Layouts in which the parameters and buffers are already stored."""
-        if not self.loaded:
+        if self.first is None:
             return {}
-        first = next(iter(self.loaded.values()))
-        stages = first.plan.stages if isinstance(first, Trainer) else (first.plan,)
-        found = {
-            item.fqn: stage.assignment.layouts[item.value.name] for stage in stages for item in stateful(stage.graph)
+        places = owners(module)
+        tensors = {item.fqn: held(*places[item.fqn]) for item in stateful(graph)}
+        return {
+            fqn: format_layout(layout_of(x, fqn, self.mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)
         }
-        return {item.fqn: format_layout(found[item.fqn]) for item in stateful(graph)}
 
 
 def shard_module(
-    model: nn.Module, mesh: DeviceMesh, plan: Planner, loss_fn: LossFunction | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Planner,
+    loss_fn: LossFunction | None = None,
+    *,
+    parts: LocalBatch | None = None,
+    check: bool = False,
 ) -> ShardedModule:
     """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
     then.
@@ -353,7 +515,11 @@ def shard_module(
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
     whole = without_data(model, mesh)
     model.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
-    model._autopar = Runtime(mesh, plan, original, name, whole, loss_fn)
+    if "forward" in model.__dict__:
+        model.__dict__[FORWARD] = model.__dict__.pop("forward")
+    model._autopar = Runtime(
+        mesh, plan, original, name, whole, loss_fn, parts, InputCheck(mesh, parts) if check else None
+    )
     return model
 
 
@@ -363,27 +529,38 @@ def unshard(module: ShardedModule) -> None:
     if not runtime.loaded and runtime.whole:
         del module._autopar
         module.__class__ = runtime.original
+        if FORWARD in module.__dict__:
+            module.forward = module.__dict__.pop(FORWARD)
         put(module, runtime.whole)
 
 
-def run(loaded: Loaded, args: tuple, kwargs: dict) -> Any:
-    """Call the program on the arguments and put its outputs together again."""
+def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None) -> Any:
+    """Call the program on the arguments and put its outputs together again; `parts` of both, if ranks hold the batch
+    so.
+    """
     leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
     inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
     by_name = {
         name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
     }
     with peers_alive():
-        flat = loaded.function(loaded, *(_enter(by_name[name], *found, loaded) for name, found in inputs.items()))
-    outputs = [_leave(x, layout, loaded) for x, (_, layout) in zip(flat, loaded.program.outputs)]
+        flat = loaded.function(
+            loaded, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items())
+        )
+    outputs = [
+        parts.leave(x, loaded.axes, layout, loaded.rows[i]) if i in loaded.rows else _leave(x, layout, loaded)
+        for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
+    ]
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
 
 
-def _enter(leaf: torch.Tensor, item: Input, layout: tuple, loaded: Loaded) -> torch.Tensor:
+def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:
     if isinstance(leaf, DTensor):
         _check_mesh(leaf.device_mesh, item, loaded.mesh)
         return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
     leaf = leaf.to(loaded.mesh.device_type)
+    if parts is not None:
+        return parts.enter(leaf, loaded.axes, layout)
     for axis, placement in zip(loaded.axes, layout):
         leaf = move(leaf, axis, I, placement)
     return leaf
@@ -413,14 +590,14 @@ def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
     return x
 
 
-def describe_call(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Key, Key]:
+def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict) -> tuple[Key, Key]:
     """What the ranks must agree on (agree.KEY_PARTS), and of that what a program is made for; keywords in any order."""
     kwargs = dict(sorted(kwargs.items()))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):
         register_types((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = (tuple(map(_describe, leaves)), spec, tuple(m.training for m in module.modules()))
+    key = (tuple(map(_describe, leaves)), spec, modes)
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
     return (*key, placements), key
 
@@ -429,20 +606,3 @@ def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf), leaf if isinstance(leaf, CONSTANTS) else "not supported"
-
-
-def _as_example(leaf: Any) -> Any:
-    """What to trace with; AutoparError for an argument that neither is a tensor nor can be written into a program."""
-    if isinstance(leaf, torch.Tensor):
-        return _as_meta(leaf)
-    if isinstance(leaf, CONSTANTS):
-        return leaf
-    raise AutoparError(
-        f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
-        " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
-        " the call"
-    )
-
-
-def _as_meta(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

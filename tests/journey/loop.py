@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.journey.case import Numbers, Run, case
+from tests.journey.case import PP, Numbers, Run, case
 from tests.journey.stack import Stack, batch
 
 
@@ -16,3 +16,86 @@ def three_steps(run: Run) -> Numbers:
         found[f"loss {number}"] = run.step(model, *args)
         optimizer.step()
     return found | run.parameters(model)
+
+
+def _trained(run: Run, between, steps: int = 3) -> Numbers:
+    """`steps` of SGD; `between(model, optimizer)` comes after each backward."""
+    model, found = run.compile(Stack(), args=batch()), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, args in enumerate([batch() for _ in range(steps)]):
+        optimizer.zero_grad()
+        found[f"loss {number}"] = run.step(model, *args)
+        between(model, optimizer)
+        optimizer.step()
+    return found | run.parameters(model)
+
+
+@case(refused={PP: r"this rank's stages only.*model.clip_grad_norm_"}, peers=False)
+def clip_by_norm_of_torch(run: Run) -> Numbers:
+    """torch.nn.utils.clip_grad_norm_"""
+    return _trained(run, lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+@case(peers=False)
+def clip_by_norm_of_the_module(run: Run) -> Numbers:
+    """model.clip_grad_norm_"""
+
+    def clip(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if run.setting == "one device":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        else:
+            model.clip_grad_norm_(0.05)
+
+    return _trained(run, clip)
+
+
+@case(peers=False)
+def clip_by_value(run: Run) -> Numbers:
+    """torch.nn.utils.clip_grad_value_"""
+    return _trained(run, lambda model, optimizer: torch.nn.utils.clip_grad_value_(model.parameters(), 0.001))
+
+
+@case(refused={PP: "this rank's stages only"}, peers=False)
+def norm_by_hand(run: Run) -> Numbers:
+    """The norm of all gradients, summed by hand, for a log"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    run.step(model, *args)
+    total = sum(p.grad.norm() ** 2 for p in model.parameters() if p is not None)
+    return {"norm": run.whole(total.sqrt())}
+
+
+@case(peers=False)
+def norms_of_single_gradients(run: Run) -> Numbers:
+    """The norm of each gradient, for a log"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    run.step(model, *args)
+    return {fqn: run.whole(p.grad.norm()) for fqn, p in model.named_parameters()}
+
+
+@case(peers=False)
+def full_state_dict(run: Run) -> Numbers:
+    """get_model_state_dict(full_state_dict=True) after a step"""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.step(model, *args)
+    optimizer.step()
+    return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+
+
+@case(on=(PP,), refused="holds the parameters of its own stages only", peers=False)
+def full_state_dict_of_the_optimizer(run: Run) -> Numbers:
+    """get_optimizer_state_dict(full_state_dict=True) with stages"""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.step(model, *args)
+    optimizer.step()
+    get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    return {}

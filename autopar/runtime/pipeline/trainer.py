@@ -21,6 +21,7 @@ from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
 from autopar.runtime.pipeline.run_schedule import StageRunner
+from autopar.runtime.pipeline.stage_gradient import mark_gradients
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
 from autopar.runtime.process_groups import with_axis_of_one
 from autopar.runtime.rank_agreement import peers_alive
@@ -141,6 +142,9 @@ class Trainer:
             for part, results in opened:
                 close_step(part.loaded, results)
             self._sum_tied(before)
+        if self.group is not None:
+            trained = ((part.loaded, item.fqn) for part in self.parts for item in _trained(part.loaded.graph))
+            mark_gradients(loaded.state(fqn) for loaded, fqn in trained)
         return found.loss
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
