@@ -97,7 +97,7 @@ def function_modes() -> list[torch.overrides.TorchFunctionMode]:
 
 
 def backward_hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
-    """What `register_module_full_backward_hook` and functions like it were given."""
+    """The hooks given to `register_module_full_backward_hook` and functions like it."""
     return *_global_backward_hooks.values(), *_global_backward_pre_hooks.values()
 
 

@@ -2,7 +2,7 @@
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in the largest unit of which it has one.
+    """A duration in the largest unit in which it is at least 1.
 
     >>> format_seconds(0.00125)
     '1.25 ms'
@@ -30,5 +30,5 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or as many as stand before the point."""
+    """A number with three digits, or all digits before the point."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

@@ -29,6 +29,12 @@ FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
 # A plan explains itself, by what stands above it, when it is asked to.
 UPWARDS = {("autopar.plans.base_plan", "autopar.explain.explain_plan")}
 VAGUE = {"helper", "helpers", "info", "mgr", "misc", "tmp", "util", "utils"}
+# Words of no field, and sentences whose subject is no noun; docs/glossary.md has the terms to use instead.
+DIALECT = re.compile(
+    r"\b(wish(es)?|bought|those (that|of which) meet|hands? (it |them )?on|handed on|lets? go( of)?|nought|all told|"
+    r"kin|stood in for|(is|are) waited for|com(e|es) to be|what is (made|met) of|its (like|fellow))\b"
+)
+NO_NOUN = re.compile(r"(What|Whatever|Those|That of)\b")  # at the beginning of a docstring
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b|raise NotImplemented" + r"Error")
 # Packages come from whatever registry pip is set up for; naming one here would bind users to it.
 REGISTRY_HOST = re.compile(r"https?://[^\s)>\"']*(pypi|pythonhosted|anaconda|download\.pytorch)")
@@ -165,6 +171,18 @@ def test_words(path):
     assert not vague, f"{path}: names that say nothing: {vague}"
     assert not UNFINISHED.search(text), f"{path}: unfinished: {UNFINISHED.search(text)[0]}"
     assert not REGISTRY_HOST.search(text), f"{path}: names a package registry"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_docstrings_and_comments_speak_the_language_of_the_field(path: Path) -> None:
+    text = path.read_text()
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, Function | ast.ClassDef | ast.Module)]
+    documents = [" ".join(document.split()) for node in nodes if (document := ast.get_docstring(node))]
+    comments = " ".join(re.findall(r"# (.*)", text))
+    for document in (*documents, comments):
+        assert not (word := DIALECT.search(document)), f"{path}: {word[0]!r} in {document[:80]!r}; see docs/glossary.md"
+    for document in documents:
+        assert not NO_NOUN.match(document), f"{path}: expected a noun as the subject of {document[:80]!r}"
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)

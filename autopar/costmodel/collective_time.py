@@ -1,4 +1,4 @@
-"""Time of one collective: alpha-beta formulas on the link levels that its groups span.
+"""The time of a collective, by the alpha-beta model on the link levels that its groups span.
 
 Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (ring,
 pairwise exchange); NCCL's documentation of ring and double binary tree; hierarchical: reduce-scatter inside, all-reduce
@@ -19,7 +19,7 @@ from autopar.sbp.redistribute import Collective
 
 @dataclass(frozen=True, slots=True)
 class GroupLevel:
-    """At one link level a group joins `num_children` blocks, each holding `num_inside` of its members."""
+    """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its members each."""
 
     num_children: int
     num_inside: int
@@ -29,7 +29,7 @@ class GroupLevel:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """An algorithm takes `alpha_s + beta_s_per_byte * num_bytes`."""
+    """The time of an algorithm: `alpha_s + beta_s_per_byte * num_bytes`."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -37,8 +37,7 @@ class Pieces:
 
 @lru_cache(maxsize=2**16)
 def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[GroupLevel, ...]:
-    """Link levels, from the inside out, that the groups of all ranks on mesh axes `axes` span; ranks are laid out
-    row-major.
+    """The link levels, from the inside out, that the groups of mesh axes `axes` span; ranks are laid out row-major.
 
     >>> node, network = LinkLevel(8, 1e-6, 1e11), LinkLevel(0, 1e-5, 1e10)
     >>> [span.num_children for span in spans((node, network), (4, 8), (0,))]  # stride 8: over the network only
@@ -54,7 +53,7 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
     for level in levels:
         capacity = capacity * level.size or int(members[-1]) + 1
         block_sizes = np.unique(members // capacity, return_counts=True)[1]
-        # groups that do not fill their blocks evenly are priced as the fullest block
+        # groups that fill their blocks unevenly are priced by the fullest block
         num_children = -(-int(block_sizes.max()) // inside)
         if num_children > 1:
             found.append(GroupLevel(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
@@ -63,19 +62,17 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
 
 
 def _flat_rate(found: tuple[GroupLevel, ...]) -> float:
-    """Bytes/s of a ring over all members: of the devices of a block only one sends outwards at a time, with the shares
-    of them all.
-    """
+    """Bytes/s of a ring over all members: one device of a block sends outwards at a time, with the shares of all."""
     return min(span.bandwidth_bytes_per_s * span.num_inside for span in found)
 
 
 def _ring(found: tuple[GroupLevel, ...], size: int) -> Pieces:
-    """Half a ring all-reduce: n - 1 steps, each as late as its slowest link."""
+    """Half a ring all-reduce: n - 1 steps, each with the latency of its slowest link."""
     return Pieces((size - 1) * max(span.latency_s for span in found), (size - 1) / size / _flat_rate(found))
 
 
 def _hierarchical(found: tuple[GroupLevel, ...]) -> Pieces:
-    """Half a hierarchical all-reduce: a ring at each level on what the levels inside have scattered."""
+    """Half a hierarchical all-reduce: a ring at each level on the result of the reduce-scatter inside it."""
     alpha = sum((span.num_children - 1) * span.latency_s for span in found)
     beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in found)
     return Pieces(alpha, beta)
@@ -88,7 +85,7 @@ def _tree(found: tuple[GroupLevel, ...]) -> Pieces:
 
 
 def _exchange(found: tuple[GroupLevel, ...]) -> Pieces:
-    """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level where they meet."""
+    """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level that joins them."""
     size = found[-1].num_children * found[-1].num_inside
     peers = [(span.num_children - 1) * span.num_inside for span in found]
     alpha = sum(count * span.latency_s for count, span in zip(peers, found))
@@ -103,7 +100,7 @@ def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 def algorithms(
     levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
 ) -> tuple[Pieces, ...]:
-    """The algorithms for collective `kind` on mesh axes of more than one device together."""
+    """The times of the algorithms for collective `kind` on mesh axes with more than one device together."""
     found = spans(levels, mesh_shape, axes)
     if kind == "all_to_all":
         return (_exchange(found),)
@@ -125,7 +122,7 @@ def collective_times(
 ) -> np.ndarray:
     """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on one device.
 
-    latency_share: what part of the latency a member of a larger collective stands for.
+    `latency_share`: the share of the latency for a member of a bucket.
     """
     if _num_members(mesh_shape, axes) == 1:
         return np.zeros(np.shape(num_bytes))

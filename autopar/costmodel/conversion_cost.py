@@ -1,4 +1,4 @@
-"""What it costs to turn one layout of a value into another, for many pairs of layouts at once."""
+"""The cost of converting a value from one layout to another, for many pairs of layouts at once."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +20,9 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Source layout i turns into target layout j by the collectives `kinds[k] for k in rows[pattern[i, j]]`; -1 pads a
-    row. used: the k that occur.
+    """The collectives of conversions: from source i to target j they are `kinds[k] for k in rows[pattern[i, j]]`.
+
+    -1 pads a row. `used`: the k that occur.
     """
 
     kinds: tuple[CollectiveKind, ...]
@@ -31,7 +32,7 @@ class Recipe:
 
 
 class _Patterns:
-    """The patterns met so far on one mesh, by number: very many pairs of layouts share them."""
+    """The known patterns of one mesh, by number; very many pairs of layouts share a pattern."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         self.mesh_shape = mesh_shape
@@ -56,20 +57,20 @@ class _Patterns:
         self.numbers.update(zip(keys, range(len(self.numbers), len(self.numbers) + len(keys))))
 
     def _numbers_of_kinds(self, codes: Codes) -> list[int]:
-        """Those of the collectives between two layouts, whose codes follow one another."""
+        """The numbers of the collectives between two layouts, given as the codes of both, one after the other."""
         ndim = len(self.mesh_shape)
         steps = moves(codes[:ndim], codes[ndim:])
         kinds = [kind for step in steps for kind in collective_kinds(step, self.mesh_shape)]
         return [self.kinds.setdefault(kind, len(self.kinds)) for kind in kinds]
 
 
-# A recipe holds what it needs of the patterns, so a mesh that falls out of the cache is only found again.
+# A recipe holds all it needs of the patterns, so that a mesh dropped from the cache is only computed again.
 _patterns = lru_cache(maxsize=64)(_Patterns)
 
 
 @lru_cache(maxsize=256)
 def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> Recipe:
-    """The collectives of every pair, whatever the value.
+    """The collectives of every pair of layouts, for any value.
 
     The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims
     share a pattern.
@@ -122,9 +123,7 @@ def conversion_times(
 def parameter_times(
     value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster
 ) -> np.ndarray:
-    """`conversion_times` of a parameter: where it is stored, its gradient may be reduced with others
-    (`assignment.buckets`).
-    """
+    """`conversion_times` of a parameter, whose gradient may be reduced in a bucket (`assignment.buckets`)."""
     alone = conversion_times(value, sources, targets, mesh_shape, cluster)
     together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
     return np.where(only_reduces_gradient(sources, targets), together, alone)
@@ -141,19 +140,17 @@ def only_reduces_gradient(sources: Layouts, targets: Layouts) -> np.ndarray:
 def copy_bytes(
     value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_held: bool
 ) -> np.ndarray:
-    """f64[sources, targets]: what backward keeps of a value that is saved once it is converted: one rank's part.
+    """f64[sources, targets]: bytes on one rank of a value that is saved for backward after its conversion.
 
-    is_held: what is converted is in memory until backward anyhow, so where the conversion leaves the tensor as it is
-    nothing is added.
+    `is_held`: the source is in memory until backward for other reasons, so that a conversion that does not change the
+    local tensor adds none.
     """
     copies = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     return np.where(same_tensor(sources, targets), 0.0, copies) if is_held else np.array(copies)
 
 
 def same_tensor(sources: Layouts, targets: Layouts) -> np.ndarray:
-    """bool[sources, targets]: whether the local tensor stays as it is; whole is whole, be its gradient summed or
-    pending.
-    """
+    """bool[sources, targets]: whether the conversion leaves the local tensor unchanged; I and R are the same here."""
     if len(sources) == len(targets) == 1:  # of an assignment: these must not push a table's lists out of the cache
         return np.array([[memory_layout(sources[0]) == memory_layout(targets[0])]])
     return _same_tensors(sources, targets)
@@ -168,8 +165,9 @@ def _same_tensors(sources: Layouts, targets: Layouts) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A value that is converted from each of the layouts `sources` to each of `targets`. saving: what of it is kept for
-    backward. is_stored: `sources` are layouts of an input.
+    """The conversions of a value from each of the layouts `sources` to each of `targets`.
+
+    `saving`: their memory. `is_stored`: whether `sources` are layouts of an input.
     """
 
     value: Value
@@ -183,10 +181,9 @@ class Transition:
 def kept_bytes(
     way: Transition, mesh_shape: tuple[int, ...], training: Training, *, again: np.ndarray | bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64[sources, targets] bytes: what is kept of the value from forward to backward, what more while its region runs
-    again, and what of each microbatch goes to the host.
+    """Bytes, f64[sources, targets] each: kept from forward to backward, more while recomputed, offloaded a microbatch.
 
-    again: bool[sources, targets], whether a parameter is regathered.
+    `again`: bool[sources, targets], whether a parameter is regathered.
     """
     value, saving = way.value, way.saving
     ends = value, way.sources, way.targets, mesh_shape
@@ -214,8 +211,9 @@ def kept_bytes(
 def _accumulated_bytes(
     value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], *, is_stored: bool
 ) -> np.ndarray:
-    """f64[sources, targets] bytes: buffers in which the gradients of a converted parameter add up over microbatches,
-    beyond the gradients in the stored layout, which are made of these buffers one after the other.
+    """Bytes, f64[sources, targets], of gradient accumulation buffers of a converted parameter.
+
+    They are beyond the gradients in the stored layout, which are computed from these buffers one after the other.
     """
     found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     if is_stored:
@@ -224,7 +222,7 @@ def _accumulated_bytes(
 
 
 def _local_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """f64[layouts]: one rank's part."""
+    """f64[layouts]: bytes of one rank's part."""
     return np.array(
         [local_bytes(value.shape, value.dtype.itemsize, layout, mesh_shape) for layout in layouts], dtype=np.float64
     )

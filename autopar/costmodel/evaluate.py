@@ -21,8 +21,9 @@ from autopar.sbp.redistribute import Collective
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """A collective on value (of a bucket, its first; from inside an op, the op) `where`, for the ops `users`. is_once:
-    issued once a step, else in each microbatch. time_s: of one.
+    """A collective of a plan, on the value `where` (the first of a bucket; the op of an inner collective).
+
+    `users`: the ops that it is for. `is_once`: issued once a step, otherwise in each microbatch. `time_s`: of one.
     """
 
     where: str
@@ -34,12 +35,14 @@ class PlannedCollective:
 
 @dataclass(frozen=True)
 class Costs:
-    """One training step of `num_microbatches` on one device. memory_bytes: kind ("parameters", "gradients",
-    "optimizer", "buffers", "constants", "arguments", "activations", "gathered": parameters as ops read them and
-    gradients of those, "recomputed": inside of one region, "waiting": gradients kept for weights, "fetched": what is on
-    its way to the host or back, "transient": the largest of an op, less the gradients that are not there yet) -> bytes.
-    moved_bytes: to the host, and as many back; state_on_host_bytes: of the optimizer, moved once a step; waiting_s:
-    phase, or "update" for the latter -> seconds that the step waits for them.
+    """The costs of a training step of `num_microbatches` on one device.
+
+    `memory_bytes`: kind -> bytes. The kinds are "parameters", "gradients", "optimizer", "buffers", "constants",
+    "arguments", "activations", "gathered" (parameters as ops read them, and their gradients), "recomputed" (inside of
+    one region), "waiting" (gradients kept for put-off weight gradients), "fetched" (in transfer from or to the host)
+    and "transient" (the largest of an op, less gradients that do not exist then). `moved_bytes`: activations offloaded
+    to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
+    `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers.
     """
 
     compute_forward_s: float
@@ -61,26 +64,26 @@ class Costs:
         )
 
     def num_issued(self, planned: PlannedCollective) -> int:
-        """How many times a step."""
+        """The number of times that a collective is issued in a step."""
         return 1 if planned.is_once else self.num_microbatches
 
     def microbatch_s(self, phase: str) -> float:
-        """Seconds of `phase` of one microbatch, without what is done once a step."""
+        """Seconds of `phase` for one microbatch, without the work once a step."""
         compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase]
         each_s = (compute_s + self.waiting_s.get(phase, 0.0)) / self.num_microbatches
         return each_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
 
     @property
     def once_s(self) -> float:
-        """Seconds of what is done once a step: parameters gathered, their gradients reduced, the optimizer and its
-        state on the host.
+        """Seconds of the work once a step: gathers, gradient reductions,
+        the update and transfers of offloaded state.
         """
         once_s = sum(planned.time_s for planned in self.collectives if planned.is_once)
         return self.optimizer_s + once_s + self.waiting_s.get("update", 0.0)
 
     @property
     def step_s(self) -> float:
-        """All of it, one after the other."""
+        """Seconds of the step: the sum of all parts, without overlap."""
         communication = self.communication_s("forward") + self.communication_s("backward")
         return (
             self.compute_forward_s
@@ -98,7 +101,7 @@ class Costs:
 def evaluate(
     graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
 ) -> Costs:
-    """What `assignment` costs; errors as in `price`."""
+    """The costs of `assignment`; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = step_cost(graph, assignment, mesh, cluster, training)
     places, moved = _Places.of(assignment), _moved_bytes(graph, assignment, step)
@@ -133,7 +136,7 @@ def evaluate(
 def with_state_on_host(
     costs: Costs, graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
 ) -> Costs:
-    """What `assignment` costs, from what it does with all optimizer state on the device."""
+    """The costs of `assignment` from its `costs` with all optimizer state on the device."""
     items = (item for item in graph.inputs if item.value.name in assignment.state_on_host)
     state = {x.value.name: optimizer_bytes(x, assignment.layouts[x.value.name], mesh.shape, training) for x in items}
     if not state:
@@ -162,8 +165,9 @@ class _Places:
 
 
 def _collectives(step: StepCost, places: _Places, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    """Those of conversions, of conversions made again in backward, and of ops themselves, of which recomputed ones
-    issue those of forward once more.
+    """The collectives of conversions, of conversions repeated in backward, and inner ones of ops.
+
+    Recomputed ops issue those of forward again.
     """
     costs = {cost.conversion: cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
@@ -182,7 +186,7 @@ def _collectives(step: StepCost, places: _Places, mesh: Mesh, cluster: Cluster) 
 
 
 def _of_bucket(bucket: Sequence[ConversionCost], mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    """Conversions made together: each collective has the bytes of all and takes the sum of what each is priced at."""
+    """The collectives of a bucket: each has the bytes of all its conversions and the sum of their prices."""
     first, users = bucket[0], tuple(use.user for cost in bucket for use in cost.conversion.uses)
     for same in zip(*(cost.collectives for cost in bucket)):
         time_s = sum(
@@ -196,7 +200,7 @@ def _of_bucket(bucket: Sequence[ConversionCost], mesh: Mesh, cluster: Cluster) -
 def _memory_bytes(
     graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, step: StepCost
 ) -> dict[str, int]:
-    """Bytes by kind, without what is on its way to the host."""
+    """Kind -> bytes, without those in transfer from or to the host."""
     memory: Counter[str] = Counter()
     places, pending = _Places.of(assignment), 0
     for item in graph.inputs:
@@ -222,7 +226,7 @@ def _memory_bytes(
 
 
 def _moved_bytes(graph: Graph, assignment: Assignment, step: StepCost) -> list[int]:
-    """What each offloaded region sends to the host in a microbatch."""
+    """Bytes that each region offloads in a microbatch."""
     places, found = _Places.of(assignment), [0] * len(assignment.offloaded)
     for op in graph.ops:
         if is_moved(op, places.recomputed, places.offloaded):

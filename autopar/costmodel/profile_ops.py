@@ -1,4 +1,4 @@
-"""What an assignment costs op by op: the figures from which stages of a pipeline are cut."""
+"""`profile`: the costs of an assignment op by op, from which a pipeline is cut into stages."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ _BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "wait
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A parameter or buffer that ops at `positions` read: each stage that has one of them holds it."""
+    """A parameter or buffer that the ops at `positions` read; each stage with one of them holds it."""
 
     positions: tuple[int, ...]
     state_bytes: float
@@ -30,12 +30,14 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """f64[ops] each. forward_s, backward_s: of one microbatch, collectives included; weight_s: what of backward makes
-    gradients of weights and may wait, as in zero-bubble schedules. split_s: what backward does twice if that waits, to
-    gather parameters again. once_s: once a step, what gathers parameters, reduces their gradients and updates them, at
-    their only reader. state_bytes: parameters, gradients, optimizer and gathered copies, there too, and the largest
-    transient of an op. saved_bytes: what a microbatch keeps for backward. waiting_bytes: what it keeps while only the
-    gradients of weights are to be made. crossing_bytes: of the values made before the op and read by it or later.
+    """The costs of an assignment by op, f64[ops] each.
+
+    `forward_s`, `backward_s`: of one microbatch, collectives included. `weight_s`: the part of backward for weight
+    gradients, which zero-bubble schedules put off. `split_s`: seconds of gathering parameters twice in a split
+    backward. `once_s`: gathers, gradient reductions and updates of parameters, once a step, at their only reader.
+    `state_bytes`: parameters, gradients, optimizer state and gathered copies, at the only reader too, and the largest
+    transient. `saved_bytes`: saved for the backward of a microbatch. `waiting_bytes`: kept while only weight gradients
+    are to be computed. `crossing_bytes`: of the values made before the op and read by it or later.
     """
 
     forward_s: np.ndarray
@@ -53,9 +55,10 @@ class Profile:
 def profile(
     graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
 ) -> Profile:
-    """The figures of `assignment`, as if it recomputed and offloaded nothing, on one device. Of one microbatch,
-    whatever `training` has in flight; with several, gathered parameters stay for all of them, and so do the gradients
-    that add up.
+    """The profile of `assignment` on one device, as if it recomputed and offloaded nothing.
+
+    It is for one microbatch, for any number in flight. With several microbatches, gathered parameters and their
+    accumulated gradients are kept for all of them.
     """
     training = replace(training, num_in_flight=1, num_waiting=0)
     step = step_cost(graph, replace(assignment, recomputed=(), offloaded=()), mesh, cluster, training)
@@ -70,7 +73,7 @@ def profile(
         columns["saved_bytes"][position] += cost.saved_bytes
         for collective in cost.collectives:
             columns[f"{collective.phase}_s"][position] += collective_time(cluster, mesh, collective)
-    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # of inputs, bytes and seconds a step
+    stored = {item.value.name: [0.0, 0.0] for item in graph.inputs}  # bytes and seconds a step of each input
     for cost in step.all_conversions():
         times = _times(cost, mesh, cluster)
         if cost.runs.is_once:
@@ -90,7 +93,7 @@ def profile(
 
 
 def _times(cost: ConversionCost, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
-    """Seconds of the conversion in forward, in backward and of what a split backward does twice."""
+    """Seconds of the conversion in forward, in backward, and of its repetition in a split backward."""
     times, share = {"forward": 0.0, "backward": 0.0}, cost.conversion.latency_share
     for collective in cost.collectives:
         times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=share)
@@ -108,7 +111,7 @@ def _of_inputs(
     stored: Mapping[str, list[float]],
     pending: frozenset[str],
 ) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:
-    """once_s and state_bytes of what one op reads, and what several do."""
+    """(once_s and state_bytes of inputs with one reader, inputs with several readers)."""
     once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
     uses, brought = uses_of(graph), brought_shares(graph, assignment.state_on_host)
     for item in graph.inputs:
@@ -141,9 +144,7 @@ def _crossing(graph: Graph, assignment: Assignment, mesh: Mesh, number: Mapping[
 
 
 def _lifetimes(graph: Graph, number: Mapping[str, int]) -> Iterator[tuple]:
-    """(value that an op makes, position of the op, position of its last reader). What needs no gradient is made anew
-    where it is read.
-    """
+    """(value, position of its op, position of its last reader); each reader recomputes values without gradient."""
     uses = uses_of(graph)
     for position, op in enumerate(graph.ops):
         for value in op.outputs:

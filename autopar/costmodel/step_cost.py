@@ -1,5 +1,6 @@
-"""What each op and each conversion of an assignment costs in a training step: the records that `evaluate` sums and
-`profile` lays along the ops, and the counts that the search's table is priced by.
+"""`step_cost`: a record of the cost of each op and each conversion of an assignment in a training step.
+
+`evaluate` sums the records, `profile` assigns them to ops, and the cost table uses their counts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,10 @@ from autopar.sbp.signature import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How often a conversion is made. is_once: once a step, else once a microbatch. num_again: how often backward makes
-    it again each time, without a gradient.
+    """The number of runs of a conversion.
+
+    `is_once`: once a step, otherwise once a microbatch. `num_again`: repetitions in backward each time, without a
+    gradient.
     """
 
     is_once: bool
@@ -33,12 +36,12 @@ class Runs:
 
 
 def runs_of(saving: Saving, training: Training, *, is_parameter: bool, is_regathered: bool) -> Runs:
-    """How often a step of `training` makes a conversion.
+    """The runs of a conversion in a step of `training`.
 
-    A parameter is converted once a step and kept for all microbatches. A regathered one is gathered for each forward
-    and again for each backward; where the gradients of weights come later than the others, backward runs the reading op
-    twice and gathers twice, but not in a recomputed region, whose second run is kept for both. All else is converted in
-    each microbatch, and again where its recomputed region runs again.
+    A parameter is converted once a step and kept for all microbatches. A regathered parameter is gathered for each
+    forward and again for each backward. If weight gradients are put off, backward runs the reading op twice and gathers
+    twice, except in a recomputed region, whose second run is kept for both. Any other value is converted in each
+    microbatch, and again when its region is recomputed.
     """
     if not is_parameter:
         return Runs(is_once=False, num_again=int(saving.region != NOWHERE))
@@ -50,9 +53,11 @@ def runs_of(saving: Saving, training: Training, *, is_parameter: bool, is_regath
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One run of an op on one device. forward_s, backward_s: of computing alone. saved_bytes: results and internal
-    tensors that it keeps for backward. waiting_bytes: the gradient that is kept until a weight gets its own.
-    collectives: those that it issues itself, in forward and in backward.
+    """The cost of one run of an op on one device.
+
+    `forward_s`, `backward_s`: of compute alone. `saved_bytes`: results and internal tensors that it saves for backward.
+    `waiting_bytes`: the gradient kept until a weight's gradient is computed. `collectives`: its inner ones, in forward
+    and in backward.
     """
 
     forward_s: float
@@ -64,9 +69,11 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class ConversionCost:
-    """One conversion. collectives: of making it, in forward and in backward; again: of making it in backward once more,
-    `runs.num_again` times. kept_bytes: from forward to backward, of all microbatches in flight; inside_bytes: more
-    while its recomputed region runs again; moved_bytes: to the host in each microbatch.
+    """The cost of one conversion.
+
+    `collectives`: in forward and in backward; `again`: of each of the `runs.num_again` repetitions in backward.
+    `kept_bytes`: from forward to backward, of all microbatches in flight; `inside_bytes`: more while its region is
+    recomputed; `moved_bytes`: offloaded in each microbatch.
     """
 
     conversion: Conversion
@@ -82,9 +89,11 @@ class ConversionCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """ops: by name. conversions: of each value, in the order of `assignment.conversions`. footprints: of ops by name.
-    transients: name of the op -> bytes of its transient that count. pending: parameters whose gradients are not there
-    yet at that moment.
+    """The records of a step.
+
+    `ops`: op name -> cost. `conversions`: value name -> costs, in the order of `assignment.conversions`. `footprints`:
+    op name -> footprint. `transients`: op name -> bytes of its transient that count. `pending`: parameters whose
+    gradients do not exist at that time.
     """
 
     ops: Mapping[str, OpCost]
@@ -95,17 +104,17 @@ class StepCost:
 
     @property
     def savings(self) -> Mapping[str, tuple[Saving, ...]]:
-        """What becomes of each value that is read at each of its conversions."""
+        """Name of each value that is read -> the saving of each of its conversions."""
         return {name: tuple(one.saving for one in of_value) for name, of_value in self.conversions.items()}
 
     def all_conversions(self) -> Iterator[ConversionCost]:
-        """Value after value."""
+        """The costs of all conversions, one value after the other."""
         for of_value in self.conversions.values():
             yield from of_value
 
 
 def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> StepCost:
-    """The records of `assignment`, in graph order."""
+    """The records of `assignment` in a step of `training`, in graph order."""
     known, regions = footprints(graph), (assignment.recomputed, assignment.offloaded)
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
     found = savings(graph, known, *regions)
@@ -131,7 +140,7 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
 
 
 def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> OpCost:
-    """What `op` costs under `strategy`."""
+    """The cost of `op` under `strategy`."""
     inputs, outputs = local_shapes(op, strategy, mesh_shape)
     return OpCost(
         *shapes_time(op, inputs, outputs, cluster),

@@ -22,9 +22,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 @dataclass(frozen=True)
 class Application:
-    """How an op calls `cls.apply`: `args` has a `Tensor` in the place of each tensor.
+    """The call of `cls.apply` by an op: `args` has a `Tensor` in the place of each tensor.
 
-    Of what it returns, the tensors are the op's results. `is_random`: it draws random numbers.
+    The tensors among its results are the op's results. `is_random`: whether it draws random numbers.
     """
 
     cls: type[torch.autograd.Function]
@@ -74,7 +74,7 @@ def is_function(op: Op) -> bool:
 
 
 def class_of(target: str) -> type[torch.autograd.Function] | None:
-    """The class that the op applies, if it is one of these."""
+    """The class that the op applies; None if it is no op of this module."""
     found = _APPLICATIONS.get(target)
     return found and found.cls
 

@@ -1,8 +1,8 @@
-"""What is true of an op by its name, whatever its tensors and however they are split: the one table of it.
+"""`OP_FACTS`: the properties of ops by name, for any tensors and any split.
 
-Lists of targets elsewhere state something else and stay with what they are about: which sums pass through an op
-(`sbp.rules`, each with its proof), which of its arguments are sizes of the whole tensor (`sbp.localize`), which of its
-numbers copies of a block may differ in (`ir.folding.fold`), which calls do nothing where they return their input
+Other lists of targets are about other properties and stay in their modules: which sums pass through an op (`sbp.rules`,
+each with its proof), which of its arguments are sizes of the whole tensor (`sbp.localize`), which of its numbers copies
+of a block may differ in (`ir.folding.fold`), which calls do nothing where they return their input
 (`ir.export.from_fx`), and what spmd_types has no entry for (`verify.check_placements`).
 """
 
@@ -38,7 +38,7 @@ def _all_inputs(op: Op) -> tuple[Value, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An op that adds up products.
+    """The facts of an op that sums products.
 
     flops: of one forward run, from the local shapes of all inputs and outputs. operands: the factors, of which each
     that needs a gradient costs backward one more product; in `Op.inputs` an activation stands before its weight.
@@ -112,7 +112,7 @@ def _tensordot(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 
 
 def _recurrent(op: Op, inputs: Shapes, outputs: Shapes) -> float:
-    """Each weight of each layer and direction meets each step of each sample."""
+    """Flops of a recurrent op: each weight of each layer and direction is used for each step of each sample."""
     weights = [shape for shape, value in zip(inputs, op.inputs) if value in _recurrent_weights(op)]
     return 2.0 * math.prod(inputs[0][:-1]) * sum(map(math.prod, weights))
 
@@ -170,7 +170,7 @@ PERMUTATIONS = _targets(
     "permute.default transpose.int t.default numpy_T.default mT.default swapaxes.default swapdims.default movedim.int"
     " movedim.intlist moveaxis.int moveaxis.intlist"
 )
-# Views of which the schema does not say so.
+# Views whose schema does not declare them as such.
 _UNDECLARED_VIEWS = _targets("_unsafe_view.default type_as.default conj_physical.default")
 
 

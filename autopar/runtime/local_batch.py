@@ -81,8 +81,9 @@ def rows_of(graph: Graph) -> dict[int, int]:
 
 
 def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | None:
-    """What `autopar.compile` is told by `batch`: None if every rank gives the whole batch. AutoparError if it is told
-    neither "global", "local" nor axes of the mesh.
+    """The meaning of `batch`, an argument of `autopar.compile`: None if every rank gives the whole batch.
+
+    AutoparError if it is neither "global", "local" nor axes of the mesh.
     """
     names = mesh.mesh_dim_names or ()
     if batch == "global":

@@ -1,6 +1,4 @@
-"""What the ranks of a mesh must agree on before the first collective of the model, and how an error of one reaches
-all.
-"""
+"""Agreement of the ranks of a mesh before the first collective of the model, and propagation of errors to all ranks."""
 
 import hashlib
 import time
@@ -97,8 +95,9 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
 
 
 def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives on the first rank, on every rank; if it fails there, the same error on every rank. `what` says
-    what is done.
+    """The result of `work` on the first rank, on every rank; if it fails there, every rank raises the same error.
+
+    `what` names the work.
     """
     result, error = _attempt(what, work) if is_first(mesh) else (None, None)
     result, told = from_first(mesh, (result, error))

@@ -190,7 +190,7 @@ class ShardedModule(nn.Module):
 
 @dataclass
 class Runtime:
-    """What a sharded module runs with: the programs loaded so far, by mode and input shapes."""
+    """The runtime of a sharded module: the programs loaded so far, by mode and input shapes."""
 
     mesh: DeviceMesh
     plan: Planner
@@ -474,9 +474,7 @@ class Runtime:
         return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(self._as_example, (args, kwargs)))
 
     def _as_example(self, leaf: Any) -> Any:
-        """What to trace with; AutoparError for an argument that neither is a tensor nor can be written into a
-        program.
-        """
+        """The example for an argument in tracing; AutoparError if it is neither a tensor nor a plain constant."""
         if isinstance(leaf, torch.Tensor):
             shape = leaf.shape if self.parts is None else self.parts.whole_shape(leaf)
             return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
@@ -591,7 +589,7 @@ def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
 
 
 def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict) -> tuple[Key, Key]:
-    """What the ranks must agree on (agree.KEY_PARTS), and of that what a program is made for; keywords in any order."""
+    """(parts of a call that the ranks must agree on, parts that a program depends on); keywords in any order."""
     kwargs = dict(sorted(kwargs.items()))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):

@@ -1,6 +1,4 @@
-"""An assignment holds all choices of a plan; the conversions between its layouts follow from it, and the same
-conversions are priced and lowered.
-"""
+"""`Assignment`, all decisions about a graph, and the conversions that follow from it, for pricing and lowering."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -12,8 +10,7 @@ from autopar.sbp.placement import I, Layout, Placement, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
 
-# Gradients are reduced together once they are this many bytes, as DistributedDataParallel does by default (its
-# bucket_cap_mb).
+# The size of a gradient bucket, the default of DistributedDataParallel (bucket_cap_mb).
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -30,13 +27,13 @@ def _of(subject: str, **default: Any) -> Any:
 class Assignment:
     """All that a plan decides about the ops and values of a graph.
 
-    strategies: op name -> strategy. layouts: input value name -> layout stored or handed in. kept: name of a value with
-    several uses -> the layout it is converted to once, from which each use is served by itself. outputs: output value
-    name -> layout it leaves in. regathered: parameters that are not kept as their one reader has them, but converted
-    again for its backward (unless it takes a role). recomputed: regions, each the names of consecutive ops, of which
-    only what enters them is kept for backward. offloaded: regions of which what is kept for backward waits in the
-    host's memory; a recomputed one lies within one or outside all. state_on_host: names of the parameters whose
-    optimizer state does so too, but while they are updated.
+    `strategies`: op name -> strategy. `layouts`: input value name -> layout in which it is stored or given. `kept`:
+    name of a value with several uses -> layout to which it is converted once, and from which it is converted for each
+    use. `outputs`: output value name -> layout. `regathered`: parameters that are not kept in the layout of their only
+    reader, but converted again for its backward (unless it takes a role). `recomputed`: regions, each the names of
+    consecutive ops, of which only the inputs are kept for backward. `offloaded`: regions whose saved activations wait
+    in the host's memory; a recomputed region lies within one or outside all. `state_on_host`: names of the parameters
+    whose optimizer state is on the host except during their update.
 
     A field is a mapping from names, a set of names, or groups of names; the methods hold for any field of these three
     forms.
@@ -52,7 +49,7 @@ class Assignment:
     state_on_host: frozenset[str] = _of(INPUT, default=frozenset())
 
     def renamed(self, names: Mapping[str, str]) -> "Assignment":
-        """The same choices for a graph in which op or value `name` is called `names[name]`."""
+        """The assignment for a graph in which op or value `name` is called `names[name]`."""
         return self._changed(lambda _, choices: {names[name]: choice for name, choice in choices.items()})
 
     def restricted(self, graph: Graph) -> "Assignment":
@@ -84,9 +81,7 @@ class Assignment:
         return self._changed(lambda _, choices: {name: _on_axes(choice, axes) for name, choice in choices.items()})
 
     def key(self, numbers: Mapping[str, Hashable]) -> Hashable:
-        """Equal for assignments of isomorphic graphs that choose the
-        same, given the `numbers` that stand for the names.
-        """
+        """A key that is equal for equal choices on isomorphic graphs; `numbers`: name -> its number in its graph."""
         found = (_choices(getattr(self, each.name)) for each in fields(self))
         return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in found)
 
@@ -104,7 +99,7 @@ class Assignment:
 
     @property
     def regions(self) -> Iterator[tuple[str, ...]]:
-        """All groups of ops, of each field that has some."""
+        """All groups of ops of all fields."""
         values = (getattr(self, each.name) for each in fields(self) if each.metadata[_NAMES] == OP)
         return (region for value in values if isinstance(value, tuple) for region in value)
 
@@ -165,7 +160,7 @@ Names = Mapping[str, tuple[str, ...]]
 
 
 def names_of(graph: Graph) -> Names:
-    """The names that the fields of the graph's assignments may have."""
+    """The names that may occur in the fields of assignments of `graph`."""
     return {
         OP: tuple(op.name for op in graph.ops),
         INPUT: tuple(item.value.name for item in graph.inputs),
@@ -175,9 +170,9 @@ def names_of(graph: Graph) -> Names:
 
 
 def graph_names(graph: Graph) -> Iterator[str]:
-    """Names of inputs, ops and values in an order that isomorphic graphs share.
+    """The names of inputs, ops and values in an order common to isomorphic graphs.
 
-    An op and its first value may have one name.
+    An op and a value may share a name.
     """
     yield from (item.value.name for item in graph.inputs)
     for op in graph.ops:
@@ -187,9 +182,8 @@ def graph_names(graph: Graph) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One reading of a value: slot `slot` of op `user`.
-
-    A graph output (user "output") or a buffer's write-back ("buffer").
+    """A use of a value: slot `slot` of op `user`, a graph output (user
+    "output") or a buffer's write-back ("buffer").
     """
 
     user: str
@@ -198,11 +192,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`value` in layout `src` is turned into `dst` for `uses`: for one of them, or for all to start from.
+    """A conversion of `value` from layout `src` to `dst` for `uses`: for one use, or to the kept layout for all.
 
-    `value.needs_grad` says whether a gradient comes back this way: none does where all that read it have none
-    themselves. `is_bucketed`: all it does is to reduce a parameter's gradient, which is done together with others.
-    `is_regathered`: what it makes is not kept for backward, but made again.
+    `value.needs_grad`: whether a gradient is propagated back through it, which is not so if no reader has one.
+    `is_bucketed`: whether it only reduces a parameter's gradient, in a bucket. `is_regathered`: whether its result is
+    not kept for backward, but made again.
     """
 
     value: Value
@@ -214,12 +208,12 @@ class Conversion:
 
     @property
     def latency_share(self) -> float:
-        """What part of a collective's latency it stands for."""
+        """The share of a collective's latency that it is priced at."""
         return latency_share(self.value) if self.is_bucketed else 1.0
 
 
 def uses_of(graph: Graph) -> dict[str, list[Use]]:
-    """All readings of every value, in graph order."""
+    """Name of each value -> all of its uses, in graph order."""
     uses: dict[str, list[Use]] = defaultdict(list)
     for op in graph.ops:
         for slot, value in enumerate(op.inputs):
@@ -233,7 +227,7 @@ def uses_of(graph: Graph) -> dict[str, list[Use]]:
 
 
 def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
-    """Layout in which each value comes into being."""
+    """Name of each value -> the layout in which it is produced."""
     layouts = {item.value.name: assignment.layouts[item.value.name] for item in graph.inputs}
     for op in graph.ops:
         for index, value in enumerate(op.outputs):
@@ -242,13 +236,13 @@ def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
 
 
 def written_buffer(graph: Graph, index: int) -> str:
-    """Name of the input value that mutation number `index` writes back to."""
+    """The name of the input value to which mutation number `index` writes back."""
     fqn = graph.mutations[index][0]
     return next(item.value.name for item in graph.inputs if item.kind == "buffer" and item.fqn == fqn)
 
 
 def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
-    """Layout in which a use reads its value."""
+    """The layout in which a use reads its value."""
     if use.user == "output":
         return assignment.outputs[graph.outputs[use.slot].name]
     if use.user == "buffer":
@@ -257,11 +251,11 @@ def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
 
 
 def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
-    """For each value that is read, its conversions in order: of several uses, first to the kept layout for all of them,
-    then from there for each use by itself; a single use is served from the layout in which the value comes into being.
+    """Name of each value that is read -> its conversions, in order.
 
-    Uses share nothing but the kept copy, so that what each costs depends on one pair of layouts. A conversion with `src
-    == dst` does nothing and is listed all the same.
+    With several uses, the first conversion is to the kept layout for all of them, the others from there for each use; a
+    single use is converted from the layout in which the value is produced. Uses share nothing but the kept copy, so
+    that the cost of each depends on one pair of layouts. A conversion with `src == dst` does nothing and is listed too.
     """
     produced, ops = produced_layouts(graph, assignment), {op.name: op for op in graph.ops}
     values = {item.value.name: item.value for item in graph.inputs} | {
@@ -284,19 +278,19 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
 
 
 def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:
-    """Whether an op reads, and not by a local implementation, which may save other tensors than the op does."""
+    """Whether a use is by an op without a role; a local op may save other tensors than the op does."""
     strategy = assignment.strategies.get(use.user)
     return strategy is not None and not any(signature.role for signature in strategy.signatures)
 
 
 def _as_read(value: Value, uses: Iterable[Use], ops: Mapping[str, Op]) -> Value:
-    """`value`, with a gradient if it gets one from any of `uses`."""
+    """`value`, with a gradient only if one of `uses` propagates one back."""
     gives = value.needs_grad and any(gives_gradient(use, ops) for use in uses)
     return value if gives == value.needs_grad else replace(value, needs_grad=gives)
 
 
 def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
-    """Whether a gradient can come back from a reading of a value that needs one; `ops` by name."""
+    """Whether a use propagates a gradient back to its value, if that needs one; `ops`: name -> op."""
     if use.user in ops:
         op = ops[use.user]
         return not op.is_no_grad and any(value.needs_grad for value in op.outputs)
@@ -304,11 +298,11 @@ def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
 
 
 def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
-    """Those of the `found` conversions that do something, in the groups in which they are made; most are alone.
+    """The `found` conversions that are not empty, grouped as they are issued; most groups have one.
 
     Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
-    all-reduced in backward: those of one type and one pair of layouts do it together, in order of first use, in buckets
-    that are full with BUCKET_BYTES; a parameter that fills one is alone in it.
+    all-reduced in backward. Those of one dtype and one pair of layouts share an all-reduce, in order of first use, in
+    buckets that are full at BUCKET_BYTES; a parameter that fills a bucket is alone in it.
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
@@ -328,10 +322,10 @@ def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversi
 
 
 def latency_share(value: Value) -> float:
-    """What part of a bucket's latency the gradient of parameter `value` is priced at: its share of a full bucket.
+    """The share of a bucket's latency that the gradient of parameter `value` is priced at: its share of a full bucket.
 
-    So the price of a gradient does not depend on the others. All but the last bucket of a type and a pair of layouts
-    hold at least BUCKET_BYTES, so what they cost is at most one latency more.
+    So the price of a gradient does not depend on the others. All buckets of a dtype and a pair of layouts but the last
+    have at least BUCKET_BYTES, so that their cost is at most one latency more.
     """
     return min(1.0, value.num_bytes / BUCKET_BYTES)
 

@@ -1,4 +1,4 @@
-"""Coordinate descent: move one node, or two joined by an edge, to their best strategies until no such move helps."""
+"""Coordinate descent: moves of one node, or of two neighbours, to their best strategies until no move helps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from autopar.search.deadline import Deadline
 from autopar.search.search_state import State, with_known
 from autopar.search.table import CostTable, cost_of, memory_of
 
-# A move must save this part of what it changes: rounding alone must not keep the descent going.
+# A move must save at least this share of the terms that it changes, so that rounding cannot keep the descent going.
 _LEAST_GAIN = 1e-12
 
 
@@ -24,7 +24,7 @@ class Incidence:
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """A table prepared for descent: forbidden entries cost, and take, more than all that is allowed together.
+    """A table prepared for descent: a forbidden entry costs, and takes, more than all allowed entries together.
 
     A finite number in place of `inf` lets a descent leave a forbidden start by the same comparisons.
     """
@@ -33,12 +33,12 @@ class Landscape:
     cost: tuple[np.ndarray, ...]
     memory: tuple[np.ndarray, ...]
     incident: tuple[tuple[Incidence, ...], ...]
-    groups: tuple[tuple[int, ...], ...]  # what moves together: single nodes first, then the ends of each edge
+    groups: tuple[tuple[int, ...], ...]  # nodes that move together: single nodes first, then the ends of each edge
     member_of: tuple[tuple[tuple[int, ...], ...], ...]  # for each node its groups
 
 
 def landscape(table: CostTable) -> Landscape:
-    """Prepare a checked table."""
+    """The `Landscape` of a checked table."""
     parts = (*table.nodes, *table.edges)
     cost_wall = 1e3 * sum(_largest(part.cost_s) for part in parts) or 1.0
     limited = np.isfinite(table.memory_limit_bytes)
@@ -59,14 +59,14 @@ def landscape(table: CostTable) -> Landscape:
 
 
 def descend_from_known(state: State, deadline: Deadline, *, most_descents: int) -> Iterator[State]:
-    """Yield the state with what descents from its most promising known choices, and from a few starts, end in."""
+    """Yield the state with the ends of descents from its most promising known choices and from a few cheap starts."""
     land, known = landscape(state.reduced.table), state.lowered
     promising = _promising(land.table, (*known, *own_starts(land)))[:most_descents]
     yield with_known(state, (*known, *(descend(land, start) for start in promising)))
 
 
 def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The starts, those worth descending from first: within the limit the cheapest, above it the lightest."""
+    """The starts, the most promising first: the cheapest within the limit, then the lightest above it."""
 
     def rank(start: tuple[int, ...]) -> tuple[float, float]:
         excess = max(0.0, memory_of(table, start) - table.memory_limit_bytes)
@@ -76,8 +76,9 @@ def _promising(table: CostTable, starts: Sequence[tuple[int, ...]]) -> list[tupl
 
 
 def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
-    """A choice that no move of one node or of two neighbours improves:
-    first less memory above the limit, then less cost.
+    """A choice, from `start`, that no move of one node or of two neighbours improves.
+
+    Better means less memory above the limit, then less cost.
     """
     current = list(start)
     used = _memory_used(land, current)
@@ -97,17 +98,16 @@ def descend(land: Landscape, start: Sequence[int]) -> tuple[int, ...]:
             used = _memory_used(land, current)
             settled -= _dependent(land, touched) - {group}
             has_room_changed = np.isfinite(land.table.memory_limit_bytes)
-        # Room under the memory limit is shared by all, costs only by neighbours, who come first.
+        # A move changes the costs of neighbours only, which are tried first, but the memory left for all nodes.
         if has_room_changed and len(settled) == len(land.groups):
             settled, has_room_changed = set(), False
     return tuple(current)
 
 
 def shed(land: Landscape, start: Sequence[int], *, most_moves: int) -> tuple[int, ...]:
-    """A choice above the limit brought within it by the moves of one node or of two neighbours that cost least for each
-    byte of the excess.
+    """A choice within the limit from `start`, which is above it, by the moves that cost least for each byte saved.
 
-    `start` as far as it came if no move saves memory, or when so many have been made.
+    It is still above the limit if no move saves memory or `most_moves` do not suffice.
     """
     current, limit = list(start), land.table.memory_limit_bytes
     for _ in range(most_moves):
@@ -127,7 +127,9 @@ def shed(land: Landscape, start: Sequence[int], *, most_moves: int) -> tuple[int
 def _cheapest_shed(
     land: Landscape, current: Sequence[int], group: tuple[int, ...], excess: float
 ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-    """Seconds for each byte that the group can take off the excess, `inf` if none, and the group's strategies then."""
+    """(seconds for each byte by which the group can reduce the excess,
+    `inf` if it cannot; group; its strategies then).
+    """
     now = tuple(current[v] for v in group)
     cost, memory = (_given_others(land, current, group, term) for term in ("cost", "memory"))
     saved = np.minimum(memory[now] - memory, excess)
@@ -137,8 +139,9 @@ def _cheapest_shed(
 
 
 def own_starts(land: Landscape) -> tuple[tuple[int, ...], ...]:
-    """Cheap starts: each node's own best by cost and, where it is limited,
-    by memory, with half of the least its edges add.
+    """Cheap starts: each node's best strategy alone, by cost and, if it is limited, by memory.
+
+    Half of the least terms of its edges count.
     """
     terms = ["cost", "memory"] if np.isfinite(land.table.memory_limit_bytes) else ["cost"]
     return tuple(tuple(_own_best(land, v, term) for v in range(len(land.cost))) for term in terms)
@@ -149,7 +152,7 @@ def _own_best(land: Landscape, v: int, term: str) -> int:
 
 
 def _best_move(land: Landscape, current: Sequence[int], group: tuple[int, ...], used: float) -> tuple[int, ...] | None:
-    """The group's best strategies given all others, or None when they are no better than the current ones."""
+    """The group's best strategies given those of all other nodes; None if they are no better than the current ones."""
     now, limit = tuple(current[v] for v in group), land.table.memory_limit_bytes
     cost = _given_others(land, current, group, "cost")
     most = cost[now] - _LEAST_GAIN * abs(cost[now])
@@ -167,7 +170,7 @@ def _best_move(land: Landscape, current: Sequence[int], group: tuple[int, ...], 
 
 
 def _given_others(land: Landscape, current: Sequence[int], group: tuple[int, ...], term: str) -> np.ndarray:
-    """Cost or memory of each combination of the group's strategies, everything else as it is."""
+    """Cost or memory of each combination of the group's strategies, with all other nodes unchanged."""
     if len(group) == 1:
         return _field(land, current, group[0], term, beside=-1)
     a, b = group
@@ -188,7 +191,7 @@ def _field(land: Landscape, current: Sequence[int], v: int, term: str, *, beside
 
 
 def _memory_used(land: Landscape, current: Sequence[int]) -> float:
-    """Bytes of the choice where memory is limited."""
+    """Bytes of the choice; 0 without a memory limit."""
     if np.isinf(land.table.memory_limit_bytes):
         return 0.0
     nodes = sum(float(memory[k]) for memory, k in zip(land.memory, current))
@@ -197,7 +200,7 @@ def _memory_used(land: Landscape, current: Sequence[int]) -> float:
 
 
 def _dependent(land: Landscape, touched: set[int]) -> set[tuple[int, ...]]:
-    """The groups with a node that is touched or beside one that is."""
+    """The groups with a node in `touched` or a neighbour of one."""
     beside = touched | {incidence.other for v in touched for incidence in land.incident[v]}
     return {group for v in beside for group in land.member_of[v]}
 

@@ -1,4 +1,4 @@
-"""The state of a search: what is left of the table, the incumbent and the lower bound. A solver improves it."""
+"""`State`: the pruned table, the incumbent and the lower bound of a search, which solvers improve."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from autopar.search.bounds.prune import Reduced, unreduced
 from autopar.search.deadline import Deadline
 from autopar.search.table import CostTable, cost_of, memory_of
 
-# What cannot beat the best choice by more than this part of its cost is dropped; proven bounds stay below the best by
-# as much.
+# Strategies that cannot beat the incumbent by more than this share of its cost are dropped; proven bounds stay below
+# the incumbent by as much.
 TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
 class Goal:
-    """No lower bound need be higher than `to_beat_s` seconds, nor nearer to the incumbent than the relative `gap`."""
+    """The goal of a search: a lower bound of `to_beat_s` seconds, or a relative `gap` to the incumbent."""
 
     to_beat_s: float = float("inf")
     gap: float = 0.0
@@ -25,12 +25,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class State:
-    """Every choice that beats the incumbent `best` lies in `reduced`, and none costs less than `lower_bound_s`.
+    """The state of a search: every choice that beats the incumbent `best` lies in `reduced`.
 
-    `best` is in terms of `reduced.table`, None as long as no choice within the limit is known. `around`: in terms of
-    the whole table, two choices, above the limit and within it, of equal cost at the price that gives the bound; None
-    where the limit does not bind. `known`: choices of the whole table, incumbents and others kept for recombination,
-    also above the limit.
+    No choice costs less than `lower_bound_s`. `best`: in terms of `reduced.table`; None if no choice within the limit
+    is known. `around`: two choices of the whole table, above the limit and within it, with equal objectives at the
+    price that gives the bound; None if the limit does not bind. `known`: incumbents and other choices of the whole
+    table kept for recombination, possibly above the limit.
     """
 
     reduced: Reduced
@@ -48,11 +48,11 @@ class State:
 
 
 class Solver(Protocol):
-    """A part of the search: yields states that are each at least as good as `state`, or nothing.
+    """A part of the search, which yields states that are each at least as good as `state`, or nothing.
 
-    A yielded state has an incumbent that costs no more, a lower bound that is no lower, or a smaller table. The work
-    ends when the goal is reached or, soon, after the deadline. The same state gives the same states, unless the
-    deadline comes first. Raises `InfeasibleError` where no choice is within the limit.
+    A yielded state has an incumbent that costs no more, a lower bound that is no lower, or a smaller table. The solver
+    ends when the goal is reached or, soon, after the deadline. The same state gives the same states unless the deadline
+    comes first. InfeasibleError if no choice is within the limit.
     """
 
     def __call__(self, state: State, deadline: Deadline) -> Iterator[State]: ...
@@ -64,7 +64,7 @@ def beginning(table: CostTable, known: Iterable[tuple[int, ...]] = (), goal: Goa
 
 
 def with_known(state: State, choices: Iterable[tuple[int, ...]]) -> State:
-    """The state with these choices of `reduced.table` known too, the first of equals as its incumbent."""
+    """The state with these further known `choices` of `reduced.table`; the first of the cheapest is the incumbent."""
     choices = tuple(choices)
     best = cheapest(state.reduced.table, (*choices, *(() if state.best is None else (state.best,))))
     known = dict.fromkeys((*map(state.reduced.lift, choices), *state.known))
@@ -72,31 +72,32 @@ def with_known(state: State, choices: Iterable[tuple[int, ...]]) -> State:
 
 
 def trivial_bound(table: CostTable) -> float:
-    """Each node and edge at its least."""
+    """The sum of the least costs of all nodes and edges, a lower bound."""
     return sum(float(part.cost_s.min()) for part in (*table.nodes, *table.edges))
 
 
 def is_solved(state: State) -> bool:
-    """Whether the best choice is proven to be one."""
+    """Whether the incumbent is proven optimal."""
     return state.best is not None and is_closed(cost_of(state.reduced.table, state.best), state.lower_bound_s)
 
 
 def proven(cost_s: float, lower_bound_s: float, *, is_pruned: bool) -> float:
-    """What a lower bound on what is left proves about the whole table: pruning
-    has dropped what is better by less than the tolerance.
+    """The lower bound of the whole table that follows from one of the pruned table.
+
+    Pruning may have dropped choices that are better than the incumbent by less than the tolerance.
     """
     return min(lower_bound_s, cost_s - TOLERANCE * abs(cost_s) if is_pruned else cost_s)
 
 
 def num_entries(table: CostTable) -> int:
-    """Strategies and allowed pairs."""
+    """The number of strategies and allowed pairs of a table."""
     return sum(node.cost_s.size for node in table.nodes) + sum(
         int(np.isfinite(edge.cost_s).sum()) for edge in table.edges
     )
 
 
 def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The cheapest choice within the limit, the first of equals; None when there is none."""
+    """The cheapest of `choices` within the limit, the first of equals; None if there is none."""
     within = [
         c for c in choices if memory_of(table, c) <= table.memory_limit_bytes and cost_of(table, c) < float("inf")
     ]
@@ -104,5 +105,5 @@ def cheapest(table: CostTable, choices: Iterable[tuple[int, ...]]) -> tuple[int,
 
 
 def is_closed(cost_s: float, lower_bound_s: float) -> bool:
-    """Whether the bound is as near to the cost as this package ever brings it."""
+    """Whether the bound equals the cost up to the tolerance of pruning."""
     return cost_s - lower_bound_s <= 5 * TOLERANCE * abs(cost_s)

@@ -1,4 +1,4 @@
-"""The search in one function: `SOLVERS`, one after the other, each on the state that the one before it leaves."""
+"""`solve`: the search of a cost table by `SOLVERS`, one after the other, each on the last state of the previous one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -17,13 +17,13 @@ from autopar.search.min_plus.sparse_core import core
 from autopar.search.search_state import Goal, Solver, State, beginning, cheapest, is_solved, num_entries, trivial_bound
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
 
-# A table of fewer strategies and pairs is bounded as well as any price can in a few hundredths of a second.
+# A table of fewer strategies and pairs gets the best Lagrangian bound in a few hundredths of a second.
 _FEW_ENTRIES = 1e5
 
 
 @dataclass(frozen=True)
 class Row:
-    """A solver and what it is called where progress is shown."""
+    """A solver with its name in progress reports."""
 
     name: str
     solve: Solver
@@ -56,13 +56,15 @@ def solve(
 ) -> Choice:
     """The cheapest choice within the memory limit, and a proven lower bound.
 
-    Never worse than any start within the limit. The same table and starts give the same choice, unless the deadline
-    comes first; after it the cheapest start within the limit is returned as it is. `enough_gap`: a search under a
-    binding limit ends when the choice is so near to its bound, relatively, unless nearer comes at once. `to_beat_s`: it
-    also ends when no choice can cost less than this. `is_brief`: or when the limit is seen to bind and about the best
-    price on memory gives a bound and the choices `around` the limit. `progress(stage, cost_s, lower_bound_s)` is called
-    at each improvement, the stage being the name of one of the `solvers`. Raises `InfeasibleError` with the least
-    memory that would do, `ValueError` for a malformed table.
+    It is never worse than any of `starts` within the limit. The same table and starts give the same choice unless the
+    deadline comes first; a call after the deadline returns the cheapest start within the limit.
+
+    `enough_gap`: under a binding limit, the search ends at this relative gap; a small table is closed further.
+    `to_beat_s`: the search also ends when no choice can cost less than this. `is_brief`: it also ends when the limit is
+    known to bind, with the bound at about the best price on memory and the choices `around` the limit. `progress(stage,
+    cost_s, lower_bound_s)` is called at each improvement; `stage` is the name of one of the `solvers`.
+
+    InfeasibleError with the least memory that would do, ValueError for a malformed table.
     """
     table = checked(table)
     _check_starts(table, starts)
@@ -86,7 +88,7 @@ def solve(
 
 
 def _without_search(table: CostTable, starts: Sequence[tuple[int, ...]]) -> Choice:
-    """The cheapest start within the limit."""
+    """The cheapest start within the limit; InfeasibleError if there is none."""
     start = cheapest(table, starts)
     if start is None:
         raise _out_of_time(table)
@@ -95,13 +97,13 @@ def _without_search(table: CostTable, starts: Sequence[tuple[int, ...]]) -> Choi
 
 def _out_of_time(table: CostTable) -> InfeasibleError:
     limit = f"{table.memory_limit_bytes:.0f} bytes per device"
-    return InfeasibleError(f"no choice within {limit} was found in the time there was; allow more time or memory")
+    return InfeasibleError(f"no choice within {limit} was found in the time limit; allow more time or memory")
 
 
 def _choices_of_core(
     table: CostTable, starts: Sequence[tuple[int, ...]], goal: Goal, deadline: Deadline, solvers: Sequence[Row]
 ) -> Iterator[tuple[str, Choice]]:
-    """The choices of a table without a limit, by way of its core."""
+    """`_choices` for a table without a memory limit, searched on its core."""
     small = core(table)
     lowered = [small.lower(start) for start in starts]
     with closing(_choices(small.table, lowered, goal, deadline, solvers)) as choices:

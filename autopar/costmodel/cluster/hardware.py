@@ -1,4 +1,4 @@
-"""The hardware a plan is made for: device speeds, and links from the inside of a node outwards."""
+"""`Cluster`: the figures of the hardware: rates of a device, and link levels from the inside of a node outwards."""
 
 import json
 import math
@@ -13,8 +13,9 @@ from autopar.errors import MeshError, PlanError
 
 @dataclass(frozen=True, slots=True)
 class LinkLevel:
-    """Joins `size` children (devices, or blocks of the level inside); 0: as many as needed, on the outermost level
-    only.
+    """A link level that joins `size` children (devices, or blocks of the level inside).
+
+    `size` 0: as many as needed, for the outermost level only.
 
     `bandwidth_bytes_per_s` is one direction of one device's fair share: a node's only network card of 12.5 GB/s that
     eight devices share gives each 1.56 GB/s.
@@ -27,12 +28,13 @@ class LinkLevel:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`levels` from the inside out; ranks fill the innermost level first.
+    """The hardware that a plan is made for.
 
-    `flops_per_s` by dtype name ("bfloat16") must have "float32", which stands for the dtypes it lacks. `kind_factors`:
-    measured time of a collective kind over its formula, 1 where absent. `host_bandwidth_bytes_per_s`: one direction of
-    one device's fair share of the way to the host's memory; 0: not known, nothing goes. `source` says where the numbers
-    come from. device_type: "cpu", or else a GPU's: by it ops choose kernels, which keep other tensors.
+    `levels`: from the inside out; ranks fill the innermost level first. `flops_per_s`: dtype name ("bfloat16") -> rate;
+    it must have "float32", which is used for all missing dtypes. `kind_factors`: kind of collective -> measured time
+    over formula, 1 if absent. `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the link to the
+    host's memory; 0: not known, nothing is offloaded. `source`: the origin of the figures. `device_type`: "cpu", or
+    that of a GPU, by which ops choose kernels with other saved tensors.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> float:
-        """How many devices there are, infinity if the outermost level is unbounded."""
+        """The number of devices; infinity if the outermost level is unbounded."""
         return math.prod(level.size or math.inf for level in self.levels)
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
@@ -60,10 +62,10 @@ class Cluster:
 
     @property
     def host_s_per_byte(self) -> float:
-        """Seconds to move a byte to the host's memory or back; PlanError if no way is known."""
+        """Seconds of copying a byte to the host's memory or back; PlanError if the bandwidth is not known."""
         if not self.host_bandwidth_bytes_per_s:
             raise PlanError(
-                f"cluster {self.name!r}: nothing says how fast the host's memory is reached; give"
+                f"cluster {self.name!r}: the bandwidth to the host's memory is not known; give"
                 " host_bandwidth_bytes_per_s"
             )
         return 1 / self.host_bandwidth_bytes_per_s
@@ -72,7 +74,7 @@ class Cluster:
         return json.dumps(asdict(self), indent=2)
 
 
-# Rates beyond these are no device's, and times computed from them no finite numbers.
+# Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
 
 
@@ -104,7 +106,7 @@ def _check(cluster: Cluster) -> None:
 
 
 def _numbers(cluster: Cluster) -> Iterator[tuple[str, object, float, float]]:
-    """(field, what it holds, the least and the most it may be) of every number; links may be infinitely fast."""
+    """(field, value, least, most) of every number; links may be infinitely fast."""
     for number, level in enumerate(cluster.levels):
         yield f"latency_s of level {number}", level.latency_s, 0.0, _MOST
         yield f"bandwidth_bytes_per_s of level {number}", level.bandwidth_bytes_per_s, _LEAST, math.inf
@@ -117,7 +119,7 @@ def _numbers(cluster: Cluster) -> Iterator[tuple[str, object, float, float]]:
 
 
 def cluster_from_json(text: str) -> Cluster:
-    """Inverse of `Cluster.to_json`; ValueError if it is none."""
+    """The cluster that `Cluster.to_json` wrote; ValueError for other text."""
     try:
         fields = json.loads(text)
         levels = tuple(LinkLevel(**level) for level in fields.pop("levels"))

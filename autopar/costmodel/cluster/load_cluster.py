@@ -1,4 +1,4 @@
-"""Finding a cluster by name or file."""
+"""`load_cluster`: a cluster by name or file."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster"]
 
 
 def load_cluster(spec: Cluster | str | Path) -> Cluster:
-    """A `Cluster` as it is, a preset by name, or a JSON file by path.
+    """The cluster of `spec`: a `Cluster`, the name of a preset, or the path of a JSON file.
 
     ValueError lists the presets if it is none of these.
     """

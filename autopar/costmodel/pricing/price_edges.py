@@ -1,4 +1,4 @@
-"""What every pair of choices costs together: the conversions of the values that go from one to the other."""
+"""Edge costs of the table: those of the conversions of values between two entities, for every pair of options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ from autopar.mesh import Mesh
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
-# f64 seconds, bytes, bytes while its region runs again, and bytes that a microbatch moves to the host
+# f64 seconds, bytes, bytes while its region is recomputed, and bytes that a microbatch offloads
 Prices = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PricedFlow:
-    """What the price of a flow depends on: nameless `value` goes from the layouts `src` to the layouts `dst`."""
+    """The key of a flow's price: a nameless `value` converted from the layouts `src` to the layouts `dst`."""
 
     value: Value
     src: Offered
@@ -40,7 +40,7 @@ class PricedFlow:
 
     @property
     def transition(self) -> Transition:
-        """The same for the list of layouts at each end."""
+        """The conversions between the lists of layouts at both ends."""
         return Transition(
             self.value, self.src.layouts, self.dst.layouts, self.saving, self.is_parameter, self.is_stored
         )
@@ -48,12 +48,12 @@ class PricedFlow:
 
 @dataclass(frozen=True, slots=True)
 class EdgePart:
-    """A flow as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's
-    second node to its first if it is turned.
+    """A flow as it occurs on an edge: `count` says how often and with what share of bytes, and from the edge's second
+    node to its first if it is turned.
     """
 
     flow: PricedFlow
-    # times, share of the bytes inside of a region, of those moved, seconds for each of those a step
+    # times, weight of the bytes inside a region, weight of offloaded bytes, seconds of waiting for each of those a step
     count: tuple[float, ...]
     is_turned: bool
 
@@ -61,8 +61,10 @@ class EdgePart:
 def price_edges(
     flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
-    """Flows between the same two entities become one edge; those of an entity with itself join its node. Equal ones
-    share their arrays.
+    """(nodes, edges) of the table: flows between two entities form one edge, those of an entity with itself join its
+    node.
+
+    Equal edges share their arrays.
     """
     parts = _parts(flows, training.num_microbatches)
     found_flows = dict.fromkeys(part.flow for found in parts.values() for part in found)
@@ -99,12 +101,14 @@ def _priced_flow(flow: Flow, flows: Flows) -> PricedFlow:
 
 
 def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
-    """f64[src.layouts, dst.layouts]: the conversion, as often as `runs_of` says, and what backward keeps of it."""
+    """f64[src.layouts, dst.layouts] each: seconds of the conversion,
+    repeated as `runs_of` says, and its saved bytes.
+    """
     way, pair, is_parameter = flow.transition, (flow.src.layouts, flow.dst.layouts), flow.is_parameter
     again = np.logical_and.outer(flow.src.again, flow.dst.again) & is_parameter
     is_bucketed = is_parameter and flow.is_stored
     if is_bucketed:
-        again &= ~only_reduces_gradient(*pair)  # nothing is gathered that could be gathered again
+        again &= ~only_reduces_gradient(*pair)  # it gathers nothing in forward, so that it cannot be regathered
     kept, regathered = (
         runs_of(flow.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
     )
@@ -137,9 +141,7 @@ def _with_own(node: Node, parts: Sequence[EdgePart], prices: Mapping[PricedFlow,
 def _spread(
     parts: Sequence[EdgePart], prices: Mapping[PricedFlow, Prices], zeros: dict[tuple[int, int], np.ndarray]
 ) -> Matrices:
-    """f64[options of a, options of b]: the sum over the parts. `zeros`: those already made, for matrices of nothing
-    else.
-    """
+    """f64[options of a, options of b]: the sum over the parts; `zeros`: shape -> shared array of zeros, extended."""
     first, *others = [_spread_one(part, prices, zeros) for part in parts]
     for more in others:
         first = first[0] + more[0], first[1] + more[1]

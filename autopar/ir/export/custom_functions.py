@@ -50,7 +50,7 @@ def functions_kept() -> Iterator[None]:
 
 
 def _without_checkpoint(function: Callable[..., Any], preserves_rng: bool, *args: Any) -> Any:
-    """What the checkpointed function gives: without gradient where no tensor given needs one, as torch has it."""
+    """The results of a checkpointed function, without gradient if no given tensor needs one, as in torch."""
     tracks = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracks):
         return function(*args)

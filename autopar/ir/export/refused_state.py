@@ -1,5 +1,6 @@
-"""What an export would lose without a word: hooks on gradients are refused by name, and so are buffers that change
-shape; others that the forward replaces are written back.
+"""State that an export would lose silently: hooks on gradients and buffers that change shape are refused by name.
+
+Other buffers that the forward replaces are written back.
 """
 
 import functools

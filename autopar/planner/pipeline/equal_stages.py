@@ -1,5 +1,5 @@
-"""Stages that are alike: the same ops wired alike, asked the same, so that a plan of one is one of the other but for
-names.
+"""Isomorphic stages: equal up to names and with equal requests, so that
+the plan of one can be renamed for the other.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""What a sweep by hand may try on a model: pipeline depths and meshes, numbers of microbatches, plans by hand; and what
-the blocks of the model cost under each.
-"""
+"""The points of a sweep by hand: pipeline depths, meshes, numbers of microbatches and hand plans, with block costs."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -1,5 +1,5 @@
-"""The best layouts of each stage of a pipeline that is cut already, searched on the stage's own mesh under its rank's
-memory limit.
+"""The best layouts of each stage of a pipeline that is cut already, searched on
+the stage's own mesh under its rank's memory limit.
 """
 
 import math
@@ -44,9 +44,10 @@ _MOST_KEPT = 8
 
 
 def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
-    """The plans of the stages, those of a rank together within its limit; once the budget is spent, stages are laid out
-    as by hand where that fits. InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has
-    seen to fit should.
+    """The plans of the stages, those of a rank together within its limit.
+
+    Once the budget is spent, stages are laid out as by hand where that fits. InfeasibleError if one rank's cannot be
+    made to fit, which a plan that the sweep has seen to fit should.
     """
     solver.budget = budget
     solved: dict[int, Plan] = {}
@@ -56,10 +57,10 @@ def solve_stages(solver: "Solver", limits_bytes: Sequence[float], budget: Budget
 
 
 class Solver:
-    """What is known of the stages of one cut from what was searched before; ranks alike in all that matters are
-    searched once.
+    """The search of the stages of one cut, with a cache of what was searched before; isomorphic ranks are searched
+    once.
 
-    crossing: what crosses a cut -> its layout there. may_move_state: whether optimizer state may wait on the host.
+    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class Solver:
         return plans
 
     def _tie_within(self, numbers: Sequence[int]) -> None:
-        """What several stages of a rank share is stored on all of them as the plan by hand stores it: none of them is
-        searched first.
+        """Fix tied parameters of several stages of a rank to the layouts of
+        the hand plan, since no stage is searched first.
         """
         seen: set[str] = set()
         for number in numbers:
@@ -160,8 +161,9 @@ class Solver:
         return Wanted(number, stage.graph, self.wirings[number], request, self._regions(stage.graph), most_saved)
 
     def _best(self, stages: Stages) -> StagePlans:
-        """The fastest of a few numbers of blocks that are recomputed, or wait on the host; the most is what the plan by
-        hand recomputes.
+        """The fastest of a few numbers of blocks that are recomputed, or wait on the host.
+
+        The most is what the plan by hand recomputes.
         """
         best: StagePlans | None = None
         failure: InfeasibleError | None = None
@@ -200,14 +202,15 @@ class Solver:
 
     @property
     def is_late(self) -> bool:
-        """Whether the plan by hand is to do, since the budget is spent: unless parameters are stored in layouts that it
-        may not have.
+        """Whether the plan by hand is to do, since the budget is spent: unless
+        parameters are stored in layouts that it may not have.
         """
         return self.budget.is_spent and not (self.request.pins or self.request.stored or self.tied)
 
     def _as_written(self, stages: Stages) -> StagePlans | None:
-        """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way; None
-        if they do not fit, or are to be stored otherwise.
+        """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way.
+
+        None if they do not fit, or are to be stored otherwise.
         """
         asked, parts = [], []
         for one in stages:
@@ -244,9 +247,10 @@ class Solver:
         return tuple(region for region in self.cut.regions if region[0] in own)
 
     def _saving(self, stages: Stages, free: StagePlans, pressure: float) -> StagePlans:
-        """The best plans with these blocks recomputed or on the host, `free` without a memory limit. Those of a rank
-        alike under more pressure that fit here too are taken if they are nearly as fast as that, since it is the
-        slowest rank that counts.
+        """The best plans with these blocks recomputed or on the host, `free` without a memory limit.
+
+        Those of a rank alike under more pressure that fit here too are taken if they are nearly as fast as that, since
+        it is the slowest rank that counts.
         """
         if self._fits(free):
             return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
@@ -270,9 +274,10 @@ class Solver:
     def _with_state_on_host(
         self, stages: Stages, free: StagePlans, pressure: float, other: StagePlans | None
     ) -> StagePlans | None:
-        """The best plans with these blocks recomputed or offloaded and optimizer state on the host; None if there are
-        none, or if `other`, without, is known to be as good. Those of a rank alike, or nearly as fast as `free`,
-        without a memory limit, will do.
+        """The best plans with these blocks recomputed or offloaded and optimizer state on the host.
+
+        None if there are none, or if `other`, without, is known to be as good. Those of a rank alike, or nearly as fast
+        as `free`, without a memory limit, will do.
         """
         if not self.can_move_state or (other is not None and not other.is_short):
             return None
@@ -327,8 +332,9 @@ class Solver:
         return found.memory_bytes <= self.limit_bytes
 
     def _search(self, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False) -> StagePlans:
-        """The stages' tables side by side under one limit; is_on_host: those of `with_moves`, whose seconds are not
-        those of a step.
+        """The stages' tables side by side under one limit.
+
+        is_on_host: those of `with_moves`, whose seconds are not those of a step.
         """
         settings = [self._setting(one) for one in stages]
         problems = [self._problem(one) for one in stages]

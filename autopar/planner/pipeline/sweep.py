@@ -104,7 +104,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What all points of a sweep share."""
+    """The data that all points of a sweep share."""
 
     model: Model
     cluster: Cluster

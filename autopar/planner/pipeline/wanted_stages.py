@@ -1,4 +1,4 @@
-"""What is asked of the stages of a rank, and the plans that answer it."""
+"""The search tasks of the stages of a rank, and the plans that solve them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,10 @@ from autopar.search.table import CostTable, Edge
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A stage, and what is asked of its plan. number: of the stage. wiring: equal for stages of the same ops wired
-    alike. regions: all blocks that may be recomputed; most_saved: how many of them the plan by hand recomputes.
+    """The search task of one stage.
+
+    `number`: of the stage. `wiring`: equal for isomorphic stages. `regions`: all blocks that may be recomputed;
+    `most_saved`: the number of them that the hand plan recomputes.
     """
 
     number: int
@@ -32,7 +34,7 @@ class Wanted:
 
     @property
     def key(self) -> Any:
-        """Equal for stages that are searched alike but for what is in flight."""
+        """A key that is equal for stages that differ only in what is in flight."""
         return self.wiring, requested_of(self.graph, self.request)
 
 
@@ -40,17 +42,17 @@ Stages = tuple[Wanted, ...]  # of one rank
 
 
 def key_of(stages: Stages) -> Any:
-    """Equal for ranks whose stages are searched alike but for what is in flight."""
+    """A key that is equal for ranks whose stages differ only in what is in flight."""
     return tuple(one.key for one in stages)
 
 
 def pressure_of(trainings: Iterable[Training], limit_bytes: float) -> float:
-    """How hard it is to fit: microbatches that keep something for each byte of the limit."""
+    """The pressure on memory: the number of microbatches that keep tensors, for each byte of the limit."""
     return sum(one.num_in_flight + one.num_waiting for one in trainings) / limit_bytes
 
 
 def side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
-    """The tables as one, with nothing in common but the memory."""
+    """The tables as one table, which share the memory limit only."""
     nodes, edges = [], []
     for table in tables:
         edges += [
@@ -84,8 +86,8 @@ class StagePlans:
 
 
 def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
-    """First, inner and last copies apart, and those that are recomputed or offloaded, which are the first, from those
-    that are not.
+    """First, inner and last copies apart, and those that are recomputed or
+    offloaded, which are the first, from those that are not.
     """
     found = []
     for repeat in folded.repeats:

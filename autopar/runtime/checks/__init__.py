@@ -1,1 +1,1 @@
-"""What tells a user at the next call that what runs is not what the code says."""
+"""Checks at a call that the running program still agrees with the model as the user sees it."""

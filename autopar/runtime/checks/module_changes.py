@@ -1,6 +1,7 @@
-"""What of a module its program was made from, so that the next call notices what was changed meanwhile.
+"""`ModuleWatch`: the state of a module that its program was made from, so that the next call notices changes.
 
-A `ModuleWatch` compares objects by identity, at every call; only if one differs, two `describe` are compared.
+A `ModuleWatch` compares objects by identity, at every call; only if one differs, two results of `describe` are
+compared.
 """
 
 import warnings
@@ -45,7 +46,7 @@ class Changes:
         self.states[self.generation] = describe(module)
 
     def of(self, module: nn.Module | None) -> "Changes":
-        """Those of a copy, whose state is its own; None if nothing is planned yet."""
+        """The watch of a copy, which has state of its own; None if nothing is planned yet."""
         made = Changes(generation=self.generation)
         if module is not None and self.watch is not None:
             made.take(module)
@@ -159,7 +160,7 @@ class ModuleWatch:
 
 @torch.no_grad()
 def describe(module: nn.Module) -> State:
-    """What a program depends on, by name: modules, their attributes and hooks, and of tensors all but the content."""
+    """The state that a program depends on, by name: modules, attributes, hooks, and all of tensors but their contents."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -223,7 +224,7 @@ def _value(x: Any) -> Any:
 
 
 def _copied(x: Any) -> Any:
-    """What may change inside of `x`: of containers and objects such as a config the items that compare simply."""
+    """The mutable parts of `x`: for containers and objects such as a config the items that compare simply."""
     if isinstance(x, (list, tuple)):
         return [_item(item) for item in x]
     if isinstance(x, (set, frozenset)):

@@ -1,4 +1,4 @@
-"""What becomes of a parameter that somebody still holds after its module took a sharded one in its place."""
+"""`ReplacedParameter`: a parameter that a user still holds after a sharded one replaced it in its module."""
 
 from typing import Any, NoReturn
 

@@ -9,7 +9,8 @@ from autopar.ir.graph import Graph, Op, Value
 from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, Names, names_of, uses_of
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 
-# The first copy reads what comes before, the last is read by what comes after; the second stands for all between.
+# The first copy reads values from before the repeat, ops behind the repeat read the last; the second represents all
+# between.
 _NUM_KEPT = 3
 
 
@@ -46,7 +47,7 @@ def shorten(graph: Graph, folded: Folded) -> Short:
     """
     uses = uses_of(graph)
     position = {op.name: number for number, op in enumerate(graph.ops)}
-    dropped: dict[str, Op] = {}  # op -> its like in the second copy
+    dropped: dict[str, Op] = {}  # op -> its counterpart in the second copy
     counts: dict[str, int] = {}
     for repeat in folded.repeats:
         found = _dropped(graph, repeat, position, _NUM_KEPT)
@@ -81,7 +82,7 @@ def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
 
 
 def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> Iterator[Repeat]:
-    """Those whose copies are alike, with what is added."""
+    """The repeats whose copies are still of one class in the microbatch, with the added ops."""
     classes = [same[op.name] for op in micro.graph.ops]
     position = {op.name: number for number, op in enumerate(micro.graph.ops)}
     for repeat in folded.repeats:
@@ -93,7 +94,7 @@ def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> It
 
 
 def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Repeat, ...]:
-    """Those that have more than so many copies of which only each and the next read what one makes."""
+    """The repeats with more than `num_kept` copies in which only a copy itself and the next read its values."""
     uses, position = uses_of(graph), {op.name: number for number, op in enumerate(graph.ops)}
     dropped = ((repeat, _dropped(graph, repeat, position, num_kept)) for repeat in repeats)
     return tuple(repeat for repeat, ops in dropped if _is_used_in_turn(graph, repeat, ops, uses, position))

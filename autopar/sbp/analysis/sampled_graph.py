@@ -29,19 +29,22 @@ class Sampled:
     repeat_of: Mapping[str, int] = field(default_factory=dict)
 
     def num(self, name: str) -> int:
-        """How many ops or inputs of the whole graph this one stands for."""
+        """The number of ops or inputs of the whole graph that this one represents."""
         return self.times.get(name, 1)
 
     def num_readings(self, maker: str, user: str) -> int:
-        """How many readings of the whole graph one by op `user` stands for, of what op or input `maker` gives.
+        """The number of uses in the whole graph that one use by op `user` represents, of a value of op or input
+        `maker`.
 
-        Copies of one repeat hand values on: as many as there are makers. What comes from elsewhere is read by each.
+        Values between copies of one repeat are used as often as there are makers, others once by each copy.
         """
         is_inside = maker in self.repeat_of and self.repeat_of.get(user) == self.repeat_of[maker]
         return self.num(maker if is_inside else user)
 
     def num_between(self, *ops: str) -> int:
-        """How often the last of `ops` comes between the others, which are neighbours, or behind the only one."""
+        """The number of times that the last of `ops` occurs between the
+        others, which are neighbours, or behind the only one.
+        """
         *ends, name = ops
         is_beside = self.repeat_of.get(name, -1) in {self.repeat_of.get(end) for end in ends}
         return 1 if is_beside else self.num(name)

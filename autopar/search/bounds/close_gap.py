@@ -1,6 +1,4 @@
-"""Close the gap that the best price leaves: ask for a choice below a threshold
-just above the bound, and raise it until there is one.
-"""
+"""Closing the duality gap: search for a choice below a threshold above the bound, and raise it until there is one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,20 +11,19 @@ from autopar.search.min_plus.eliminate import Limits, elimination_order
 from autopar.search.search_state import TOLERANCE, State, cheapest, is_solved, proven
 from autopar.search.table import cost_of
 
-# What the joint array of a bucket may take, and all of them.
+# Limits of the joint array of a bucket, and of all arrays together.
 _LIMITS = Limits(entries=2e6, additions=3e8)
-# The first threshold is this part of the gap above the bound: a narrow gap has few labels.
+# The first threshold lies above the bound by this share of the gap: a narrow gap has few labels.
 _FIRST_WINDOW = 1 / 16
-# Labels a message, one after the other: fewer make the bound weaker, more take longer.
+# The most labels of a message, in successive attempts: fewer labels weaken the bound, more take longer.
 _LABEL_COUNTS = (2_000, 20_000, 200_000, 2_000_000)
 
 
 def close(now: State, deadline: Deadline, *, label_counts: Sequence[int] = _LABEL_COUNTS) -> Iterator[State]:
-    """Yield better choices and bounds of a squeezed table with a memory limit until the gap is closed or the deadline
-    has passed.
+    """Yield better incumbents and bounds of a squeezed table with a memory limit until the gap is closed.
 
-    `label_counts`: labels a message at most, in one attempt after the other. Nothing is yielded for a table that is too
-    dense to eliminate.
+    It ends early at the deadline, and yields nothing for a table that is too dense to eliminate. `label_counts`: the
+    most labels of a message, in successive attempts.
     """
     table = now.reduced.table
     order = elimination_order(table, _LIMITS)

@@ -1,7 +1,7 @@
-"""The best choice that some choices hold between them: of each node only the strategies that one of them takes.
+"""Recombination: the best choice in which every node has a strategy that one of several given choices gives it.
 
-What is met at prices around the best one differs in a few places. On a table of these strategies alone, a thousandth of
-all, the best way to fill the memory limit is found almost at once.
+Choices that are optimal at prices around the best one differ in few nodes. On the table of their strategies alone, a
+thousandth of the whole, the best use of the memory limit is computed almost at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,23 @@ from autopar.search.search_state import State, cheapest, with_known
 from autopar.search.table import CostTable, cost_of, memory_of
 
 _LIMITS = Limits(entries=2e6, additions=3e7)
-# A choice so near to the bound of the small table is as good as any: the bound of the whole table is further below.
+# A choice this near to the small table's bound is good enough: the bound of the whole table lies further below.
 _ENOUGH = 1e-3
-# Labels a message at most: more find little.
+# The most labels of a message: more gain little.
 _MOST_LABELS = (2_000,)
 
 
 def recombine(state: State, deadline: Deadline) -> Iterator[State]:
-    """Yield the state with the best choice that the known ones hold between them, where memory is limited."""
+    """Yield the state with the recombination of its known choices, if memory is limited."""
     table = state.reduced.table
     if table.memory_limit_bytes < float("inf"):
         yield with_known(state, combine(table, state.lowered, deadline=deadline))
 
 
 def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: Deadline) -> tuple[tuple[int, ...], ...]:
-    """A choice within the limit, no worse than any of those given, and two around the limit where it binds; none if
-    there is none.
+    """A choice within the memory limit no worse than any of `choices`; if the limit binds, also two around it.
 
-    If the choices hold too much to tell, the best of them.
+    () if there is no such choice. If the table of their strategies is too large to search, the best of `choices`.
     """
     kept = [np.unique([choice[v] for choice in choices]) for v in range(len(table.nodes))]
     small = restrict(unreduced(table), kept)

@@ -1,8 +1,7 @@
-"""Squeeze a table from both sides: price memory for a bound, descend from what that meets, drop what cannot beat the
-best, repeat.
+"""`squeeze`: rounds of bounding a table at a price of memory, descending to better incumbents, and pruning.
 
-The bound at a price comes from messages, which take edges one by one, until so few strategies are left that elimination
-is quick.
+The bound at a price comes from messages, which treat edges one by one, until so few strategies are left that
+elimination is quick.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,34 +31,32 @@ from autopar.search.search_state import TOLERANCE, State, cheapest, is_closed, i
 from autopar.search.table import CostTable, Edge, cost_of, memory_of
 
 _MOST_ROUNDS = 10
-# An elimination of so many additions takes less time than passing messages does.
+# An elimination of up to this number of additions takes less time than message passing.
 _QUICK_ADDITIONS = 2e7
-# Above so many additions an elimination takes a good part of a second: drop strategies before the price is quite the
-# best, and no pairs yet.
+# An elimination of more additions takes a good part of a second: strategies are dropped before the price is optimal,
+# and pairs not yet.
 _SLOW_ADDITIONS = 2e8
-# The best price need not be known better by messages: what it takes to reach a bound lower by this part is better spent
-# on what is left.
+# The relative tolerance of the bound by messages: more precision takes time that is better spent on the pruned table.
 _ROUGH = 1e-3
-# Dominance takes longer to see than the next round takes on a table of more strategies and pairs.
+# On a table of more strategies and pairs, testing dominance takes longer than the next round.
 _REDUCIBLE_ENTRIES = 1e6
-# Of the choices met, so many are descended from.
+# The number of visited choices from which descents start.
 _MOST_DESCENTS = 4
-# So many moves bring the best of them within the limit; others shed memory at any cost.
+# The most moves that bring the best of them within the limit; the descents of the others reduce memory at any cost.
 _MOST_SHED = 8
-# A round that leaves more than this part of the strategies and pairs was the last of its kind.
+# A round that leaves more than this share of the strategies and pairs is the last of its kind.
 _LEAST_SHRINK = 0.9
 
 
 def squeeze(
     now: State, deadline: Deadline, *, additions_per_s: float = 1e8, most_additions: float = 1e9
 ) -> Iterator[State]:
-    """Yield a state a round until the gap is closed, little more can be dropped, the goal is reached, or the deadline
-    has passed.
+    """Yield a state after each round until the gap is closed, the goal is reached, or little more can be dropped.
 
-    Tables that are not quick to eliminate are bounded by messages first, as long as that makes them smaller. The first
-    price of memory is guessed from the known choices. One elimination takes at most `additions_per_s` for each second
-    left, one at least, and no more than `most_additions`; a table that needs more is relaxed. Raises `InfeasibleError`
-    with the least memory that would do.
+    It also ends at the deadline. Tables that are not quick to eliminate are bounded by messages first, as long as that
+    makes them smaller. The first price of memory is estimated from the known choices. One elimination takes at most
+    `additions_per_s` for each second left (at least one second), and at most `most_additions`; a table that needs more
+    is relaxed. InfeasibleError with the least memory that would do.
     """
     to_beat_s, table = now.goal.to_beat_s, now.reduced.table
     if now.best is not None and (around := around_limit(table, (now.best, *now.lowered))) is not None:
@@ -90,7 +87,7 @@ def squeeze(
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """How a round sees its table: by messages, or by eliminating (what elimination can hold of) it in `order`."""
+    """The table of a round, or its relaxation, with an elimination order; None: it is bounded by messages."""
 
     table: CostTable
     order: tuple[int, ...] | None
@@ -111,7 +108,7 @@ def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
 
 
 def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tuple[State, Dual]:
-    """The best bound for the table as it is, and the best choice from what the bound's prices met."""
+    """The state with the best bound for its table, and with the best choice from descents at the bound's prices."""
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
     feasible = cheapest(table, known)
@@ -148,7 +145,7 @@ def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tu
 
 
 def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float) -> list[tuple[int, ...]]:
-    """Where descents end from the choices that cost least at the price."""
+    """The ends of descents from the choices with the least objectives at the price."""
     land = landscape(table)
 
     def objective(choice: tuple[int, ...]) -> float:
@@ -159,7 +156,10 @@ def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float
 
 
 def _lightest(table: CostTable, view: _View, deadline: Deadline) -> list[tuple[int, ...]]:
-    """The choice of least memory, or one that messages find light, if memory is limited."""
+    """The choice of least memory, or a light one by messages; () without a memory limit.
+
+    InfeasibleError if none fits.
+    """
     limit = table.memory_limit_bytes
     if limit == float("inf"):
         return []
@@ -169,24 +169,24 @@ def _lightest(table: CostTable, view: _View, deadline: Deadline) -> list[tuple[i
         memory = replace(memory_only(table), memory_limit_bytes=float("inf"))
         passed = pass_messages(memory, deadline=deadline)
         least, lightest = passed.value, descend(landscape(memory), passed.met[0])
-    found = memory_of(table, lightest)
-    if least > limit and found > limit:
+    least_known = memory_of(table, lightest)
+    if least > limit and least_known > limit:
         raise InfeasibleError(
             f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
-            f"{_between(least, found)}; raise the memory limit, or use more devices"
+            f"{_between(least, least_known)}; raise the memory limit, or use more devices"
         )
     return [lightest]
 
 
 def _between(least: float, found: float) -> str:
-    """What is known of the least memory: proven from below, and that of a choice."""
+    """The text of the least memory, of which a lower bound and the memory of a choice are known."""
     if least >= found * (1 - TOLERANCE):
         return f"{found:.0f} bytes ({found / 2**30:.2f} GiB)"
     return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
 
 
 def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
-    """Drop strategies, and forbid pairs, whose best completion cannot beat the best choice; keep that choice itself."""
+    """The table without strategies, and with pairs forbidden, whose best completion cannot beat the incumbent."""
     table = now.reduced.table
     cost_s = cost_of(table, now.best)
     threshold = cost_s - TOLERANCE * abs(cost_s) + dual.rebate_s
@@ -217,6 +217,6 @@ def _marginals(view: _View, dual: Dual) -> Marginals:
 
 
 def _moved(now: State, reduced: Reduced) -> State:
-    """The same state in terms of a further reduced table."""
+    """The state in terms of a further reduced table."""
     best = None if now.best is None else reduced.lower(now.reduced.lift(now.best))
     return replace(now, reduced=reduced, best=best)
