@@ -160,7 +160,7 @@ class ModuleWatch:
 
 @torch.no_grad()
 def describe(module: nn.Module) -> State:
-    """The state that a program depends on, by name: modules, attributes, hooks, and all of tensors but their contents."""
+    """The state that a program depends on, by name: modules, attributes, hooks, and all of tensors but contents."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
