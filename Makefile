@@ -36,9 +36,10 @@ test-full: $(READY) ## all that needs no root and no GPU: also eight processes, 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"
 
-lint: $(READY) ## ruff over everything: rules and format
+lint: $(READY) ## ruff over everything: rules and format; pyrefly over the package: types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	.venv/bin/pyrefly check
 
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2

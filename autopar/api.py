@@ -123,7 +123,7 @@ def compile(
     check_no_gradient_hooks(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     _check_plan(plan, request, cluster)
-    if not isinstance(mesh, DeviceMesh) and isinstance(_mesh(mesh), Devices):
+    if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(
                 f"mesh={mesh!r} leaves the axes open: give example args=, a plan=, or a mesh such as '2x4' or"
@@ -133,7 +133,7 @@ def compile(
             raise MeshError(
                 f"mesh={mesh!r} leaves open how many parts the batch has; with batch={batch!r} name the axes"
             )
-        mesh, plan = _settled(model, _mesh(mesh), example, cluster, request, plan, loss_fn)
+        mesh, plan = _settled(model, devices, example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
@@ -187,6 +187,7 @@ class _Planner:
         pins = {} if fixed else self.request.pins
         request = replace(self.request, pins=pins, stored=fixed, trains=trains)
         if self.given is None:
+            assert self.cluster is not None, "a cluster is given where a plan is not"
             return _planned(graph, mesh_of(self.mesh), self.cluster, request)
         # New shapes are planned for the cluster and the planning options of the given plan.
         cluster, asked = staged_plan.made_for(self.given)
@@ -199,7 +200,7 @@ def _settled(
     example: tuple,
     cluster: AnyCluster | None,
     request: PlanRequest,
-    plan: Plan | StagedPlan | str | None,
+    plan: Plan | StagedPlan | str | os.PathLike | None,
     loss_fn: LossFunction | None,
 ) -> tuple[Mesh, Plan | StagedPlan | str | os.PathLike]:
     """An open mesh settled: the plan's mesh and the plan, which the first rank makes for all if none is given."""
@@ -317,28 +318,33 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
         if mesh.get_coordinate() is None:
             raise MeshError(f"rank {dist.get_rank()} is not in mesh {mesh}; only its ranks call autopar.compile")
         return mesh if mesh.mesh_dim_names else with_axis_names(mesh, mesh_of(mesh).axis_names)
-    mesh = _mesh(mesh)
+    planar = _mesh(mesh)
     if not dist.is_initialized():
         raise MeshError(
             "autopar.compile needs a process group: call torch.distributed.init_process_group first (torchrun sets"
             " it up)"
         )
-    if mesh.num_devices != dist.get_world_size():
+    if planar.num_devices != dist.get_world_size():
         raise MeshError(
-            f"mesh {mesh} needs {mesh.num_devices} ranks, the world has {dist.get_world_size()}; use a mesh of that"
+            f"mesh {mesh} needs {planar.num_devices} ranks, the world has {dist.get_world_size()}; use a mesh of that"
             " size, start as many ranks, or give a DeviceMesh of some of them"
         )
-    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
+    assert isinstance(planar, Mesh), "an open mesh is settled first"
+    return init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", planar.shape, mesh_dim_names=planar.axis_names
+    )
 
 
 def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
-    if cluster is None and device_type is None:
-        raise AutoparError(
-            "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or a"
-            " DeviceMesh as mesh"
-        )
+    if cluster is None:
+        if device_type is None:
+            raise AutoparError(
+                "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or"
+                " a DeviceMesh as mesh"
+            )
+        cluster = _preset_of(device_type)
     try:
-        return load_cluster(_preset_of(device_type) if cluster is None else cluster)
+        return load_cluster(cluster)
     except (ValueError, TypeError, OSError) as error:
         raise AutoparError(f"cluster= cannot be used: {error}") from error
 

@@ -138,6 +138,8 @@ def as_mesh(mesh: "Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]") -
         return Devices(mesh)
     if isinstance(mesh, DeviceMesh):
         return mesh_of(mesh)
+    if isinstance(mesh, bool):
+        raise TypeError(f"a mesh is no truth value, found {mesh}")
     return Mesh(tuple(mesh), tuple(f"a{i}" for i in range(len(mesh))))
 
 

@@ -67,15 +67,16 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
     Patched is the class behind `Function`, whose `apply` asks it: `reverse = Reversed.apply`, bound long before, is
     seen too.
     """
+    behind: Any = _SingleLevelFunction  # its own base has the method
 
     def applied(cls: type[torch.autograd.Function], *args: Any) -> Any:
-        return apply(super(_SingleLevelFunction, cls).apply, cls, *args)
+        return apply(super(behind, cls).apply, cls, *args)
 
-    _SingleLevelFunction.apply = classmethod(applied)
+    behind.apply = classmethod(applied)
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply
+        del behind.apply
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -103,7 +104,7 @@ def backward_hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
 
 def has_hooks_of_all_modules() -> bool:
     """Whether `register_module_forward_hook` or a function like it was called."""
-    return _has_any_global_hook()
+    return bool(_has_any_global_hook())
 
 
 def is_in_backward() -> bool:

@@ -162,8 +162,9 @@ class _Lowering:
         copies = [self._copy_of(value.name) for value in values]
         self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
         if len(bucket) == 1:
-            self.steps.append(Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after))
-            self._steps_of.setdefault(_key(bucket[0]), []).append(self.steps[-1])
+            convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after)
+            self.steps.append(convert)
+            self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
             self.steps.append(UseTogether(tuple(copies), tuple(sources), values, axes, step.after))
         return copies

@@ -116,7 +116,7 @@ def collective_times(
     mesh_shape: tuple[int, ...],
     axes: tuple[int, ...],
     kind: str,
-    num_bytes: np.ndarray,
+    num_bytes: np.ndarray | np.float64,
     *,
     latency_share: float = 1.0,
 ) -> np.ndarray:

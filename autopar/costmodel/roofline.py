@@ -62,6 +62,7 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
         forward, backward = function_flops(op, inputs)
         return backward / forward
     product = facts_of(op.target).product
+    assert product is not None, f"{op.target} is no product"
     return product.backward_ratio or float(sum(value.needs_grad for value in product.operands(op)))
 
 

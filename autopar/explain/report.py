@@ -1,6 +1,6 @@
 """The content of `explain` for a plan without stages, as data for text and JSON."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -192,7 +192,7 @@ def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
 def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
     """Rows of equal collectives, forward first, otherwise in the order in which they are issued."""
     counts: Counter[Collective] = Counter()
-    times: Counter[Collective] = Counter()
+    times: defaultdict[Collective, float] = defaultdict(float)
     for item in planned:
         counts[item.collective] += costs.num_issued(item)
         times[item.collective] += costs.num_issued(item) * item.time_s

@@ -76,7 +76,7 @@ def is_function(op: Op) -> bool:
 def class_of(target: str) -> type[torch.autograd.Function] | None:
     """The class that the op applies; None if it is no op of this module."""
     found = _APPLICATIONS.get(target)
-    return found and found.cls
+    return None if found is None else found.cls
 
 
 def is_constant(arg: Any) -> bool:

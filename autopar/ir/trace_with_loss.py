@@ -67,7 +67,7 @@ class _WithLoss(nn.Module):
             # nevertheless.
             return loss_fn(model._call_impl(*args[:-1], **kwargs), args[-1])
 
-        forward.__signature__ = _signature(model, num_args)
+        vars(forward)["__signature__"] = _signature(model, num_args)
         self.forward = forward
 
 
@@ -118,8 +118,8 @@ def _constant_state(graph: Graph, whole: _WithLoss) -> Graph:
 def _check_loss(graph: Graph) -> None:
     outputs = [f"{value}" if isinstance(value, Value) else repr(value) for value in graph.outputs]
     loss, *others = graph.outputs or (None,)
-    is_scalar = isinstance(loss, Value) and loss.shape == () and loss.dtype.is_floating_point
-    if others or not is_scalar or not loss.needs_grad:
+    is_loss = isinstance(loss, Value) and loss.shape == () and loss.dtype.is_floating_point and loss.needs_grad
+    if others or not is_loss:
         raise AutoparError(
             f"loss_fn= must give one floating scalar that depends on the model's parameters, found {', '.join(outputs)}"
         )

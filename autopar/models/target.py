@@ -48,6 +48,8 @@ def _function(path: str, name: str) -> Callable[[], Any]:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as Python does for a script: the file may import its neighbours
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if module_spec is None or module_spec.loader is None:
+        raise AutoparError(f"{path} is no Python file: expected its name to end in .py; {_HOW}")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     module_spec.loader.exec_module(module)

@@ -143,6 +143,7 @@ class Stage:
     def close(self) -> None:
         """Run the part of a step after all microbatches."""
         gathered, self.gathered = self.gathered, None
+        assert gathered is not None, "the step was opened"
         close_step(self.rank, gathered)
 
     def receive(self, action: Action) -> Any:
@@ -190,7 +191,7 @@ class Stage:
         elif self.is_first:
             _backward(outputs, came, received)
 
-    def _leaves(self) -> Tensors:
+    def _leaves(self) -> list[Any]:  # torch says parameters and takes any leaves
         return [x for x in self.rank.used.values() if x.requires_grad]
 
 

@@ -49,12 +49,13 @@ def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Ph
             known or extended_in_turn(one, [other for _, other in others], found.times)
             for known, (_, one), others in zip(whole, few, each, strict=True)
         ]
-    if None in whole:
+    told = [changed for changed in whole if changed is not None]
+    if len(told) < len(whole):
         return run(graph, assignment, True)
     is_split, phases = any(name == "reduce" for name, _ in few), []
-    for (name, _), changed in zip(few, whole):
+    for (name, _), (changes, start) in zip(few, told, strict=True):
         reduces = name == "reduce" if is_split else any(kind in name for kind in _BACKWARD)
-        phases.append((name, _with_bucket(*changed, found.bucket_bytes if reduces else 0)))
+        phases.append((name, _with_bucket(changes, start, found.bucket_bytes if reduces else 0)))
     return phases
 
 

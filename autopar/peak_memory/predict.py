@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -189,7 +190,12 @@ def _slices(plan: StagedPlan) -> dict[str, int]:
     return {name: plan.schedule.num_microbatches for name, part in parts.items() if part.shape != whole[name].shape}
 
 
-def _where(plan: StagedPlan, number: int) -> dict[str, bool]:
+class _Where(TypedDict):
+    is_first: bool
+    sends: bool
+
+
+def _where(plan: StagedPlan, number: int) -> _Where:
     return {"is_first": number == 0, "sends": number < plan.schedule.num_stages - 1}
 
 

@@ -182,7 +182,7 @@ class Replayed(Stage):
         left_bytes = self._run(action)
         outputs = _make(self.recording.outputs, received)
         for x in outputs:
-            x.made_of = received  # autograd's graph holds its leaves alive
+            vars(x)["made_of"] = received  # autograd's graph holds its leaves alive
         self.kept[action.microbatch] = _blob(left_bytes - sum(x.num_bytes for x in self.recording.outputs))
         self.flying[action.microbatch] = outputs, received
         return outputs
@@ -197,7 +197,7 @@ class Replayed(Stage):
             if self.recording.drops_outputs:
                 left_bytes, outputs = left_bytes + sum(x.num_bytes for x in self.recording.outputs), []
             for x in outputs:
-                x.made_of = None  # torch detaches it
+                vars(x)["made_of"] = None  # torch detaches it
             self.halved[action.microbatch] = outputs, came, received, _blob(left_bytes)
         del outputs, received
         gone = _make(self.recording.gone, came)

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,7 @@ class Budget:
     deadline: Deadline
     progress: Progress = _quiet
     where: str = ""
-    timings: Counter[str] = field(default_factory=Counter)
+    timings: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     start_s: float = field(default_factory=perf_counter)
     watch: Watch = _unseen
 
@@ -80,7 +80,7 @@ class Budget:
     @property
     def all_timings(self) -> dict[str, float]:
         """`timings` and "rest", the seconds since the start that no stage accounts for; their sum is the wall time."""
-        return self.timings | {"rest": perf_counter() - self.start_s - sum(self.timings.values())}
+        return dict(self.timings) | {"rest": perf_counter() - self.start_s - sum(self.timings.values())}
 
     def tell_cost(self, stage: str, cost_s: float, lower_bound_s: float) -> None:
         """Report the progress of `search.solve`."""

@@ -82,7 +82,13 @@ class _Ways:
         """Whether the innermost link level joins all devices."""
         return self.mesh.num_devices <= (self.cluster.levels[0].size or self.mesh.num_devices)
 
-    def in_stages(self, budget: Budget, cutoff_s: float = math.inf) -> Plan | StagedPlan | None:
+    def in_stages(self, budget: Budget) -> Plan | StagedPlan:
+        """The best plan in stages and microbatches."""
+        found = self.in_stages_within(budget, math.inf)
+        assert found is not None, "every plan takes less than infinitely long"
+        return found
+
+    def in_stages_within(self, budget: Budget, cutoff_s: float) -> Plan | StagedPlan | None:
         """The result of `plan_in_stages`."""
         return plan_in_stages(
             self.graph, self.mesh, self.cluster, self.request, budget=budget, cutoff_s=cutoff_s, predict=self.predict
@@ -93,14 +99,14 @@ class _Ways:
         tries, request = iter((budget.part(_SHARE_OF_FIRST),)), self.request
 
         def make(allowed_bytes: float) -> Plan:
-            if budget.is_spent and allowed_bytes < request.memory_limit_bytes:
+            if budget.is_spent and allowed_bytes < request.limit_bytes:
                 raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
             within = replace(request, memory_limit_bytes=allowed_bytes)
             return make_plan(
                 self.graph, self.mesh, self.cluster, within, to_beat_s=to_beat_s, budget=next(tries, budget)
             )
 
-        return fitting(make, request.memory_limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
+        return fitting(make, request.limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
 
 
 def _chosen(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
@@ -123,10 +129,10 @@ def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
             raise  # names the memory of the lightest of all plans, those with microbatches included
         except AutoparError:  # the batch cannot be cut, or there is no loss
             raise error from None
-    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.request.memory_limit_bytes or budget.is_spent:
+    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.request.limit_bytes or budget.is_spent:
         return plan
     try:
-        staged = ways.in_stages(budget, plan.step_s)
+        staged = ways.in_stages_within(budget, plan.step_s)
     except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
         return plan
     return _worth(staged, plan)

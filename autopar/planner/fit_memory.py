@@ -7,7 +7,7 @@ plan is predicted.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.plans.plan import Plan
@@ -15,7 +15,7 @@ from autopar.plans.staged_plan import StagedPlan
 
 AnyPlan = Plan | StagedPlan
 Predict = Callable[[Any], tuple[int, ...]]  # plan -> predicted peak in bytes of a device of each rank of the pipeline
-Again = Callable[[Sequence[float]], AnyPlan | None]
+OnePlan = TypeVar("OnePlan", bound=AnyPlan)  # the plans of one search are of one kind
 
 # The number of searches under lower limits for a plan that does not fit.
 _MOST_TRIES = 3
@@ -26,20 +26,20 @@ _LITTLE = 1.15
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Generic[OnePlan]):
     """A plan that was searched under `allowed_bytes`, limits of the estimate for each rank; (): the memory limit
     itself.
 
     `again`: plans again under other limits; None if nothing fits.
     """
 
-    plan: AnyPlan
-    again: Again
+    plan: OnePlan
+    again: Callable[[Sequence[float]], OnePlan | None]
     allowed_bytes: Sequence[float] = ()
     num_tries: int = 0
 
 
-def best_fitting(found: Iterable[Candidate], limit_bytes: float, predict: Predict | None) -> AnyPlan | None:
+def best_fitting(found: Iterable[Candidate[OnePlan]], limit_bytes: float, predict: Predict | None) -> OnePlan | None:
     """The fastest plan whose predicted peak is within the limit, among the candidates and plans searched again.
 
     None if there is none. Without `predict` the estimate is used.
@@ -70,8 +70,8 @@ def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) 
 
 
 def fitting(
-    make: Callable[[float], AnyPlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf
-) -> AnyPlan:
+    make: Callable[[float], OnePlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf
+) -> OnePlan:
     """The plan of `make`, called with a limit of the estimate under which its predicted peak is within the memory
     limit.
 
@@ -80,7 +80,7 @@ def fitting(
     """
     reasons: list[str] = []
 
-    def again(allowed_bytes: Sequence[float]) -> AnyPlan | None:
+    def again(allowed_bytes: Sequence[float]) -> OnePlan | None:
         try:
             return make(min(allowed_bytes))
         except InfeasibleError as error:
@@ -110,11 +110,12 @@ class Recorded:
     `least_ratio`: the least ratio of estimate to peak of any rank and plan so far; at most 1.
     """
 
-    predict: Predict
+    predict: Predict | None
     first: tuple[AnyPlan, tuple[int, ...]] | None = None
     least_ratio: float = 1.0
 
     def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
+        assert self.predict is not None, "asked about a plan without a way to predict its peaks"
         peaks = self.predict(plan)
         self.first = self.first or (plan, peaks)
         self.least_ratio = min(
@@ -125,6 +126,7 @@ class Recorded:
 
 def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
     """The error that the first predicted plan exceeds the limit though its estimate does not, and `rest` of others."""
+    assert recorded.first is not None, "no plan was asked about"
     plan, peaks = recorded.first
     return InfeasibleError(
         f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the first one, of"

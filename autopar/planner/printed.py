@@ -41,7 +41,9 @@ def _(found: Candidates) -> str:
     ops = [
         f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in found.strategies.items()
     ]
-    stored = [f"{name}: {' '.join(map(format_layout, own))}" for name, own in (found.layouts | found.outputs).items()]
+    stored = [
+        f"{name}: {' '.join(map(format_layout, own))}" for name, own in (*found.layouts.items(), *found.outputs.items())
+    ]
     return _lines([*ops, "stored, handed in and handed out", *stored])
 
 

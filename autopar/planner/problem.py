@@ -88,7 +88,7 @@ class Setting:
             self.cluster,
             training=request.training,
             given=request.given,
-            memory_limit_bytes=request.memory_limit_bytes,
+            memory_limit_bytes=request.limit_bytes,
         )
 
     def repriced(self, problem: Problem) -> Problem:
@@ -124,9 +124,7 @@ class Setting:
         def least_bytes(pins: Mapping[str, str]) -> float:
             return least_memory(*tractable(self._price(problem.folded, problem.everything, pins).table, Limits()))[0]
 
-        pins = (
-            binding_pins(self.request.pins, least_bytes, self.request.memory_limit_bytes) if self.request.pins else ()
-        )
+        pins = binding_pins(self.request.pins, least_bytes, self.request.limit_bytes) if self.request.pins else ()
         pinned = f"; the pins of {' and '.join(pins)} together leave no plan within it: lift one" if pins else ""
         memory, usable = self.cluster.memory_bytes / 2**30, usable_memory_bytes(self.cluster) / 2**30
         return (

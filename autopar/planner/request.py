@@ -47,6 +47,12 @@ class PlanRequest:
         """Whether the search chooses microbatches and stages."""
         return self.num_microbatches is None and self.schedule is None
 
+    @property
+    def limit_bytes(self) -> float:
+        """`memory_limit_bytes`, of a request that was made `on` a cluster."""
+        assert self.memory_limit_bytes is not None, "a request is made on a cluster before planning"
+        return self.memory_limit_bytes
+
     def on(self, cluster: Cluster) -> "PlanRequest":
         """The request with the memory limit of the cluster's devices if it has none."""
         limit = usable_memory_bytes(cluster) if self.memory_limit_bytes is None else self.memory_limit_bytes

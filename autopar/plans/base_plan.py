@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
@@ -14,8 +14,16 @@ class BasePlan(ABC):
     """The base class of `Plan` and `StagedPlan`; `SAVED`: the type of the part of the plan that its file holds."""
 
     SAVED: ClassVar[type[Saved]]
-    step_s: float
-    lower_bound_s: float
+
+    @property
+    @abstractmethod
+    def step_s(self) -> float:
+        """Seconds of a step."""
+
+    @property
+    @abstractmethod
+    def lower_bound_s(self) -> float:
+        """Seconds that no such plan is proven to take less than."""
 
     @property
     def gap(self) -> float:
@@ -26,7 +34,7 @@ class BasePlan(ABC):
         """The plan as text: every choice with its cost, and the alternatives."""
         from autopar.explain.explain_plan import explain  # the layer above, which reads plans
 
-        return explain(self)
+        return explain(cast(Any, self))
 
     def dumps(self) -> str:
         """The plan as JSON text, with the fingerprint of the graph in place of the graph."""
@@ -52,5 +60,5 @@ class BasePlan(ABC):
 
     @classmethod
     @abstractmethod
-    def of_saved(cls, saved: Saved, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> Self:
-        """`loads` of content that has been read already."""
+    def of_saved(cls, saved: Any, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> Self:
+        """`loads` of content that has been read already, an instance of `SAVED`."""

@@ -138,6 +138,6 @@ def _without_rule(
         if (name := folded.representative[op.name]) in found:
             found[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
     for planned in costs.collectives:
-        names = {folded.representative.get(user) for user in planned.users} & found.keys()
-        found.update((name, found[name] + costs.num_issued(planned) * planned.time_s) for name in names)
+        for name in {folded.representative.get(user, "") for user in planned.users} & found.keys():
+            found[name] += costs.num_issued(planned) * planned.time_s
     return found

@@ -10,7 +10,7 @@ from dataclasses import fields as fields_in
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.training import Training
@@ -162,7 +162,14 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_belongs(saved: Saved, graph: Graph, mesh: Mesh | Devices) -> Mesh:
+class _Placed(Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def check_belongs(saved: _Placed, graph: Graph, mesh: Mesh | Devices) -> Mesh:
     """The mesh of a saved plan for `graph`: `mesh`, or that of the plan if `mesh` is left open.
 
     PlanError if the plan is for another graph or mesh.

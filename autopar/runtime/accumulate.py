@@ -54,5 +54,7 @@ def close_step(loaded: SplitSelf, results: Results) -> None:
         found = [(result, leaf.grad) for result, leaf in pairs if leaf.grad is not None]
         del pairs
         if found:
-            torch.autograd.backward(*zip(*found))
+            differentiated, gradients = zip(*found)
+            torch.autograd.backward(differentiated, gradients)
+            del differentiated, gradients
         del found

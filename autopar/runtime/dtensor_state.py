@@ -4,7 +4,7 @@ import copy
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,8 @@ def without_data(module: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]
 
 def _set(owner: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     """Put `tensor` in the place of a parameter or buffer of `owner`."""
-    (owner._parameters if name in owner._parameters else owner._buffers)[name] = tensor
+    table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    table[name] = tensor
     if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:  # it keeps them in a list besides
         position = owner._flat_weights_names.index(name)
         owner._flat_weights[position], owner._flat_weight_refs[position] = tensor, None
@@ -97,9 +98,10 @@ def layout_of(x: DTensor, fqn: str, mesh: DeviceMesh) -> Layout:
     """How `x`, called `fqn`, lies on `mesh`; AutoparError if it does not lie there in parts or whole."""
     if x.device_mesh != mesh:
         raise AutoparError(f"{fqn} lies on mesh {x.device_mesh}, the model on {mesh}; expected the model's mesh")
-    if not all(type(placement) in (Shard, Replicate) for placement in x.placements):
+    known = [placement for placement in x.placements if type(placement) in (Shard, Replicate)]
+    if len(known) < len(x.placements):
         raise AutoparError(f"{fqn} lies in {x.placements}; a parameter or buffer is expected to be Shard or Replicate")
-    return tuple(S(placement.dim) if placement.is_shard() else I for placement in x.placements)
+    return tuple(S(placement.dim) if isinstance(placement, Shard) else I for placement in known)
 
 
 def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
@@ -113,8 +115,8 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
         tensor = tensors[item.fqn]
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
-            if name in owner._parameters and is_in_use:
-                tensor = _in_place_of(owner._parameters[name], tensor, fqn)
+            if is_in_use and (old := owner._parameters.get(name)) is not None:
+                tensor = _in_place_of(old, tensor, fqn)
             _set(owner, name, tensor)
 
 
@@ -127,8 +129,9 @@ def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
     bares: dict[int, torch.Tensor] = {}  # a tied one under all its names
     for fqn, (owner, name) in owners(module).items():
         held = owner._parameters if name in owner._parameters else owner._buffers
-        if fqn not in own and held[name] is not None:
-            dropped[fqn] = bares.setdefault(id(held[name]), bare(held[name]))
+        tensor = held[name]
+        if fqn not in own and tensor is not None:
+            dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
     put(module, dict.fromkeys(dropped))
     return dropped
 
@@ -140,7 +143,7 @@ def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
         _set(*places[fqn], tensor)
 
 
-def _in_place_of(old: nn.Parameter, new: nn.Parameter, fqn: str) -> nn.Parameter:
+def _in_place_of(old: nn.Parameter, new: torch.Tensor, fqn: str) -> nn.Parameter:
     """`old` with the content of `new`."""
     if old is new:
         return old
@@ -174,7 +177,8 @@ def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], m
         if item is None:  # another rank's
             return
         part = shard(content, layouts[item.value.name], mesh)
-        done[item.fqn] = nn.Parameter(part, requires_grad=old.requires_grad) if item.kind == "parameter" else part
+        is_parameter = item.kind == "parameter"
+        done[item.fqn] = as_dtensor(nn.Parameter(part, requires_grad=old.requires_grad)) if is_parameter else part
 
     def fetch(old: torch.Tensor) -> torch.Tensor | None:
         item = by_tensor[id(old)]
@@ -189,9 +193,15 @@ def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], m
     return done
 
 
-def whole(x: DTensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+def as_dtensor(x: torch.Tensor) -> DTensor:
+    """`x`, a parameter, buffer or gradient of a sharded model."""
+    assert isinstance(x, DTensor), f"a sharded model holds DTensors, found {type(x).__name__}"
+    return x
+
+
+def whole(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """All of a tensor stored in `layout`, on every rank."""
-    part = x.detach().to_local()
+    part = as_dtensor(x).to_local().detach()
     for axis, placement in reversed([*zip(axes_of(mesh), layout)]):
         part = move(part, axis, placement, I)
     return part.clone()
@@ -217,17 +227,16 @@ def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collectio
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    cut = copy.copy(state)  # keeps the versions that state_dict() attaches
+    cut = cast(dict[str, Any], copy.copy(state))  # keeps the versions that state_dict() attaches
     for name, x in state.items():
         if name in elsewhere:
             del cut[name]
         elif (
             isinstance(x, torch.Tensor)
-            and name in stored
             and not isinstance(x, DTensor)
-            and x.shape == stored[name].shape
+            and isinstance(like := stored.get(name), DTensor)
+            and x.shape == like.shape
         ):
-            like = stored[name]
             cut[name] = distribute_tensor(
                 x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
             )
@@ -249,8 +258,10 @@ def whole_state(
         holder = next((rank for rank, names in enumerate(keys) if fqn in names), None)
         if holder is None:  # not persistent
             continue
-        x, like = own.get(fqn), elsewhere.get(fqn)
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device) if x is None else x.full_tensor()
+        if (x := own.get(fqn)) is None:
+            whole = torch.empty(elsewhere[fqn].shape, dtype=elsewhere[fqn].dtype, device=device)
+        else:
+            whole = x.full_tensor()
         whole = whole.detach().contiguous()
         dist.broadcast(whole, group=group, group_src=holder)
         found[fqn] = whole

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.rank_agreement import peers_alive
 
 
@@ -20,7 +21,7 @@ def clip_gradients(
     counts. A part that several ranks hold is counted by the first of them, so that the squares of all ranks add up to
     the whole and one scalar is reduced.
     """
-    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    named = [(name, as_dtensor(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for name, gradient in named:
         if name not in counted_elsewhere and _is_first_holder(gradient):
@@ -38,5 +39,5 @@ def clip_gradients(
 
 
 def _is_first_holder(x: DTensor) -> bool:
-    coordinate = x.device_mesh.get_coordinate()
+    coordinate = x.device_mesh.get_coordinate() or ()
     return all(placement.is_shard() or index == 0 for placement, index in zip(x.placements, coordinate))

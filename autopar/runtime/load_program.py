@@ -75,7 +75,9 @@ class Loaded:
 
     def state(self, fqn: str) -> DTensor:
         module, name = self.owners[fqn]
-        return module._parameters[name] if name in module._parameters else module._buffers[name]
+        found = module._parameters[name] if name in module._parameters else module._buffers[name]
+        assert isinstance(found, DTensor), f"{fqn} was replaced by a tensor that is no DTensor"
+        return found
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:
         """Store the new content of a buffer."""
@@ -93,9 +95,9 @@ class _Local(torch.autograd.Function):
         return part.view_as(part)  # autograd makes the tensor returned a result of this
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *gradients):
         mesh, placements, shape, stride = ctx.made
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(gradients[0], mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def load(program: Program, **fields: Any) -> Loaded:

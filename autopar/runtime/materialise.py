@@ -77,8 +77,9 @@ def _written(owner: nn.Module, top: nn.Module, real: "_Real") -> list[tuple[torc
 
 
 def _initialise(owner: nn.Module, top: nn.Module, real: "_Real", own: list[torch.Tensor]) -> None:
-    if hasattr(top, "_init_weights"):
-        top._init_weights(owner)
+    initialise_one: Any = getattr(top, "_init_weights", None)
+    if initialise_one is not None:
+        initialise_one(owner)
         if all(id(x) in real.wholes for x in own):
             return
     # torch's MultiheadAttention and Transformer have the private name only

@@ -38,7 +38,7 @@ def offload_optimizer(
             "offload_optimizer: this optimizer's state is offloaded already; name all parameters in one call"
         )
     away = {id(parameter) for parameter in _chosen(optimizer, module, names)}
-    optimizer._autopar_step = optimizer.step
+    vars(optimizer)["_autopar_step"] = optimizer.step
     optimizer.step = MethodType(_step_in_buckets(optimizer.step, away, bucket_bytes), optimizer)
 
     def send_all(optimizer: torch.optim.Optimizer) -> None:

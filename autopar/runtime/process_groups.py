@@ -1,6 +1,7 @@
 """Process groups of several mesh axes together, created once for all programs on these ranks."""
 
 from itertools import chain, combinations
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
     the others do not call this.
     """
     rows = _rows(mesh, axes)
-    known = _made.setdefault(dist.group.WORLD, {})
+    known = _made.setdefault(_world(), {})
     if rows not in known:
         known[rows] = _make(rows, is_local=mesh.size() < dist.get_world_size())
     return known[rows]
@@ -29,7 +30,7 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
 
 def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
     """The axes of the group called `group_name`; () if `joint_group` did not create it."""
-    known = _made.get(dist.group.WORLD, {})
+    known = _made.get(_world(), {})
     live = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for axes in chain.from_iterable(combinations(live, size) for size in range(2, len(live) + 1)):
         group = known.get(_rows(mesh, axes))
@@ -50,9 +51,14 @@ def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
 
 def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:
     # torch sorts a group's ranks unless told otherwise, which only new versions allow
-    order = {} if all(list(row) == sorted(row) for row in rows) else {"sort_ranks": False}
-    made = [dist.new_group(list(row), use_local_synchronization=is_local, **order) for row in rows]
+    order: dict[str, Any] = {} if all(list(row) == sorted(row) for row in rows) else {"sort_ranks": False}
+    made: list[Any] = [dist.new_group(list(row), use_local_synchronization=is_local, **order) for row in rows]
     return next(group for group, row in zip(made, rows) if dist.get_rank() in row)
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    return dist.group.WORLD
 
 
 def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh:
@@ -70,8 +76,9 @@ def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh
 def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:
     """`mesh`, which has one axis, with another axis of size 1 behind it; only its ranks need to call this."""
     rows = ((dist.get_rank(),),)
-    known = _made.setdefault(dist.group.WORLD, {})
+    known = _made.setdefault(_world(), {})
     if rows not in known:
         known[rows] = _make(rows, is_local=True)
+    assert mesh.mesh_dim_names is not None, "the mesh of a pipeline has names"
     ranks, names = mesh.mesh.unsqueeze(-1), (*mesh.mesh_dim_names, axis_name)
     return DeviceMesh.from_group([mesh.get_group(), known[rows]], mesh.device_type, ranks, mesh_dim_names=names)

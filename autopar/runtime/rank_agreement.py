@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,8 @@ def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
 
 def is_first(mesh: DeviceMesh) -> bool:
     """Whether this is the rank whose word counts."""
-    return not any(mesh.get_coordinate())
+    coordinate = mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)
 
 
 def from_first(mesh: DeviceMesh, item: Any) -> Any:
@@ -114,7 +115,7 @@ def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Re
     errors = gather(mesh, error)
     failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
     if failed is None:
-        return result
+        return cast(Result, result)  # there is one where there is no error
     if error is not None and str(error) == str(errors[failed]):
         raise error  # with what caused it here
     raise type(errors[failed])(f"rank {failed} of the mesh: {errors[failed]}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -181,11 +181,7 @@ class ShardedModule(nn.Module):
             return {
                 item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")
             }
-        return {
-            item.fqn: torch_placements(layout)
-            for item, layout in self._autopar.current().program.inputs
-            if item.kind == "argument"
-        }
+        return {item.fqn: torch_placements(layout) for item, layout in found.program.inputs if item.kind == "argument"}
 
 
 @dataclass
@@ -270,7 +266,7 @@ class Runtime:
         self.prepare(module, args, kwargs)
         self._remind(module)
         self._compare(args, kwargs)
-        return run(self.last, args, kwargs, self.parts)
+        return run(self._alone(), args, kwargs, self.parts)
 
     def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of `module` in training."""
@@ -282,16 +278,25 @@ class Runtime:
         if isinstance(self.last, Trainer):
             self._check_hooks(module)
             return self.last.step(*self._whole_batch(args, kwargs))
-        return self._backward(run(self.last, args, kwargs, self.parts))
+        return self._backward(run(self._alone(), args, kwargs, self.parts))
 
     def _backward(self, outputs: Any) -> torch.Tensor:
-        graph = self.last.graph
+        graph = self._alone().graph
         position = graph.outputs.index(loss_only(graph).outputs[0])
         loss = pytree.tree_leaves(outputs)[position]
         if torch.is_grad_enabled():
             with peers_alive():
                 loss.backward()
         return loss.detach()
+
+    def _alone(self) -> Loaded:
+        """The program last used, of a plan without stages and microbatches."""
+        if not isinstance(self.last, Loaded):
+            raise AutoparError(
+                "the plan has stages or microbatches, which model(...) cannot run: call model.train_step(...) first, or"
+                " give args= to autopar.compile, so that the model is planned for calls alone besides"
+            )
+        return self.last
 
     def _check_hooks(self, module: nn.Module) -> None:
         if self.loss_fn is None and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
@@ -305,21 +310,23 @@ class Runtime:
         """Whether the ranks were given what they should be, in some of the calls."""
         if self.check is None or not self.check.is_due():
             return
-        loaded = [part.loaded for part in self.last.parts] if isinstance(self.last, Trainer) else [self.last]
+        last = self.current()
+        loaded = [part.loaded for part in last.parts] if isinstance(last, Trainer) else [last]
         draws = any(each.program.has_random_ops for each in loaded)
-        arguments = zip(self.last.graph.arguments, flat_arguments(self.last.graph.argument_spec, args, kwargs))
+        arguments = zip(last.graph.arguments, flat_arguments(last.graph.argument_spec, args, kwargs))
         self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
 
     def _whole_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a step in microbatches, all ranks' parts gathered."""
-        if self.parts is None:
+        parts, trainer = self.parts, self.last
+        if parts is None or not isinstance(trainer, Trainer):
             return args, kwargs
-        device, axes = self.mesh.device_type, self.last.parts[0].loaded.axes
-        layout = (I,) * self.last.parts[0].loaded.mesh.ndim
+        device, axes = self.mesh.device_type, trainer.parts[0].loaded.axes
+        layout = (I,) * trainer.parts[0].loaded.mesh.ndim
 
         def gathered(x: Any) -> Any:
             is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-            return self.parts.enter(x.to(device), axes, layout) if is_part else x
+            return parts.enter(x.to(device), axes, layout) if is_part else x
 
         return pytree.tree_map(gathered, (args, kwargs))
 
@@ -327,8 +334,9 @@ class Runtime:
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
-        with failing_together(self.first.meeting) if self._is_cut() and self.changes.is_due() else nullcontext():
-            is_new = self.changes.notice(module, is_cut=self._is_cut())
+        cut = self._cut()
+        with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
+            is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
             self._keep_programs()
         call, key = describe_call(self.changes.modes(module), args, kwargs)
@@ -346,9 +354,9 @@ class Runtime:
             self.changes.take(module)
         self.last = self.loaded[key]
 
-    def _is_cut(self) -> bool:
-        """Whether this rank has some of the stages only."""
-        return bool(self.elsewhere) and isinstance(self.first, Trainer)
+    def _cut(self) -> Trainer | None:
+        """The first program, if this rank has some of the stages only."""
+        return self.first if self.elsewhere and isinstance(self.first, Trainer) else None
 
     def _keep_programs(self) -> None:
         """Forget the programs of states of the module that are forgotten too."""
@@ -428,7 +436,7 @@ class Runtime:
         if not new.inputs:
             return
         places = owners(module)
-        tensors = {item.fqn: held(*places[item.fqn]) for item in new.inputs}
+        tensors = {item.fqn: x for item in new.inputs if (x := held(*places[item.fqn])) is not None}
         if self.check is not None:
             check_weights(self.mesh, tensors, "put the same into the module on every rank, or give check=False")
         parts = on_every_rank(self.mesh, "sharding what is new", lambda: shard_model(module, new, layouts, self.mesh))
@@ -515,10 +523,11 @@ def shard_module(
     model.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
     if "forward" in model.__dict__:
         model.__dict__[FORWARD] = model.__dict__.pop("forward")
-    model._autopar = Runtime(
+    sharded = cast(ShardedModule, model)
+    sharded._autopar = Runtime(
         mesh, plan, original, name, whole, loss_fn, parts, InputCheck(mesh, parts) if check else None
     )
-    return model
+    return sharded
 
 
 def unshard(module: ShardedModule) -> None:
@@ -526,6 +535,7 @@ def unshard(module: ShardedModule) -> None:
     runtime = module._autopar
     if not runtime.loaded and runtime.whole:
         del module._autopar
+        # pyrefly: ignore[bad-argument-type]: the class that shard_module had mixed its own into
         module.__class__ = runtime.original
         if FORWARD in module.__dict__:
             module.forward = module.__dict__.pop(FORWARD)
@@ -546,7 +556,9 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None) -> 
             loaded, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items())
         )
     outputs = [
-        parts.leave(x, loaded.axes, layout, loaded.rows[i]) if i in loaded.rows else _leave(x, layout, loaded)
+        parts.leave(x, loaded.axes, layout, loaded.rows[i])
+        if parts is not None and i in loaded.rows
+        else _leave(x, layout, loaded)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
     ]
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)

@@ -47,8 +47,8 @@ class _Convert(torch.autograd.Function):
         return _moved(x, axis, src, dst)
 
     @staticmethod
-    def backward(ctx, grad):
-        return convert(grad, ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+    def backward(ctx, *gradients):
+        return convert(gradients[0], ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:

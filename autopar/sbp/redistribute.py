@@ -73,7 +73,7 @@ def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """
     found = moves(codes_of(src), codes_of(dst))
     return tuple(
-        Step(axes, *map(placement_of, (have, want)), tuple(map(placement_of, before)))
+        Step(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
         for axes, have, want, before in found
     )
 
@@ -104,7 +104,7 @@ def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
     for axis, pair in enumerate(zip(layout, dst)):
         if pair[0] != pair[1]:
             groups.setdefault(pair, []).append(axis)
-    best, best_key, target = None, None, 0
+    best, best_key, target = None, (0, 0), 0
     for (have, want), group in groups.items():
         axes = _most_ready(layout, dst, tuple(group))
         # Ties: the innermost axes first, since inner links are faster and gathers then end with the largest group.

@@ -1,6 +1,6 @@
 """Coordinate descent: moves of one node, or of two neighbours, to their best strategies until no move helps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +58,7 @@ def landscape(table: CostTable) -> Landscape:
     )
 
 
-def descend_from_known(state: State, deadline: Deadline, *, most_descents: int) -> Iterator[State]:
+def descend_from_known(state: State, deadline: Deadline, *, most_descents: int) -> Generator[State]:
     """Yield the state with the ends of descents from its most promising known choices and from a few cheap starts."""
     land, known = landscape(state.reduced.table), state.lowered
     promising = _promising(land.table, (*known, *own_starts(land)))[:most_descents]

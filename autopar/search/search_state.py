@@ -1,6 +1,6 @@
 """`State`: the pruned table, the incumbent and the lower bound of a search, which solvers improve."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,6 +42,16 @@ class State:
     goal: Goal = Goal()
 
     @property
+    def incumbent(self) -> tuple[int, ...]:
+        """`best`, where one is known."""
+        assert self.best is not None, "no choice within the limit is known yet"
+        return self.best
+
+    def lifted_pair(self, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Two choices of `reduced.table` in terms of the whole table."""
+        return self.reduced.lift(pair[0]), self.reduced.lift(pair[1])
+
+    @property
     def lowered(self) -> tuple[tuple[int, ...], ...]:
         """The known choices that `reduced.table` still has, in its terms."""
         return tuple(small for choice in self.known if (small := self.reduced.lower(choice)) is not None)
@@ -55,7 +65,7 @@ class Solver(Protocol):
     comes first. InfeasibleError if no choice is within the limit.
     """
 
-    def __call__(self, state: State, deadline: Deadline) -> Iterator[State]: ...
+    def __call__(self, state: State, deadline: Deadline, /) -> Generator[State]: ...
 
 
 def beginning(table: CostTable, known: Iterable[tuple[int, ...]] = (), goal: Goal = Goal()) -> State:

@@ -1,6 +1,6 @@
 """`solve`: the search of a cost table by `SOLVERS`, one after the other, each on the last state of the previous one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,7 +102,7 @@ def _out_of_time(table: CostTable) -> InfeasibleError:
 
 def _choices_of_core(
     table: CostTable, starts: Sequence[tuple[int, ...]], goal: Goal, deadline: Deadline, solvers: Sequence[Row]
-) -> Iterator[tuple[str, Choice]]:
+) -> Generator[tuple[str, Choice]]:
     """`_choices` for a table without a memory limit, searched on its core."""
     small = core(table)
     lowered = [small.lower(start) for start in starts]
@@ -113,7 +113,7 @@ def _choices_of_core(
 
 def _choices(
     table: CostTable, starts: Sequence[tuple[int, ...]], goal: Goal, deadline: Deadline, solvers: Sequence[Row]
-) -> Iterator[tuple[str, Choice]]:
+) -> Generator[tuple[str, Choice]]:
     """The incumbent and the bound after each step, with the name of the solver."""
     state = beginning(table, starts, goal)
     for row in solvers:
@@ -126,7 +126,7 @@ def _choices(
 
 
 def _of_state(table: CostTable, state: State) -> Choice:
-    return replace(_choice(table, state.reduced.lift(state.best), state.lower_bound_s), around=state.around)
+    return replace(_choice(table, state.reduced.lift(state.incumbent), state.lower_bound_s), around=state.around)
 
 
 def _choice(table: CostTable, strategies: tuple[int, ...], lower_bound_s: float) -> Choice:

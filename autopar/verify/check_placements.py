@@ -12,6 +12,7 @@ from typing import Any
 import spmd_types as spmd
 import spmd_types.checker
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -134,11 +135,12 @@ class _Referee:
 
     def declare(self, x: torch.Tensor, *layout: Placement) -> torch.Tensor:
         """`x` if the checker infers `layout` for it, else SpmdTypeError; a value without a type is given that one."""
-        types = {axis.group: _KINDS[p.kind] for axis, p in zip(self.mesh_axes, layout) if axis.size > 1}
+        types = {_group(axis): _KINDS[p.kind] for axis, p in zip(self.mesh_axes, layout) if axis.size > 1}
         is_expanded = id(x) in self.expanded
         known = spmd.get_local_type(x) if spmd.has_local_type(x) else {}
         if not known:
-            return spmd.assert_type(x, types)
+            spmd.assert_type(x, types)
+            return x
         for group, wanted in types.items():
             inferred = spmd.get_axis_local_type(x, group)
             if wanted is spmd.P and inferred is spmd.V:
@@ -158,6 +160,11 @@ class _Referee:
                 function, options = _conversion(src.kind, dst.kind)
                 x = function(x.contiguous(), single.group, src=_spmd(src), dst=_spmd(dst), **options)
         return x
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    assert axis.group is not None, f"axis {axis.name} has no peers"
+    return axis.group
 
 
 def _spmd(placement: Placement) -> Any:
@@ -205,7 +212,7 @@ class _Ops:
 
     def _linear(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        groups = [axis.group for axis in self._referee.mesh_axes if axis.size > 1]
+        groups = [_group(axis) for axis in self._referee.mesh_axes if axis.size > 1]
         types = {
             g: min((spmd.get_axis_local_type(x, g) for x in tensors), key=[spmd.P, spmd.V, spmd.R, spmd.I].index)
             for g in groups
@@ -225,7 +232,7 @@ class _Ops:
             product = _WITHOUT_BIAS[name](*args[1:3])
         else:
             product = self._call(name, (*args[:slot], None, *args[slot + 1 :]), kwargs)
-        for group in (axis.group for axis in self._referee.mesh_axes if axis.size > 1):
+        for group in (_group(axis) for axis in self._referee.mesh_axes if axis.size > 1):
             types = spmd.get_axis_local_type(bias, group), spmd.get_axis_local_type(product, group)
             if types == (spmd.P, spmd.V):
                 product = spmd.reinterpret(product, group, src=spmd.V, dst=spmd.P)

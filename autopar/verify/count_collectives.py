@@ -52,7 +52,7 @@ class _Counter(TorchDispatchMode):
     # pass through it.
     def __init__(self, mesh: DeviceMesh, issued: list[Collective]) -> None:
         super().__init__()
-        self.axes = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
+        self.axes: dict[str, tuple[int, ...]] = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
         self.mesh = mesh
         self.issued = issued
 

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
 
 def _of_all_stages(step: Step) -> Step:
     """The step with the gradients and the state of all ranks' stages; other ranks than the first keep their own."""
-    gathered: list = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    gathered: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((step.gradients, step.state), gathered)
     parts = gathered or [(step.gradients, step.state)]
     gradients, state = ({name: x for part in reversed(parts) for name, x in part[which].items()} for which in (0, 1))
@@ -186,7 +187,7 @@ def backward(model: nn.Module, example: Example) -> list[torch.Tensor]:
     scalars = [x for x in floating if x.ndim == 0]
     summed = [scalars[0]] if scalars else floating
     # A rank's part of a split output is a term of the sum; its gradient needs no collective.
-    sum(_local(x).sum() for x in summed).backward()
+    reduce(torch.add, [_local(x).sum() for x in summed]).backward()
     return [x.detach() for x in summed]
 
 
@@ -207,7 +208,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
-    loss = sum(whole(x).sum() for x in summed)
+    loss = reduce(torch.add, [whole(x).sum() for x in summed])
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     largest = _of_all_ranks(max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0))
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
@@ -226,11 +227,11 @@ def _judge(
     sharded: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float
 ) -> Outcome:
     rows = [
-        ["loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})],
-        ["gradients", *difference(sharded.gradients, truth.gradients)],
-        ["parameters and buffers after AdamW", *difference(sharded.state, truth.state)],
+        ("loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})),
+        ("gradients", *difference(sharded.gradients, truth.gradients)),
+        ("parameters and buffers after AdamW", *difference(sharded.state, truth.state)),
     ]
-    close = all(row[1] <= tolerance for row in rows)
+    close = all(largest <= tolerance for _, largest, _ in rows)
     counted, same = _compare(planned, issued, mesh)
     lines = [[what, f"{worst:.1e}", where] for what, worst, where in rows]
     table = tabulate(lines, ["what", "largest relative difference", "at"], disable_numparse=True)

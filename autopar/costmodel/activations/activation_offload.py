@@ -98,7 +98,7 @@ def _waited_for(
         behind = range(ends[number], ends[number] if is_last else ends[number + 1])
         backward_s = sum(num(ops[at].name) * (times[at][1] + times[at][0] * (ops[at].name in again)) for at in behind)
         needed_s = size * cluster.host_s_per_byte
-        yield tuple(max(0.0, needed_s - hidden_s) / max(size, 1) for hidden_s in (forward_s, backward_s))
+        yield max(0.0, needed_s - forward_s) / max(size, 1), max(0.0, needed_s - backward_s) / max(size, 1)
 
 
 def _shapes(values: Sequence) -> tuple[tuple[int, ...], ...]:

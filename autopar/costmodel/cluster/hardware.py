@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -105,7 +106,7 @@ def _check(cluster: Cluster) -> None:
         )
 
 
-def _numbers(cluster: Cluster) -> Iterator[tuple[str, object, float, float]]:
+def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
     """(field, value, least, most) of every number; links may be infinitely fast."""
     for number, level in enumerate(cluster.levels):
         yield f"latency_s of level {number}", level.latency_s, 0.0, _MOST

@@ -1,5 +1,6 @@
 """`load_cluster`: a cluster by name or file."""
 
+from os import PathLike
 from pathlib import Path
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
@@ -8,7 +9,7 @@ from autopar.costmodel.cluster.presets import PRESETS
 __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster"]
 
 
-def load_cluster(spec: Cluster | str | Path) -> Cluster:
+def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
     """The cluster of `spec`: a `Cluster`, the name of a preset, or the path of a JSON file.
 
     ValueError lists the presets if it is none of these.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from autopar.search.table import CostTable
 
 def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, ...]) -> Assignment:
     """The assignment that gives every member of a class the option chosen for the class."""
-    chosen = {(entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)}
+    chosen: dict[tuple[str, str], Any] = {
+        (entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)
+    }
     classes = classes_of(graph, folded)
     found = {of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()}
     return replace(
@@ -45,7 +48,7 @@ def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment)
     for node, index in enumerate(found):
         if index is None:
             found[node] = _cheapest(priced.table, node, found)
-    return tuple(found)
+    return tuple(index for index in found if index is not None)
 
 
 def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str, ...]]:
@@ -67,7 +70,7 @@ def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> in
         "kept": assignment.kept,
         "output": assignment.outputs,
     }[entity.kind]
-    option = next((taken[name] for name in names if name in taken), None)
+    option: Any = next((taken[name] for name in names if name in taken), None)
     if entity.kind == "input":
         option = Stored(option, entity.name in assignment.regathered)
     if option in entity.options:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -42,21 +43,23 @@ class Offered:
     again: tuple[bool, ...]
 
 
-def offered(options: Options, port: str, slot: int) -> Offered:
-    """The layouts of the value at `port` and `slot` of an entity (`flows.End`) under its `options`."""
+def offered(options: Sequence[Any], port: str, slot: int) -> Offered:
+    """The layouts of the value at `port` and `slot` of an entity (`flows.End`) under its `options`: `Layout`s at port
+    "layout", `Stored` at "stored", else strategies.
+    """
     if port == "layout":
-        return _known(options, np.arange(len(options)).tobytes(), (False,) * len(options))
+        return _known(tuple(options), np.arange(len(options)).tobytes(), (False,) * len(options))
     if port == "stored":
-        layouts, again = zip(*((option.layout, option.is_regathered) for option in options))
-        return _known(layouts, np.arange(len(options)).tobytes(), again)
+        layouts = tuple(option.layout for option in options)
+        return _known(layouts, np.arange(len(options)).tobytes(), tuple(option.is_regathered for option in options))
     numbers, signatures = _numbers(options)
     codes: dict = {}
     code = [codes.setdefault((s.inputs if port == "in" else s.outputs)[slot], len(codes)) for s in signatures]
     packed = np.array(code, dtype=np.int64)[numbers] @ len(codes) ** np.arange(numbers.shape[1])
-    again = np.array([port == "in" and not s.role for s in signatures])[numbers].all(axis=1)
+    again = np.asarray(np.array([port == "in" and not s.role for s in signatures])[numbers].all(axis=1))
     first, index = distinct(2 * packed + again)
-    layouts = (options[k].input_layout(slot) if port == "in" else options[k].output_layout(slot) for k in first)
-    return _known(tuple(layouts), index.tobytes(), tuple(again[first].tolist()))
+    layouts = tuple(options[k].input_layout(slot) if port == "in" else options[k].output_layout(slot) for k in first)
+    return _known(layouts, index.tobytes(), tuple(again[first].tolist()))
 
 
 @lru_cache(maxsize=4096)

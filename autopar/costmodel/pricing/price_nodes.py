@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +32,15 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
     known: dict[tuple, Prices] = {}
     nodes = []
     for number, entity in enumerate(flows.entities):
+        options: Any = entity.options
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
             key = nameless(op), id(entity.options), astuple(count)
-            found = known.get(key) or _price_ops(op, count, entity.options, number, flows, mesh, cluster, training)
+            found = known.get(key) or _price_ops(op, count, options, number, flows, mesh, cluster, training)
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
             key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
-            found = known.get(key) or _price_inputs(item, count, entity.options, mesh, cluster, training)
+            found = known.get(key) or _price_inputs(item, count, options, mesh, cluster, training)
         else:
             key = (len(entity.options),)
             found = known.get(key) or (np.zeros(key), np.zeros(key))

@@ -7,6 +7,7 @@ while tracing by fake tensors on "cpu".
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,9 @@ def fake_like(tensor: torch.Tensor) -> torch.Tensor:
 def replaced_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """A context in which `make` of each parameter and buffer replaces it; ties are kept."""
     fakes: dict[int, torch.Tensor] = {}
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    tables: list[dict[str, Any]] = [
+        table for module in model.modules() for table in (module._parameters, module._buffers)
+    ]
     originals = [dict(table) for table in tables]
     try:
         for table in tables:

@@ -79,7 +79,7 @@ def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
         if node.op == "output":
             return tuple(map_leaves(node.args[0], lambda leaf: region.env[leaf] if isinstance(leaf, Node) else leaf))
         if node.op == "get_attr":
-            region.env[node] = getattr(region.module, node.target)
+            region.env[node] = getattr(region.module, str(node.target))
         elif node.op == "call_function":
             region.env[node] = _convert_call(node, region, emitter)
     raise AssertionError("an fx graph ends in an output node")
@@ -105,7 +105,8 @@ def origin_of(node: Node, region: Region) -> Origin:
 
 def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
     if node.target is operator.getitem:
-        return region.env[node.args[0]][node.args[1]]
+        made, index = _arguments(node)
+        return region.env[made][index]
     target = _target_of(node)
     if target in _NOISE:
         return None
@@ -141,24 +142,29 @@ def _values_of(node: Node) -> tuple[Any, ...]:
 
 def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[Any, ...]:
     """Convert the body of a grad-mode or disabled autocast region in place."""
+    args = _arguments(node)
     if target == _GRAD_MODE:
-        is_no_grad, body, inputs = not node.args[0], node.args[1], node.args[2:]
+        is_no_grad, body, inputs = not args[0], args[1], args[2:]
     elif target == _AUTOCAST:
-        is_no_grad, body, inputs = region.is_no_grad, node.args[4], node.args[5:]
+        is_no_grad, body, inputs = region.is_no_grad, args[4], args[5:]
     else:
         raise TraceError(
             f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a"
             " mesh"
         )
     module = region.env[body]
-    if target == _AUTOCAST and node.args[2]:
+    if target == _AUTOCAST and args[2]:
         where = next((_quote(inner) for inner in module.graph.nodes if inner.meta.get("stack_trace")), "the model")
         raise TraceError(
-            f"{where}: autocast to {node.args[1]} inside the model is not supported; cast the parameters to it instead"
+            f"{where}: autocast to {args[1]} inside the model is not supported; cast the parameters to it instead"
         )
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
     return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), emitter)
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _quote(node: Node) -> str:
@@ -167,23 +173,24 @@ def _quote(node: Node) -> str:
 
 def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:
     written = inplace_ops.written_arguments(node.target)
-    aliased = _aliased_input(node)
+    aliased, args = _aliased_input(node), _arguments(node)
     if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
-        return region.env[node.args[0]]
-    bound = map_leaves(tuple(node.args), lambda leaf: _bind(leaf, region.env, emitter, at))
+        return region.env[args[0]]
+    bound = map_leaves(args, lambda leaf: _bind(leaf, region.env, emitter, at))
     named = {
         name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at))
         for name, value in node.kwargs.items()
     }
     if inplace_ops.is_out_variant(node.target):
-        views = {name: region.env[node.kwargs[name]] for name in written}
+        given: dict[str, Any] = node.kwargs
+        views = {name: region.env[given[name]] for name in written}
         return inplace_ops.convert_out(node.target, views, bound, named, emitter, at)
     if written and not isinstance(node.args[0], Node):
         raise TraceError(
             f"{_quote(node)}: {target} writes to a list of tensors, which is not supported; write to each by itself"
         )
     if written:
-        return inplace_ops.convert_write(target, region.env[node.args[0]], bound, named, emitter, at)
+        return inplace_ops.convert_write(target, region.env[args[0]], bound, named, emitter, at)
     if inplace_ops.updates_statistics(target, bound):
         return inplace_ops.convert_batch_norm(
             target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, emitter, at

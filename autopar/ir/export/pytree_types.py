@@ -37,15 +37,14 @@ def _register_caches() -> None:
             EncoderDecoderCache,
             lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
             lambda caches, _: EncoderDecoderCache(*caches),
-            flatten_with_keys_fn=lambda cache: (
-                [
-                    (pytree.GetAttrKey(name), getattr(cache, name))
-                    for name in ("self_attention_cache", "cross_attention_cache")
-                ],
-                None,
-            ),
+            flatten_with_keys_fn=_both_caches,
             serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
         )
+
+
+def _both_caches(cache: Any) -> tuple[list[tuple[Any, Any]], None]:
+    names = ("self_attention_cache", "cross_attention_cache")
+    return [(pytree.GetAttrKey(name), getattr(cache, name)) for name in names], None
 
 
 @dataclasses.dataclass(frozen=True)

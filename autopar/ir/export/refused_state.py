@@ -84,7 +84,7 @@ class _Replaced:
 
     fqns: dict[int, str]  # by identity of a module
     model: nn.Module
-    first: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = field(default_factory=dict)
+    first: dict[tuple[int, str], tuple[nn.Module, torch.Tensor | None]] = field(default_factory=dict)
 
     def note(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
         """TraceError if a buffer is replaced by one that cannot be written back to it."""
@@ -100,12 +100,12 @@ class _Replaced:
             )
         self.first.setdefault((id(module), name), (module, before))
 
-    def write_back(self, *_: Any) -> None:
+    def write_back(self, *args: Any) -> None:
         """Write what the buffers are now to those that they were at first."""
         with torch.no_grad():
             for (_, name), (module, before) in self.first.items():
                 now, module._buffers[name] = module._buffers[name], before
-                if now is not before:
+                if before is not None and now is not None and now is not before:
                     before.copy_(now)
         self.first.clear()
 

@@ -40,7 +40,7 @@ class _Alone(nn.Module):
         self.add_module(INNER, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.block.forward(*args, **kwargs)
+        return self.get_submodule(INNER).forward(*args, **kwargs)
 
 
 def export_outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:

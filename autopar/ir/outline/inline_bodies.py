@@ -39,8 +39,11 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     examples: dict[Any, _Example | None] = {}
 
     def expand(node: Node, region: Region, emitter: Emitter) -> tuple[Any, ...]:
-        fqn, number = outline.calls[node.args[1]]
-        inner = _region(node, region, fqn, *outline.bodies[number], state)
+        args: tuple[Any, ...] = node.args
+        fqn, number = outline.calls[args[1]]
+        body, program = outline.bodies[number]
+        given = [region.env[item] for item in args[0]]
+        inner = replace(_region(region, fqn, body, program, given, state), line=origin_of(node, region).line)
         outside = [view for view in inner.env.values() if isinstance(view, View)]
         key = (number, inner.line, _likeness(view.value for view in outside))
         if (example := examples.get(key)) and _is_current(outside):
@@ -57,19 +60,17 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
 
 
 def _region(
-    node: Node, outer: Region, fqn: str, body: Body, program: ExportedProgram, state: Mapping[str, View]
+    outer: Region, fqn: str, body: Body, program: ExportedProgram, given: Sequence[Any], state: Mapping[str, View]
 ) -> Region:
-    """The body as a region, with the values of its placeholders in this call."""
+    """The body as a region, with the values of its placeholders in this call on `given`."""
     order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
-    given = [outer.env[item] for item in node.args[0]]
     leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in order])
     placeholders = [inner for inner in program.graph.nodes if inner.op == "placeholder"]
     env = {}
     for inner, spec in zip(placeholders, program.graph_signature.input_specs):
         is_argument = spec.kind is InputKind.USER_INPUT
         env[inner] = next(leaves) if is_argument else state[fqn + (spec.target or "").removeprefix(INNER)]
-    line = origin_of(node, outer).line
-    return replace(outer, module=program.graph_module, env=env, inside=fqn, line=line)
+    return replace(outer, module=program.graph_module, env=env, inside=fqn)
 
 
 def _is_made(item: Any) -> bool:

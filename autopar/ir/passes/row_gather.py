@@ -51,8 +51,9 @@ def _constant(value: Value, made: Mapping[str, Op]) -> torch.Tensor | None:
     op = made.get(value.name)
     if op is None or len(op.inputs) > 1 or is_random(op):
         return None
-    inputs = [_constant(operand, made) for operand in op.inputs]
-    if any(operand is None for operand in inputs):
+    operands = [_constant(operand, made) for operand in op.inputs]
+    inputs = [operand for operand in operands if operand is not None]
+    if len(inputs) < len(operands):
         return None
     device = {"device": "cpu"} if takes_device(op) else {}
     return call(op, inputs, **device)[[output.name for output in op.outputs].index(value.name)]

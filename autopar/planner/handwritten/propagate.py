@@ -91,7 +91,7 @@ def _settle(
         return
     index = op.outputs.index(value)
     matching = [option for option in options(op) if option.signature.outputs[index] == placement]
-    signature = _cheapest(op, matching or options(op), placed)
+    signature = _cheapest(op, tuple(matching) or options(op), placed)
     _take(op, signature, chosen, placed)
     for source, wanted in zip(op.inputs, signature.inputs):
         _settle(source, wanted, options, producer, chosen, placed)

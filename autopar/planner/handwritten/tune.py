@@ -39,6 +39,11 @@ class Tuned:
     assignment: Assignment | None
     tried: tuple[Tried, ...]
 
+    @property
+    def starts(self) -> list[Assignment]:
+        """The best, as starts of a search."""
+        return [] if self.assignment is None else [self.assignment]
+
 
 def tuned(
     graph: Graph,

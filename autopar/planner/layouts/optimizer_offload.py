@@ -37,6 +37,12 @@ class Part:
     training: Training
     costs: Costs | None = None
 
+    @property
+    def known(self) -> Costs:
+        """`costs` of a part that has them, as all that are `bare` do."""
+        assert self.costs is not None, "evaluate the part first"
+        return self.costs
+
     def bare(self, mesh: Mesh, cluster: Cluster) -> "Part":
         """The part with all optimizer state on the device, and with costs."""
         if self.costs is not None and not self.assignment.state_on_host:
@@ -49,7 +55,7 @@ class Part:
     def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
         """A bare part with the state of the parameters called `names` on the host."""
         assignment = replace(self.assignment, state_on_host=names)
-        costs = with_state_on_host(self.costs, self.graph, assignment, mesh, cluster, self.training)
+        costs = with_state_on_host(self.known, self.graph, assignment, mesh, cluster, self.training)
         return replace(self, assignment=assignment, costs=costs)
 
 
@@ -59,13 +65,13 @@ def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float
     None if they never fit, or if the link to the host is not known.
     """
     filled = bare = tuple(part.bare(mesh, cluster) for part in parts)
-    excess = sum(part.costs.total_memory_bytes for part in bare) - limit_bytes
+    excess = sum(part.known.total_memory_bytes for part in bare) - limit_bytes
     if excess > 0:
         chosen = _chosen(bare, mesh, excess) if cluster.host_bandwidth_bytes_per_s else None
         if chosen is None:
             return None
         filled = tuple(part.with_state_on_host(names, mesh, cluster) for part, names in zip(bare, chosen))
-    return filled if sum(part.costs.total_memory_bytes for part in filled) <= limit_bytes else None
+    return filled if sum(part.known.total_memory_bytes for part in filled) <= limit_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +175,13 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
     if not (setting.cluster.host_bandwidth_bytes_per_s and request.training.state_bytes and hostable(setting.graph)):
         return None
     both = with_moves(setting, problem)
-    price = s_per_byte(setting.cluster) * request.memory_limit_bytes
+    price = s_per_byte(setting.cluster) * request.limit_bytes
     try:
         choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
     except InfeasibleError as error:
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
     part, place = Part(setting.graph, both.decode(choice.strategies), request.training), (setting.mesh, setting.cluster)
-    found = fill([part], *place, request.memory_limit_bytes)
+    found = fill([part], *place, request.limit_bytes)
     # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
     (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
-    return OnHost(part.assignment, part.costs.step_s, max(0.0, choice.lower_bound_s - price))
+    return OnHost(part.assignment, part.known.step_s, max(0.0, choice.lower_bound_s - price))

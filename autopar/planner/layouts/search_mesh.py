@@ -63,14 +63,14 @@ def solve_mesh(
     hand = budget.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
     given = [found for start in starts if (found := problem.encode(start)) is not None]
-    is_mixed = can_mix(folded) and request.memory_limit_bytes < float("inf")
-    starts, table = [*given, *by_hand.values()], problem.priced.table
+    is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
+    known, table = [*given, *by_hand.values()], problem.priced.table
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
     bound_of = ALIKE if folded.repeats else ANY
     try:
-        choice = setting.search(problem, starts, is_brief=is_mixed)
+        choice = setting.search(problem, known, is_brief=is_mixed)
     except InfeasibleError:
-        found = None if budget.is_spent else search_on_host(setting, problem, starts)
+        found = None if budget.is_spent else search_on_host(setting, problem, known)
         if found is None:
             raise
         return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
@@ -79,7 +79,7 @@ def solve_mesh(
         mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by
     )
     if is_worth_moving(table, choice, cluster) and not budget.is_spent:
-        best = _or_on_host(setting, problem, starts, best)
+        best = _or_on_host(setting, problem, known, best)
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and not budget.is_spent:
         return _in_groups(setting, folded, problem, choice, best)
@@ -98,10 +98,9 @@ def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]
 
 def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
     """The better of `best` and the best plan with two groups of interior copies."""
-    (over_bytes, within_bytes), limit = (
-        (memory_of(alike.priced.table, end) for end in choice.around),
-        setting.request.memory_limit_bytes,
-    )
+    assert choice.around is not None, "the limit binds"
+    over_bytes, within_bytes = (memory_of(alike.priced.table, end) for end in choice.around)
+    limit = setting.request.limit_bytes
     segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
     problem = setting.problem(segmented(folded, setting.graph, segments))
     above, within = (alike.decode(end) for end in choice.around)

@@ -59,9 +59,9 @@ def make_plan(
         cluster = as_used(mesh, cluster)
         found = _solve_all(graph, mesh, cluster, request, to_beat_s, budget)
     best = min(found.values(), key=lambda solved: solved.cost_s)
-    asked = {"training": request.training, "memory_limit_bytes": request.memory_limit_bytes}
+    training, limit_bytes = request.training, request.limit_bytes
     return replace(
-        plan_of(graph, best.assignment, best.mesh, cluster, **asked),
+        plan_of(graph, best.assignment, best.mesh, cluster, training=training, memory_limit_bytes=limit_bytes),
         lower_bound_s=best.lower_bound_s,
         bound_of=best.bound_of,
         found_by=best.found_by,
@@ -85,7 +85,7 @@ def _solve_all(
             f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or"
             " 'dp=8,tp=8'"
         )
-    limit, training = request.memory_limit_bytes, request.training
+    limit, training = request.limit_bytes, request.training
     has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
     deadline = budget.deadline if has_other else NEVER
     by_hand = budget.run(
@@ -119,7 +119,9 @@ def _solve_all(
             failure = error
     found |= _on_mesh_by_hand(found, by_hand, graph, cluster, request, budget)
     if not found:
-        raise failure
+        raise failure or InfeasibleError(
+            f"no mesh of {devices.num_devices} devices lies within the cluster's link levels"
+        )
     return found
 
 
@@ -137,15 +139,17 @@ def _on_mesh_by_hand(
     if budget.is_spent:
         return {best.mesh: _as_written(by_hand, graph, cluster, request.training)}
     part = budget.part(1.0, where=f"mesh {best.mesh}: ")
-    starts = [by_hand.assignment]
+    starts = by_hand.starts
     return {best.mesh: solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)}
 
 
 def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:
     """The best hand plan without a search; its lower bound is that of the work alone."""
-    best, costs = by_hand.best, {one.name: one.costs for one in by_hand.tried if one.mesh == by_hand.best.mesh}
+    best, assignment = by_hand.best, by_hand.assignment
+    assert best is not None and assignment is not None, "a hand plan fits"
+    costs = {one.name: one.costs for one in by_hand.tried if one.mesh == best.mesh}
     bound_s = min(best.costs.step_s, floor_s(graph, best.mesh, cluster, training=training))
-    return Solved(best.mesh, by_hand.assignment, best.costs.step_s, bound_s, ANY, costs, f"hand plan {best.name}")
+    return Solved(best.mesh, assignment, best.costs.step_s, bound_s, ANY, costs, f"hand plan {best.name}")
 
 
 def _promising(meshes: tuple[Mesh, ...], tried: tuple[Tried, ...], limit_bytes: float) -> list[Mesh]:

@@ -130,7 +130,7 @@ class _Pipeline:
         """Seconds of a step from the time of each stage, a third of it for forward and for each part of backward."""
         sent_s = [self.link[0] + num_bytes / self.link[1] if num_bytes else 0.0 for num_bytes in sent]
         each = [
-            StageTimes(*[time_s / 3] * 3, ahead_s, back_s)
+            StageTimes(time_s / 3, time_s / 3, time_s / 3, ahead_s, back_s)
             for time_s, ahead_s, back_s in zip(times, sent_s, [0.0, *sent_s])
         ]
         return float(step_s(self.order, as_array(each)))
@@ -166,11 +166,11 @@ class _Pipeline:
 
     def _request(self, number: int) -> PlanRequest:
         fqns = {item.fqn for item in self.cut.stages[number].graph.inputs}
-        asked = {
-            kind: {fqn: at for fqn, at in getattr(self.request, kind).items() if fqn in fqns}
-            for kind in ("pins", "stored")
-        }
-        return replace(self.request, **asked)
+        pins, stored = (
+            {fqn: layout for fqn, layout in asked.items() if fqn in fqns}
+            for asked in (self.request.pins, self.request.stored)
+        )
+        return replace(self.request, pins=pins, stored=stored)
 
     def _priced(self, number: int) -> _Ends:
         stage = self.cut.stages[number]

@@ -51,7 +51,7 @@ def refusal(
             " stage needs a block, and each schedule allows certain numbers of microbatches: ask for fewer stages, or"
             " for fewer or more microbatches"
         )
-    limit, num_bytes = request.memory_limit_bytes, max(point.rank_bytes)
+    limit, num_bytes = request.limit_bytes, max(point.rank_bytes)
     rank = point.rank_bytes.index(num_bytes)
     return InfeasibleError(
         f"no plan in stages and microbatches fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the"
@@ -73,9 +73,10 @@ def _with_state_on_host(
     if not (cluster.host_bandwidth_bytes_per_s and request.training.state_bytes):
         return ""
     training = replace(request.training, optimizer="none")
-    num_bytes = max(
-        lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline).rank_bytes
-    )
+    point = lightest(model, meshes, cluster, training=training, num_microbatches=counts, deadline=deadline)
+    if point is None:
+        return ""
+    num_bytes = max(point.rank_bytes)
     return (
         f", at least {num_bytes:.0f} bytes ({num_bytes / 2**30:.2f} GiB) with all of the optimizer's state on the host"
     )
@@ -89,7 +90,7 @@ def _what_binds(model: Model, point: Staged, rank: int, cluster: Cluster, reques
     counts = " + ".join(str(in_flight(point.schedule)[stage]) for stage in point.schedule.stages_of(rank))
     notes = {"activations": f" (microbatches in flight: {counts})"}
     kinds = ", ".join(f"{kind} {format_bytes(size)}{notes.get(kind, '')}" for kind, size in named)
-    if sum(memory[kind] for kind in _STORED) > request.memory_limit_bytes:
+    if sum(memory[kind] for kind in _STORED) > request.limit_bytes:
         remedy = "the stored tensors alone exceed the limit for any batch: raise the memory limit, or use more devices"
     else:
         remedy = "raise the memory limit, use more devices, or train on smaller batches or shorter sequences"

@@ -68,7 +68,7 @@ def sweep_stages(
             meshes,
             cluster,
             training=request.training,
-            limit_bytes=request.memory_limit_bytes,
+            limit_bytes=request.limit_bytes,
             num_microbatches=counts,
             schedules=schedules,
             deadline=budget.part(_SHARE_OF_SWEEP).deadline,
@@ -110,7 +110,8 @@ def plan_in_stages(
     there is no `cutoff_s`, a few points are tried after it, since a late plan is better than none. InfeasibleError,
     with the least memory that would do, if none fits. `predict`: as in `choose_plan`.
     """
-    best, recorded, limit_bytes = None, Recorded(predict), request.memory_limit_bytes
+    best, recorded, limit_bytes = None, Recorded(predict), request.limit_bytes
+    by_hand: list[Staged] = []
     model = model_in_stages(graph, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
@@ -151,7 +152,7 @@ def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         for factor in (1.0, _NEARLY):
             training = replace(request.training, optimizer="none")
-            yield replace(request, training=training, memory_limit_bytes=factor * request.memory_limit_bytes)
+            yield replace(request, training=training, memory_limit_bytes=factor * request.limit_bytes)
 
 
 def _candidates(
@@ -161,7 +162,7 @@ def _candidates(
 
     Each gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
     """
-    found: list[Candidate] = []
+    found: list[Candidate[StagedPlan]] = []
     for point in points:
         if found and budget.is_spent:
             break
@@ -177,15 +178,12 @@ def _candidates(
             ]
             for moves in (True, False)
         )
-        plan = _searched(solvers, keeping, graph, part, [request.memory_limit_bytes] * point.schedule.num_ranks)
+        plan = _searched(solvers, keeping, graph, part, [request.limit_bytes] * point.schedule.num_ranks)
         # the time was up, or the best plan of each stage is not the best for the pipeline
         if plan is None or plan.step_s > point.step_s:
             late = budget.part(0.0)
             written = Solver(cut, point, point.mesh, cluster, request, crossing_layouts(cut), late)
-            plans = [
-                plan,
-                _searched([written], (), graph, late, [request.memory_limit_bytes] * point.schedule.num_ranks),
-            ]
+            plans = [plan, _searched([written], (), graph, late, [request.limit_bytes] * point.schedule.num_ranks)]
             plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
         again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
@@ -236,7 +234,7 @@ def _solved(
             stages = _stages(solver, allowed_bytes, budget)
         except InfeasibleError:
             continue
-        limit, starts = request.memory_limit_bytes, solver.cut.starts
+        limit, starts = request.limit_bytes, solver.cut.starts
         found_by = "search" if solver.is_searched else f"hand plan {point.name}"
         found.append(
             StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.costmodel.activations.saved_activations import Regions
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
@@ -83,7 +84,7 @@ class Solver:
             request,
             budget,
         )
-        self.crossing, self.limit_bytes = crossing, request.memory_limit_bytes
+        self.crossing, self.limit_bytes = crossing, request.limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages
         self.free: dict[Any, StagePlans] = {}  # of stages alike, without a memory limit
@@ -239,8 +240,7 @@ class Solver:
                 continue
             for nums in counts:
                 if kind == "recomputed" or any(nums):
-                    saved = [{kind: one.regions[:num]} for one, num in zip(stages, nums)]
-                    yield tuple(replace(one, request=replace(one.request, **each)) for one, each in zip(stages, saved))
+                    yield tuple(_saving(one, kind, one.regions[:num]) for one, num in zip(stages, nums))
 
     def _regions(self, graph: Graph) -> tuple[tuple[str, ...], ...]:
         own = {op.name for op in graph.ops}
@@ -303,9 +303,9 @@ class Solver:
             known = zip(one.parts, stages, one.costs or [None] * len(stages))
             parts = [Part(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
             made = fill(parts, self.mesh, self.cluster, self.limit_bytes) or ()
-            cost_s = sum(part.costs.step_s for part in made)
+            cost_s = sum(part.known.step_s for part in made)
             if made and (best is None or cost_s < best.cost_s):
-                pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.costs for part in made)
+                pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.known for part in made)
                 best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
         return best
 
@@ -341,7 +341,7 @@ class Solver:
         if is_on_host:
             problems = [with_moves(*each) for each in zip(settings, problems)]
         starts = [problem.encode(restricted(self.cut.by_hand, problem.graph, self.crossing)) for problem in problems]
-        start = () if None in starts else tuple(index for one in starts for index in one)
+        start = () if None in starts else tuple(index for one in starts if one is not None for index in one)
         table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
         joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
         choice = settings[0].search(joint, [start] if start else [])
@@ -366,3 +366,11 @@ class Solver:
             folded = fold_of_stage(self.cut.folded, one.graph, request.crossing)
             self.problems[key] = self._setting(one).problem(segmented(folded, one.graph, segments(folded, saved)))
         return self.problems[key]
+
+
+def _saving(stage: Wanted, kind: str, regions: Regions) -> Wanted:
+    """The stage with its `regions` "recomputed", or else "offloaded"."""
+    request = stage.request
+    is_recomputed = kind == "recomputed"
+    asked = replace(request, recomputed=regions) if is_recomputed else replace(request, offloaded=regions)
+    return replace(stage, request=asked)

@@ -127,9 +127,11 @@ class _Sweep:
         for plan, assignment, blocks in profiled(self.model, plans, num, mesh, self.cluster, self.training):
             for schedule in _schedules(num_ranks, num, schedules, len(self.model.starts)):
                 own = as_run(blocks, schedule)
-                cuts = {_cut(own, schedule, self.limit_bytes, at) for at in _transfers(schedule, link)} - {None}
+                cuts = {_cut(own, schedule, self.limit_bytes, at) for at in _transfers(schedule, link)}
                 timed = [
-                    (float(time_of(own, x, schedule, link)), x) for x in cuts if _busy_s(own, x, schedule) <= beat_s
+                    (float(time_of(own, x, schedule, link)), x)
+                    for x in cuts
+                    if x is not None and _busy_s(own, x, schedule) <= beat_s
                 ]
                 if timed:
                     time_s, found = min(timed, key=lambda one: (one[0], one[1].starts))

@@ -69,13 +69,15 @@ class Changes:
         if not self.is_due():
             return False
         watch, before = self.watch, self.states[self.generation]
-        now, self.watch = describe(module), ModuleWatch(module)
+        now, current = describe(module), ModuleWatch(module)
+        self.watch = current
+        assert watch is not None, "a change that is due was watched for"
         watch.check_data()
         changed = differences(before, now)
         if not changed:
             return False
         self.last = tuple(changed)
-        held = {*watch.tensors, *self.watch.tensors, *dict(module.named_modules())}
+        held = {*watch.tensors, *current.tensors, *dict(module.named_modules())}
         if is_cut and (refused := [name for name in changed if name in held]):
             raise AutoparError(
                 f"{', '.join(refused[:3])} changed (replaced, requires_grad, dtype or layout) after the model was"

@@ -12,6 +12,8 @@ from autopar.torch_compat import pytree
 class ReplacedParameter(nn.Parameter):
     """A parameter that is no longer one: every use but `repr` raises AutoparError with the name it had."""
 
+    fqn: str
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         found = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ReplacedParameter))
@@ -21,7 +23,7 @@ class ReplacedParameter(nn.Parameter):
             " autopar.compile (or compile a copy.deepcopy of the model)"
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"<parameter {self.fqn!r}, replaced by autopar.compile>"
 
 
@@ -31,4 +33,4 @@ def mark_replaced(parameter: torch.Tensor, fqn: str) -> None:
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.__class__ = ReplacedParameter
-        parameter.fqn = fqn
+        vars(parameter)["fqn"] = fqn

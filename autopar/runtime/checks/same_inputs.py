@@ -57,7 +57,7 @@ class InputCheck:
 
     def _axes(self) -> tuple[list[int], list[int]]:
         """The axes of the mesh along which rows are the same, and the others."""
-        names = self.mesh.mesh_dim_names
+        names = self.mesh.mesh_dim_names or ()
         is_other = [self.parts is not None and name in self.parts.axis_names for name in names]
         return [i for i in range(len(names)) if not is_other[i]], [i for i in range(len(names)) if is_other[i]]
 
@@ -100,10 +100,15 @@ class InputCheck:
     def _warn(self, both: torch.Tensor, named: Named) -> None:
         largest, least = both[:, : len(named)].tolist()
         has_rows = [x.ndim > 0 and x.numel() > 1 for _, x in named]
-        if any(has_rows) and all(a == -b for a, b, is_part in zip(largest, least, has_rows) if is_part):
+        parts = self.parts
+        if (
+            parts is not None
+            and any(has_rows)
+            and all(a == -b for a, b, is_part in zip(largest, least, has_rows) if is_part)
+        ):
             warnings.warn(
-                f"every rank gave the same rows, with batch={self.parts.axis_names}: the batch then has each of them"
-                f" {self.parts.num_parts} times; give each rank its own part, or leave batch='global'",
+                f"every rank gave the same rows, with batch={parts.axis_names}: the batch then has each of them"
+                f" {parts.num_parts} times; give each rank its own part, or leave batch='global'",
                 stacklevel=6,
             )
 

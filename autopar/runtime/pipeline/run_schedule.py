@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,12 +55,16 @@ class StageRunner:
         self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
         self._torch = self._made() if self.stages else None
 
-    def _made(self) -> ScheduleGPipe | ScheduleInterleaved1F1B:
+    def _made(self) -> Any:
         # The losses of microbatches are terms of the whole batch's loss: they are summed, not averaged.
-        options = {"n_microbatches": self.schedule.num_microbatches, "loss_fn": _loss_of, "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": self.schedule.num_microbatches,
+            "loss_fn": _loss_of,
+            "scale_grads": False,
+        }
         if self.schedule.name in ONE_STAGE_A_RANK:
             return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
-        return SEVERAL_STAGES_A_RANK[self.schedule.name](self.stages, **options)
+        return SEVERAL_STAGES_A_RANK[self.schedule.name]([*self.stages], **options)
 
     def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> Step:
         """Run forward and backward of all microbatches, and add their gradients to those of the leaves.
@@ -83,6 +88,7 @@ class StageRunner:
         try:
             # torch requires a target, of which it cuts a part for each microbatch.
             target = torch.arange(self.schedule.num_microbatches) if last is not None else None
+            assert self._torch is not None, "this rank is one of a pipeline"
             self._torch.step(target=target, losses=losses, return_outputs=False)
             for stage in self.stages:
                 stage.end()
@@ -91,7 +97,7 @@ class StageRunner:
         spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
         return self._total(losses), spans
 
-    def _total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _total(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses, which the rank of the last stage has, on every rank."""
         total = (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
@@ -106,7 +112,7 @@ class StageRunner:
                 [works[0].body(microbatch, ())[0] for microbatch in range(self.schedule.num_microbatches)]
             ).sum()
         losses: list[torch.Tensor] = []
-        sends: list[dist.Work] = []
+        sends: list[dist.Work | None] = []
         for microbatch, stage in product(
             range(self.schedule.num_microbatches), sorted(self.local, key=lambda stage: stage.index)
         ):
@@ -120,7 +126,8 @@ class StageRunner:
             after = self.schedule.rank_of(stage.index + 1)
             sends += [dist.isend(sendable(x), group=self.group, group_dst=after) for x in made]
         for send in sends:
-            send.wait()
+            if send is not None:
+                send.wait()
         return self._total(losses)
 
     def _accumulate(self, work: Work, *, is_timed: bool) -> tuple[list[torch.Tensor], list[Span]]:
@@ -149,8 +156,8 @@ class StageRunner:
 
 def _own_error(error: RuntimeError) -> BaseException:
     """The error that a stage raised, without torch's wrapper, which lists every argument."""
-    is_wrapped = error.__cause__ is not None and "ailed to run" in str(error)
-    return error.__cause__ if is_wrapped else error
+    is_wrapped = "ailed to run" in str(error)
+    return error.__cause__ if is_wrapped and error.__cause__ is not None else error
 
 
 def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:

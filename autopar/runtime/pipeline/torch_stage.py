@@ -146,12 +146,12 @@ class RunningStage(PipelineStage):
         return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
         _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived, since its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
-        self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss=loss, full_backward=is_whole, **kwargs))
+        self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, is_whole, last_backward))
         # A gradient may be expanded or transposed, which no backend sends.
         self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in self.bwd_cache[bwd_chunk_id])
         if full_backward:
@@ -188,7 +188,8 @@ class RunningStage(PipelineStage):
 
 
 def _isend(sends: Sequence[dist.P2POp]) -> list[dist.Work]:
-    return [dist.isend(send.tensor, send.peer, group=send.group) for send in sends]
+    begun = [dist.isend(send.tensor, send.peer, group=send.group) for send in sends]
+    return [work for work in begun if work is not None]  # None from a rank outside the group
 
 
 def _wait(sends: Sequence[dist.Work]) -> None:

@@ -18,6 +18,7 @@ from autopar.ir.interpret import run_constants
 from autopar.mesh import mesh_of
 from autopar.plans.staged_plan import PIPELINE, StagedPlan, stage_graphs
 from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
 from autopar.runtime.pipeline.run_schedule import StageRunner
@@ -218,9 +219,10 @@ class Trainer:
         them, in rank order, and add those from before.
         """
         for fqn, parameter in self._tied_here().items():
-            _add_others(parameter, self.tied[fqn], self.group)
-            if before[fqn] is not None:
-                parameter.grad = before[fqn].add_(parameter.grad)
+            assert self.group is not None, "a tied parameter is held by several ranks of the pipeline"
+            gradient = _add_others(parameter, self.tied[fqn], self.group)
+            if (earlier := before[fqn]) is not None:
+                parameter.grad = earlier.add_(gradient)
 
 
 def _mixed(*numbers: int) -> int:
@@ -228,20 +230,23 @@ def _mixed(*numbers: int) -> int:
     return hash(numbers) & (2**62 - 1)
 
 
-def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The gradient, after those of the other ranks were added."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    own = parameter.grad.to_local().contiguous()
+    own = as_dtensor(parameter.grad).to_local().contiguous()
     here = dist.get_rank(group)
     parts = [own if rank == here else torch.empty_like(own) for rank in ranks]
     sends = [dist.isend(own, group=group, group_dst=rank) for rank in ranks if rank != here]
     waits = [dist.irecv(part, group=group, group_src=rank) for part, rank in zip(parts, ranks) if rank != here]
     for work in (*sends, *waits):
-        work.wait()
+        if work is not None:
+            work.wait()
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    parameter.grad.to_local().copy_(total)
+    as_dtensor(parameter.grad).to_local().copy_(total)
+    return parameter.grad
 
 
 def _cut(x: torch.Tensor, layout: Layout, axes: Sequence[Any]) -> torch.Tensor:

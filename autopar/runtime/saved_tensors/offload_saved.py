@@ -86,7 +86,7 @@ class Offload:
             copy = self.known[key] = _Copy(storage, x.untyped_storage().nbytes(), x.device, self._to_host(x))
             self.copies.append(copy)
         copy.num_views += 1
-        return self, _View(copy, x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
+        return self, _View(copy, x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
     def unpack(self, view: _View) -> torch.Tensor:
         """The tensor that was packed, on its device."""
@@ -124,6 +124,7 @@ class Offload:
     def _bring(self, copy: _Copy) -> torch.Tensor:
         if copy.device.type != "cuda":
             return copy.host
+        assert self.stream is not None, "what is brought back was copied away on a stream"
         back = torch.empty_like(copy.host, device=copy.device)
         self.stream.wait_stream(torch.cuda.current_stream(copy.device))
         with torch.cuda.stream(self.stream):
@@ -136,9 +137,10 @@ class Offload:
         """The fetched bytes on the device, for one of the views."""
         if copy.back is None:  # another backward over the same region
             self._begin(copy)
+        back = copy.back
+        assert back is not None, "it was begun to be brought back"
         if copy.is_there is not None:
             torch.cuda.current_stream(copy.device).wait_event(copy.is_there)
-        back = copy.back
         copy.num_left -= 1
         if copy.num_left == 0:
             copy.back = None
@@ -151,8 +153,8 @@ def _key(x: torch.Tensor, storage: StorageWeakRef) -> _Key:
     Results of `unsafe_chunk` are no views of one another to autograd: recurrent cells write to each in place after
     others are saved.
     """
-    base = x._base if x._is_view() else x
-    return storage.cdata, base._version, base.storage_offset(), tuple(base.shape), base.stride()
+    base = x if x._base is None else x._base
+    return storage.cdata, base._version, int(base.storage_offset()), tuple(base.shape), base.stride()
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -36,7 +36,7 @@ class _Again:
         self.storage, self.dtype, self.offset = (
             StorageWeakRef(whole.untyped_storage()),
             whole.dtype,
-            whole.storage_offset(),
+            int(whole.storage_offset()),
         )
         self.stored, self.version, self.steps = stored, stored._version, steps
         self.size, self.stride = whole.shape, whole.stride()
@@ -48,7 +48,7 @@ class _Again:
         if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
-        return _View(tuple(x.shape), x.stride(), x.storage_offset() - self.offset, x.is_conj())
+        return _View(tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset, x.is_conj())
 
     def unpack(self, view: _View) -> torch.Tensor:
         if self.made is None:

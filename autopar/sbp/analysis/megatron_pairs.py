@@ -148,8 +148,8 @@ def _pair(
 
 def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozenset[str]) -> frozenset[str] | None:
     tracked = [value for value in op.inputs if value.needs_grad and value.name not in ignored]
-    found = [sources.get(value.name) for value in tracked]
-    if facts_of(op.target).ends_region or not found or any(item is None for item in found):
+    found = [named for value in tracked if (named := sources.get(value.name)) is not None]
+    if facts_of(op.target).ends_region or not found or len(found) < len(tracked):
         return None
     return frozenset().union(*found)
 

@@ -54,10 +54,10 @@ def _exponents(
     where top is the maximum, or 0 if that is infinite.
     """
     x = x.to(sum_dtype(dtype or x.dtype))
-    top = max_over(x.amax(dims, keepdim=True), axes)
+    top = max_over(x.amax(tuple(dims), keepdim=True), axes)
     top = torch.where(top.isinf(), 0.0, top)
     exponents = x - top
-    return exponents, top, sum_over(exponents.exp().sum(dims, keepdim=True), axes, dst)
+    return exponents, top, sum_over(exponents.exp().sum(tuple(dims), keepdim=True), axes, dst)
 
 
 def _row_bytes(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], dims: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ then restored by the inverse of the same order, each row has the same result as 
 between does not matter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,8 +72,8 @@ def _visit(op: Op, walk: _Walk) -> None:
     if not found:
         if op.target in _SORTS and len(op.inputs[0].shape) == 1:
             kinds = ("keys", "order")[-len(op.outputs) :]
-            tags = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
-            _enter(op, walk, op.name, [Signature((S(0),), (S(0),) * len(kinds))], tags)
+            made = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
+            _enter(op, walk, op.name, [Signature((S(0),), (S(0),) * len(kinds))], made)
         return
     sort, *others = sorted({tag.sort for tag in found})
     step = None if others else _step(op, tags, walk)
@@ -83,7 +84,7 @@ def _visit(op: Op, walk: _Walk) -> None:
         _enter(op, walk, sort, signatures, [tag] * len(op.outputs))
 
 
-def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: list[_Tag | None]) -> None:
+def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: Sequence[_Tag | None]) -> None:
     walk.signatures[op.name] = sort, tuple(signatures)
     walk.tags.update((value.name, tag) for value, tag in zip(op.outputs, tags) if tag)
 
@@ -118,9 +119,9 @@ def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature]
             return [Signature((S(0),), (S(0),))], gives("inverse")
         case "aten.index_put.default", ["blank", "order", ""] if _inverts(op, walk.graph):
             return [Signature(*_INVERSE)], gives("inverse")
-        case "aten.index.Tensor", ["", "order" | "tokens"] if op.inputs[0].shape[0] * tags[
-            1
-        ].divisor == first.num_rows and _is_plain(op):
+        case "aten.index.Tensor", ["", "order" | "tokens"] if (
+            (order := tags[1]) and op.inputs[0].shape[0] * order.divisor == first.num_rows and _is_plain(op)
+        ):
             return [Signature((S(0), S(0)), (S(0),))], gives("rows")
         case "aten.index.Tensor", ["rows", "inverse"] if _is_plain(op):
             return [Signature((S(0), S(0)), (S(0),))], None

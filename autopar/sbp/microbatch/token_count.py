@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph, Input, Op, Value, arguments_of
 from autopar.ir.interpret import constants_for
 from autopar.ir.op_facts import is_random
 from autopar.sbp.local_ops._arguments import sum_dtype
-from autopar.sbp.rules._by_name import tensor_of
+from autopar.sbp.rules._by_name import optional_tensor, tensor_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
     MicrobatchError if targets or weights depend on parameters or random numbers, which are not known before the step,
     and for a loss in float16, in which a sum of terms may overflow.
     """
-    (loss,), target, weight = op.outputs, tensor_of(op, "target"), tensor_of(op, "weight")
+    (loss,), target, weight = op.outputs, tensor_of(op, "target"), optional_tensor(op, "weight")
     if loss.dtype == torch.float16:
         raise MicrobatchError(
             f"{_where(op)} would sum the losses of a microbatch's tokens, which can overflow float16: compute it from"

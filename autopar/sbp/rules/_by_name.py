@@ -14,7 +14,14 @@ def argument_names(op: Op) -> tuple[str, ...]:
     return tuple(argument.name for argument in resolve(op.target)._schema.arguments)
 
 
-def tensor_of(op: Op, name: str) -> Value | None:
+def tensor_of(op: Op, name: str) -> Value:
+    """The tensor passed as argument `name`, which every call has."""
+    found = optional_tensor(op, name)
+    assert found is not None, f"{op.name}: {op.target} was called without {name}"
+    return found
+
+
+def optional_tensor(op: Op, name: str) -> Value | None:
     """The tensor passed as argument `name`; None if the call lacks it."""
     slot = arguments_of(op)[name]
     return op.inputs[slot.index] if isinstance(slot, Slot) else None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import P, R, S
-from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import Term, broadcast_term, place
 from autopar.sbp.signature import Signature
 
@@ -19,11 +19,16 @@ def attention(op: Op) -> Iterator[Signature]:
     v P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R.
     """
     arguments = arguments_of(op)
-    query, key, value, mask = (tensor_of(op, name) for name in ("query", "key", "value", "attn_mask"))
+    query, key, value = (tensor_of(op, name) for name in ("query", "key", "value"))
+    mask = optional_tensor(op, "attn_mask")
     shape = op.outputs[0].shape
     lead = tuple(f"b{i}" for i in range(len(shape) - 2))
     leads = [_leading(lead, tensor.shape, shape, arguments["enable_gqa"]) for tensor in (query, key, value)]
-    terms = {"query": leads[0] + ("l", "e"), "key": leads[1] + ("s", "e"), "value": leads[2] + ("s", "f")}
+    terms: dict[str, Term] = {
+        "query": leads[0] + ("l", "e"),
+        "key": leads[1] + ("s", "e"),
+        "value": leads[2] + ("s", "f"),
+    }
     if mask is not None:
         terms["attn_mask"] = broadcast_term(lead + ("l", "s"), mask.shape, (*shape[:-1], key.shape[-2]))
     output = lead + ("l", "f")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import I, P, R, S
-from autopar.sbp.rules._by_name import signature, tensor_of
-from autopar.sbp.rules._einsum import Term, broadcast_term, place
+from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
+from autopar.sbp.rules._einsum import broadcast_term, place
 from autopar.sbp.signature import Signature
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's Reduction
@@ -52,12 +52,12 @@ def elementwise_loss(op: Op) -> Iterator[Signature]:
     names = [
         name
         for name in ("self", "target", "weight", "pos_weight")
-        if name in arguments_of(op) and tensor_of(op, name) is not None
+        if name in arguments_of(op) and optional_tensor(op, name) is not None
     ]
     shapes = [tensor_of(op, name).shape for name in names]
     rank = max(len(shape) for shape in shapes)
     whole = tuple(max((s[d] for s in shapes if len(s) >= -d), default=1) for d in range(-rank, 0))
-    letters: Term = tuple(f"d{i}" for i in range(rank))
+    letters = tuple(f"d{i}" for i in range(rank))
     terms = {name: broadcast_term(letters, shape, whole) for name, shape in zip(names, shapes)}
     for dim, letter in enumerate(letters):
         placed = {name: place(letter, term) for name, term in terms.items()}

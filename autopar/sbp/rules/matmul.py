@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import P, R, S
-from autopar.sbp.rules._by_name import argument_names, signature, tensor_of
+from autopar.sbp.rules._by_name import argument_names, optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import Term, broadcast_term, products
 from autopar.sbp.signature import Signature
 
@@ -82,7 +82,7 @@ def tensordot(op: Op) -> Iterator[Signature]:
         rank = len(tensor_of(op, side).shape)
         summed = {dim % rank: f"k{i}" for i, dim in enumerate(arguments[f"dims_{side}"])}
         factors.append(tuple(summed.get(dim, f"{side}{dim}") for dim in range(rank)))
-    output = tuple(letter for term in factors for letter in term if not letter.startswith("k"))
+    output = tuple(letter for term in factors for letter in term if letter and not letter.startswith("k"))
     return _named(op, ("self", "other"), factors, output)
 
 
@@ -101,7 +101,7 @@ def grouped_mm(op: Op) -> Iterator[Signature]:
     """
     names = argument_names(op)[:2]
     x, weight = (tensor_of(op, name) for name in names)
-    if (len(x.shape), len(weight.shape)) != (2, 3) or tensor_of(op, "offs") is None:
+    if (len(x.shape), len(weight.shape)) != (2, 3) or optional_tensor(op, "offs") is None:
         return
     for placements, placed in products([(None, "k"), (None, "k", "n")], (None, "n")):
         yield from signature(op, dict(zip(names, placements)), placed)
@@ -114,7 +114,7 @@ def einsum(op: Op) -> Iterator[Signature]:
     arguments = arguments_of(op)
     shapes = [op.inputs[slot.index].shape for slot in arguments["tensors"]]
     terms, output = parse_equation(arguments["equation"], [len(shape) for shape in shapes])
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}
     for term, shape in zip(terms, shapes):
         sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, shape)}
     factors = [

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import I, R, S
-from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.signature import Signature
 
 CHANNELS = ("weight", "bias", "running_mean", "running_var")  # arguments with one number per channel
@@ -46,7 +46,7 @@ def batch_norm(op: Op) -> Iterator[Signature]:
     `batch_norm_functional` is the one that returns new running statistics.
     """
     arguments = arguments_of(op)
-    if arguments["training"] and tensor_of(op, "running_mean") is not None:
+    if arguments["training"] and optional_tensor(op, "running_mean") is not None:
         return  # it writes to its arguments, which no op of a graph does
     yield from signature(op, {"input": S(0)}, S(0), role="batch" if arguments["training"] else "")
     yield from signature(op, {"input": S(1), **dict.fromkeys(CHANNELS, S(0))}, S(1))
@@ -66,7 +66,7 @@ def batch_norm_functional(op: Op) -> Iterator[Signature]:
 
 def instance_norm(op: Op) -> Iterator[Signature]:
     """Statistics of each sample and channel; running statistics, which average over samples, only whole."""
-    if tensor_of(op, "running_mean") is None:
+    if optional_tensor(op, "running_mean") is None:
         yield from signature(op, {"input": S(0), "weight": R, "bias": R}, S(0))
         yield from signature(op, {"input": S(1), "weight": S(0), "bias": S(0)}, S(1))
 

@@ -4,7 +4,7 @@ Choices that are optimal at prices around the best one differ in few nodes. On t
 thousandth of the whole, the best use of the memory limit is computed almost at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _ENOUGH = 1e-3
 _MOST_LABELS = (2_000,)
 
 
-def recombine(state: State, deadline: Deadline) -> Iterator[State]:
+def recombine(state: State, deadline: Deadline) -> Generator[State]:
     """Yield the state with the recombination of its known choices, if memory is limited."""
     table = state.reduced.table
     if table.memory_limit_bytes < float("inf"):
@@ -48,8 +48,9 @@ def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: D
     if memory_of(table, first) > table.memory_limit_bytes or cost_of(table, first) == float("inf"):
         return ()
     found, around = small.lower(first), None
+    assert found is not None, "the first choice is among those that the small table holds"
     for state in close(State(small, found, -float("inf")), deadline, label_counts=_MOST_LABELS):
-        found, around, cost_s = state.best, state.around, cost_of(small.table, state.best)
+        found, around, cost_s = state.incumbent, state.around, cost_of(small.table, state.incumbent)
         if cost_s - state.lower_bound_s <= _ENOUGH * abs(cost_s):
             break
     return small.lift(found), *(around or ())

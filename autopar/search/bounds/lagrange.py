@@ -95,7 +95,7 @@ def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Eva
             ceiling=ceiling,
             most_sweeps=_MOST_SWEEPS,
             deadline=deadline,
-            before=None if before is None else before.source,
+            before=before.source if before is not None and isinstance(before.source, Passed) else None,
         )
         return Step(passed.value, passed.met[:_MOST_MET], passed)
 
@@ -140,7 +140,7 @@ def maximise(
         met = (*met, *latest.step.met)
         raised_s = latest.bound_s - (-np.inf if best is None else best.bound_s)
         num_stale = 0 if raised_s > tolerance * abs(latest.bound_s) else num_stale + 1
-        best = latest if raised_s > 0 else best
+        best = latest if best is None or raised_s > 0 else best
         is_best = feasible is None or not np.isfinite(latest.bound_s)
         if not is_best:
             lines |= {choice: _line(light, choice) for choice in latest.step.met}
@@ -148,6 +148,7 @@ def maximise(
             is_best = top.value_s - best.bound_s <= max(
                 tolerance * abs(best.bound_s), 2e-12 * (abs(top.value_s) + latest.rebate_s)
             )
+    assert best is not None, "at least one price is tried"
     return replace(best, met=met, is_best=is_best, around=top.around if best.price else None)
 
 

@@ -151,7 +151,8 @@ def _labels_of(search: _Search, bucket: Bucket, incoming: Sequence[Labels]) -> L
     joined = _own_terms(search, bucket, strategies)
     rest = [*(_gathered(labels.message, strategies) for labels in incoming), _gathered(outside, strategies)]
     for i, labels in enumerate(incoming):
-        joined = _extended(search, joined, labels, _flat(labels.message, strategies), sum(rest[i + 1 :]))
+        others = np.asarray(sum(rest[i + 1 :]))  # at least what is outside
+        joined = _extended(search, joined, labels, _flat(labels.message, strategies), others)
     assignment = _flat(bucket.message, strategies)
     kept = _front(replace(joined, at=assignment[joined.at]), search.most_labels)
     start = np.searchsorted(kept.at, np.arange(bucket.message.values.size + 1))
@@ -206,7 +207,8 @@ def _concatenated(parts: Sequence[_Joined]) -> _Joined:
         np.concatenate(column)
         for column in zip(*((p.at, p.cost_s, p.memory_bytes, p.taken, *p.origins) for p in parts))
     ]
-    return _Joined(*columns[:4], tuple(columns[4:]))
+    at, cost_s, memory_bytes, taken, *origins = columns
+    return _Joined(at, cost_s, memory_bytes, taken, tuple(origins))
 
 
 def _front(joined: _Joined, most_labels: int) -> _Joined:

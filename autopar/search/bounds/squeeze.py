@@ -4,7 +4,7 @@ The bound at a price comes from messages, which treat edges one by one, until so
 elimination is quick.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,7 +50,7 @@ _LEAST_SHRINK = 0.9
 
 def squeeze(
     now: State, deadline: Deadline, *, additions_per_s: float = 1e8, most_additions: float = 1e9
-) -> Iterator[State]:
+) -> Generator[State]:
     """Yield a state after each round until the gap is closed, the goal is reached, or little more can be dropped.
 
     It also ends at the deadline. Tables that are not quick to eliminate are bounded by messages first, as long as that
@@ -113,7 +113,7 @@ def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tu
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
     feasible = cheapest(table, known)
     is_rough = view.order is None
-    evaluate = by_messages(feasible, deadline) if is_rough else by_elimination(view.order)
+    evaluate = by_messages(feasible, deadline) if view.order is None else by_elimination(view.order)
     above = None if now.around is None else now.reduced.lower(now.around[0])
     tolerance = _ROUGH if is_rough else 0.0
     most_steps = 8 if view.is_slow else 40
@@ -139,7 +139,7 @@ def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tu
     bound_s = max(now.lower_bound_s, dual.bound_s)
     if best is not None:
         bound_s = proven(cost_of(table, best), bound_s, is_pruned=now.is_pruned)
-    around = None if dual.around is None else tuple(now.reduced.lift(choice) for choice in dual.around)
+    around = None if dual.around is None else now.lifted_pair(dual.around)
     met = tuple(now.reduced.lift(choice) for choice in met)
     return replace(now, best=best, lower_bound_s=bound_s, around=around, known=met), dual
 
@@ -188,11 +188,12 @@ def _between(least: float, found: float) -> str:
 def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
     """The table without strategies, and with pairs forbidden, whose best completion cannot beat the incumbent."""
     table = now.reduced.table
-    cost_s = cost_of(table, now.best)
+    best = now.incumbent
+    cost_s = cost_of(table, best)
     threshold = cost_s - TOLERANCE * abs(cost_s) + dual.rebate_s
     marginals = _marginals(view, dual)
     kept = []
-    for values, k in zip(marginals.nodes, now.best):
+    for values, k in zip(marginals.nodes, best):
         stays = values < threshold
         stays[k] = True
         kept.append(np.flatnonzero(stays))
@@ -200,7 +201,7 @@ def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
     for i, edge in enumerate(edges):
         if (edge.a, edge.b) in marginals.pairs:
             stays = marginals.pairs[edge.a, edge.b] < threshold
-            stays[now.best[edge.a], now.best[edge.b]] = True
+            stays[best[edge.a], best[edge.b]] = True
             edges[i] = Edge(
                 edge.a, edge.b, np.where(stays, edge.cost_s, np.inf), np.where(stays, edge.memory_bytes, 0.0)
             )

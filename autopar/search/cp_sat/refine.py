@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ _COST_BITS, _WIDEST_BITS, _MEMORY_BITS = 40, 55, 50
 
 def refine(
     state: State, deadline: Deadline, *, most_variables: float = math.inf, worker: Sequence[str] = WORKER
-) -> Iterator[State]:
+) -> Generator[State]:
     """Yield better incumbents or bounds until the table is solved or the deadline has passed.
 
     The incumbent is the hint; without one, nothing is yielded until CP-SAT has a solution. A table of more than
@@ -97,6 +97,7 @@ def _send(stdin: IO[bytes], problem: dict[str, Any]) -> None:
 
 
 def _receive(child: "subprocess.Popen[bytes]", lines: "queue.Queue[str | None]") -> None:
+    assert child.stdout is not None, "the worker was started with a pipe"
     for line in child.stdout:
         lines.put(line.decode())
     child.wait()  # the exit code must be known before the reader sees the end
@@ -200,9 +201,10 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
             code = child.wait()
             for thread in threads:
                 thread.join()
-            with suppress(BrokenPipeError):  # input that the killed worker has not read cannot be flushed
-                child.stdin.close()
-            child.stdout.close()
+            for pipe in (child.stdin, child.stdout):
+                with suppress(BrokenPipeError):  # input that the killed worker has not read cannot be flushed
+                    if pipe is not None:
+                        pipe.close()
         if code and not is_running:
             log.seek(0)
             said = log.read()[-2000:].decode(errors="replace")

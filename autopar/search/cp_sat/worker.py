@@ -26,11 +26,15 @@ def main() -> None:
     os.dup2(2, 1)
     problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    # A single write for each line: the solver calls from several threads.
-    solve_integer(problem, lambda answer: os.write(answers, json.dumps(answer).encode() + b"\n"))
+
+    def answer(found: dict[str, Any]) -> None:
+        # a single write for each line: the solver calls from several threads
+        os.write(answers, json.dumps(found).encode() + b"\n")
+
+    solve_integer(problem, answer)
 
 
-def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], object]) -> None:
+def solve_integer(problem: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
     """Solve `problem` and call `answer` with each better choice and bound.
 
     Answers: {"strategies": [...]}, {"bound": int} and, at the end, {"status": name}. `problem`: nodes = [(cost i64[K],
@@ -124,7 +128,7 @@ def _die_with_parent() -> None:
 class _Printer(cp_model.CpSolverSolutionCallback):
     """Callback of the solver that reports each better choice."""
 
-    def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], object]) -> None:
+    def __init__(self, chosen: list[list[Any]], answer: Callable[[dict[str, Any]], None]) -> None:
         super().__init__()
         self._chosen, self._answer = chosen, answer
 
