@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 __all__ = [
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
@@ -53,6 +54,8 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "wants_whole_state",  # whether a state dict is made for one of all stages
+    # a check between ranks is no part of the model's step: whoever counts that must not see it; there is no public way
+    "without_dispatch_modes",
     "without_function_modes",
 ]
 

@@ -125,3 +125,9 @@ def test_the_store_of_the_process_group(tmp_path) -> None:
         assert store.get("key") == b"value" and store.check(["key"])
     finally:
         dist.destroy_process_group()
+
+
+def test_what_no_mode_sees() -> None:
+    with Ops() as ops, torch_compat.without_dispatch_modes():
+        torch.ones(2)
+    assert not ops.seen

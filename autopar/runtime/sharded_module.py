@@ -542,7 +542,7 @@ def unshard(module: ShardedModule) -> None:
         put(module, runtime.whole)
 
 
-def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None) -> Any:
+def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None = None) -> Any:
     """Call the program on the arguments and put its outputs together again; `parts` of both, if ranks hold the batch
     so.
     """

@@ -13,6 +13,7 @@ from autopar.errors import RankMismatch
 from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.rank_agreement import gather, peers_alive
 from autopar.runtime.seeded_rng import peek_seed
+from autopar.torch_compat import without_dispatch_modes
 
 NUM_ENTRIES = 2**18  # of each tensor; of larger ones an evenly spaced sample
 SEED = "torch's random state"
@@ -62,7 +63,7 @@ class InputCheck:
         return [i for i in range(len(names)) if not is_other[i]], [i for i in range(len(names)) if is_other[i]]
 
     def _reduce(self, both: torch.Tensor, axes: Sequence[int]) -> None:
-        with peers_alive():
+        with peers_alive(), without_dispatch_modes():
             for axis in axes:
                 dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
 
