@@ -29,7 +29,7 @@ from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.runtime.accumulate import close_step, open_step
-from autopar.runtime.sharded_module import run
+from autopar.runtime.run_program import run
 from autopar.sbp.candidates import annotate
 from bench.memory_stages import KINDS as MESHES_AND_SCHEDULES
 from bench.memory_stages import RANKS, measure_stages, stages_name

@@ -41,5 +41,5 @@ _STAND_INS = {
     "rank_agreement.from_first": _from_first,
     "sharded_module.from_first": _from_first,
     "dtensor_state.from_first": _from_first,
-    "sharded_module.meet": lambda *_: None,
+    "module_runtime.meet": lambda *_: None,
 }

@@ -16,7 +16,7 @@ from autopar.plans.plan import Plan
 from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.dtensor_state import install, owners, shard_model
 from autopar.runtime.load_program import Loaded, axes_of, load
-from autopar.runtime.sharded_module import run
+from autopar.runtime.run_program import run
 from autopar.sbp.redistribute import Collective
 from autopar.verify.check_placements import check
 from autopar.verify.count_collectives import count_collectives

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
-from autopar.runtime import sharded_module
+from autopar.runtime import module_runtime
 from tests.workers import RankError, Ranks, device_mesh
 from tests.zoo import build
 
@@ -98,7 +98,7 @@ def only_here_other_shapes() -> None:
     model, (x,) = _compile(), build("mlp").args
     model(x)
     if dist.get_rank() == 3:
-        sharded_module.LATER_WAIT_S = 1.0
+        module_runtime.LATER_WAIT_S = 1.0
         model(x[:4])
 
 
@@ -195,13 +195,13 @@ def _fails_to_move(*args: Any) -> Any:
 
 
 def sharding_fails_on_one() -> None:
-    from autopar.runtime import sharded_module
+    from autopar.runtime import module_runtime
 
-    original, sharded_module.shard_model = sharded_module.shard_model, _fails_to_move
+    original, module_runtime.shard_model = module_runtime.shard_model, _fails_to_move
     try:
         _compile()
     finally:
-        sharded_module.shard_model = original
+        module_runtime.shard_model = original
 
 
 FAILURES: dict[Callable[[], None], str] = {

@@ -1,0 +1,394 @@
+"""The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.codegen.lower import lower
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.export.placeholders import flat_arguments
+from autopar.ir.graph import Graph
+from autopar.ir.interpret import run_constants
+from autopar.ir.op_facts import is_random
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.trace_with_loss import LossFunction, traced
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.call_key import CONSTANTS, Key, describe_call
+from autopar.runtime.checks.module_changes import FORWARD, Changes
+from autopar.runtime.checks.replaced_parameter import mark_replaced
+from autopar.runtime.checks.same_inputs import InputCheck
+from autopar.runtime.dtensor_state import (
+    drop_others,
+    held,
+    holding,
+    install,
+    layout_of,
+    not_sharded,
+    owners,
+    put,
+    shard_model,
+    stateful,
+)
+from autopar.runtime.load_program import Loaded, axes_of, load
+from autopar.runtime.local_batch import LocalBatch, rows_of
+from autopar.runtime.pipeline.fail_together import failing_together
+from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
+from autopar.runtime.rank_agreement import (
+    agree_on_call,
+    agreed_graph,
+    check_seed,
+    check_weights,
+    meet,
+    on_every_rank,
+    peers_alive,
+)
+from autopar.runtime.run_program import run
+from autopar.sbp.placement import I, Layout, format_layout
+from autopar.torch_compat import pytree
+
+# (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
+Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
+# A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a
+# checkpoint.
+LATER_WAIT_S = 300.0
+
+
+@dataclass
+class Runtime:
+    """The runtime of a sharded module: the programs loaded so far, by mode and input shapes."""
+
+    mesh: DeviceMesh
+    plan: Planner
+    original: type[nn.Module]
+    name: str  # the same on every rank, and no other module's
+    whole: dict[str, torch.Tensor]  # FQN -> the model's own parameter, until the first plan shards it
+    loss_fn: LossFunction | None = None  # of train_step
+    parts: LocalBatch | None = None  # None: every rank gives the whole batch
+    check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
+    is_in_use: bool = False  # somebody may hold the parameters
+    # FQN of what only other ranks hold -> what it is like
+    elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_copies: int = 0
+    num_loads: int = 0  # of state dicts with whole tensors
+    offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
+    num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
+    loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
+    first: Loaded | Trainer | None = None
+    last: Loaded | Trainer | None = None
+    num_met: int = 0  # how often all ranks loaded a program
+    changes: Changes = field(default_factory=Changes)
+
+    def current(self) -> Loaded | Trainer:
+        """The program last used."""
+        if self.last is None:
+            raise AutoparError(
+                "not planned yet: the model is traced at its first call; call it once, or give args= to autopar.compile"
+            )
+        return self.last
+
+    def of(self, module: nn.Module) -> "Runtime":
+        """The same for a copy of the module."""
+        loaded = {key: found.of(owners(module)) for key, found in self.loaded.items()}
+        last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
+        first = next((loaded[key] for key, found in self.loaded.items() if found is self.first), None)
+        self.num_copies += 1
+        name = f"{self.name}.{self.num_copies}"
+        changes = self.changes.of(module if loaded else None)
+        return replace(self, loaded=loaded, name=name, num_copies=0, num_met=0, first=first, last=last, changes=changes)
+
+    def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
+        """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
+        puts it there.
+        """
+        self.offloaded |= self._state_on_host() if names is None else frozenset(names)
+        return self.offloaded
+
+    def _state_on_host(self) -> frozenset[str]:
+        found = self.current()
+        plans = [part.loaded.plan for part in found.parts] if isinstance(found, Trainer) else [found.plan]
+        plans = [plan for plan in plans if plan.assignment.state_on_host]
+        pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
+        return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
+
+    @torch.compiler.disable
+    def _remind(self, module: nn.Module) -> None:
+        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has
+        it.
+        """
+        if (
+            not (module.training and torch.is_grad_enabled())
+            or self.num_trained > 1
+            or self._state_on_host() <= self.offloaded
+        ):
+            return
+        self.num_trained += 1
+        if self.num_trained > 1:
+            warnings.warn(
+                f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters"
+                " being on the host, else it may not fit: call autopar.offload_optimizer(optimizer, model) once,"
+                " before training",
+                stacklevel=4,
+            )
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """The forward of `module`."""
+        self.prepare(module, args, kwargs)
+        self._remind(module)
+        self._compare(args, kwargs)
+        return run(self._alone(), args, kwargs, self.parts)
+
+    def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Forward and backward of `module` in training."""
+        self.prepare(module, args, kwargs, trains=True)
+        if isinstance(self.last, Loaded) and self.loss_fn is None:
+            return self._backward(module(*args, **kwargs))  # its own hooks run around a call
+        self._remind(module)
+        self._compare(args, kwargs)
+        if isinstance(self.last, Trainer):
+            self._check_hooks(module)
+            return self.last.step(*self._whole_batch(args, kwargs))
+        return self._backward(run(self._alone(), args, kwargs, self.parts))
+
+    def _backward(self, outputs: Any) -> torch.Tensor:
+        graph = self._alone().graph
+        position = graph.outputs.index(loss_only(graph).outputs[0])
+        loss = pytree.tree_leaves(outputs)[position]
+        if torch.is_grad_enabled():
+            with peers_alive():
+                loss.backward()
+        return loss.detach()
+
+    def _alone(self) -> Loaded:
+        """The program last used, of a plan without stages and microbatches."""
+        if not isinstance(self.last, Loaded):
+            raise AutoparError(
+                "the plan has stages or microbatches, which model(...) cannot run: call model.train_step(...) first, or"
+                " give args= to autopar.compile, so that the model is planned for calls alone besides"
+            )
+        return self.last
+
+    def _check_hooks(self, module: nn.Module) -> None:
+        if self.loss_fn is None and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+            raise AutoparError(
+                "the module has hooks of its own, which train_step with stages or microbatches does not run; register"
+                " them on its submodules before autopar.compile, or do in the loop what they do"
+            )
+
+    @torch.compiler.disable
+    def _compare(self, args: tuple, kwargs: dict) -> None:
+        """Whether the ranks were given what they should be, in some of the calls."""
+        if self.check is None or not self.check.is_due():
+            return
+        last = self.current()
+        loaded = [part.loaded for part in last.parts] if isinstance(last, Trainer) else [last]
+        draws = any(each.program.has_random_ops for each in loaded)
+        arguments = zip(last.graph.arguments, flat_arguments(last.graph.argument_spec, args, kwargs))
+        self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
+
+    def _whole_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a step in microbatches, all ranks' parts gathered."""
+        parts, trainer = self.parts, self.last
+        if parts is None or not isinstance(trainer, Trainer):
+            return args, kwargs
+        device, axes = self.mesh.device_type, trainer.parts[0].loaded.axes
+        layout = (I,) * trainer.parts[0].loaded.mesh.ndim
+
+        def gathered(x: Any) -> Any:
+            is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+            return parts.enter(x.to(device), axes, layout) if is_part else x
+
+        return pytree.tree_map(gathered, (args, kwargs))
+
+    @torch.compiler.disable
+    def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
+        """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+        # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
+        cut = self._cut()
+        with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
+            is_new = self.changes.notice(module, is_cut=cut is not None)
+        if is_new:
+            self._keep_programs()
+        call, key = describe_call(self.changes.modes(module), args, kwargs)
+        key = (*key, self.changes.generation, trains)
+        if key not in self.loaded:
+            self._meet(call)
+            with _own_autograd():
+                found = self._load(module, args, dict(sorted(kwargs.items())), trains)
+            # without stages, microbatches and a loss function, one program does for both ways of running
+            is_for_both = isinstance(found, Loaded) and self.loss_fn is None
+            self.loaded.update(
+                dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found)
+            )
+            self.first = self.first or found
+            self.changes.take(module)
+        self.last = self.loaded[key]
+
+    def _cut(self) -> Trainer | None:
+        """The first program, if this rank has some of the stages only."""
+        return self.first if self.elsewhere and isinstance(self.first, Trainer) else None
+
+    def _keep_programs(self) -> None:
+        """Forget the programs of states of the module that are forgotten too."""
+        self.loaded = {key: found for key, found in self.loaded.items() if key[-2] in self.changes.states}
+
+    def _meet(self, call: Key) -> None:
+        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups
+        allow.
+        """
+        wait_s = LATER_WAIT_S if self.first else dist.default_pg_timeout.total_seconds()
+        self.num_met += 1
+        meet(self.mesh, f"autopar/{self.name}/{self.num_met}", wait_s)
+        agree_on_call(self.mesh, call)
+
+    def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
+        """Trace, plan and load; the first time, also take over the model's tensors."""
+        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
+        plan = self._plan(module, graph, trains)
+        if isinstance(plan, StagedPlan):
+            return self._load_stages(module, graph, plan)
+        program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
+        if program.has_random_ops:
+            check_seed(self.mesh)
+        self._take_over(module, graph, plan.assignment.layouts, self.mesh)
+        with peers_alive():
+            axes = axes_of(self.mesh, program.joint_axes)
+        constants = run_constants(graph, torch.device(self.mesh.device_type))
+        return load(
+            program,
+            plan=plan,
+            graph=graph,
+            mesh=self.mesh,
+            axes=axes,
+            constants=constants,
+            owners=owners(module),
+            rows={} if self.parts is None else rows_of(graph),
+        )
+
+    def _load_stages(self, module: nn.Module, graph: Graph, plan: StagedPlan) -> Trainer:
+        if any(is_random(op) for op in graph.ops):
+            check_seed(self.mesh)
+        mesh, _, rank = pipeline_mesh(self.mesh)
+        own = [plan.stages[number] for number in plan.schedule.stages_of(rank)]
+        held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
+        layouts = {
+            item.value.name: stage.assignment.layouts[item.value.name]
+            for stage in own
+            for item in stateful(stage.graph)
+        }
+        self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
+        return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
+
+    def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
+        """Shard the parameters and buffers of the graph that are not; the first time, leave out those that only other
+        ranks have.
+        """
+        if self.first is not None:
+            self._take_over_new(module, graph, layouts)
+            return
+        with holding(module, self.whole):
+            if self.check is not None:
+                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+                remedy = (
+                    "seed alike or load the same checkpoint on every rank before autopar.compile, or give check=False"
+                )
+                check_weights(self.mesh, state, remedy)
+            parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
+        install(module, graph, parts, is_in_use=self.is_in_use)
+        self.elsewhere = drop_others(module, graph)
+        for fqn, parameter in self.whole.items():
+            mark_replaced(parameter, fqn)
+        self.whole.clear()
+
+    def _take_over_new(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
+        """Shard what was put into the module since the first plan."""
+        new = replace(graph, inputs=tuple(item for item in stateful(graph) if item.fqn in set(not_sharded(module))))
+        if not new.inputs:
+            return
+        places = owners(module)
+        tensors = {item.fqn: x for item in new.inputs if (x := held(*places[item.fqn])) is not None}
+        if self.check is not None:
+            check_weights(self.mesh, tensors, "put the same into the module on every rank, or give check=False")
+        parts = on_every_rank(self.mesh, "sharding what is new", lambda: shard_model(module, new, layouts, self.mesh))
+        install(module, new, parts, is_in_use=False)
+        for fqn, tensor in tensors.items():
+            mark_replaced(tensor, fqn)
+
+    def _plan(self, module: nn.Module, graph: Graph, trains: bool) -> Plan | StagedPlan:
+        """The plan for a graph: where parameters lie on some stages already, with the same stages."""
+        first = self.first
+        if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
+            return self.plan(graph, self._pins(module, graph), trains)
+        if not trains:
+            raise AutoparError(
+                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}:"
+                " model(...) cannot run alone; call model.train_step(...), under torch.no_grad() for the loss alone,"
+                " or compile for a mesh without a pipeline axis"
+            )
+        return on_every_rank(self.mesh, "planning", lambda: self._same_stages(first.plan, graph))
+
+    def _same_stages(self, plan: StagedPlan, graph: Graph) -> StagedPlan:
+        try:
+            return plan.of_other(graph)
+        except (AutoparError, ValueError) as error:
+            if not self.changes.last:
+                raise
+            raise PlanError(
+                f"{', '.join(self.changes.last[:3])} changed after the model was cut into stages, whose ops it no"
+                " longer has; change it before autopar.compile, or compile for a mesh without a pipeline axis"
+            ) from error
+
+    def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
+        bare = skeleton(module)
+        del bare._autopar
+        bare.__class__ = self.original
+        bare.__dict__.pop("forward", None)
+        if FORWARD in bare.__dict__:
+            bare.forward = bare.__dict__.pop(FORWARD)
+        if self.loss_fn is None or not trains:  # its own hooks run around each call
+            for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
+                hooks.clear()
+        put(bare, self.elsewhere)
+        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(self._as_example, (args, kwargs)))
+
+    def _as_example(self, leaf: Any) -> Any:
+        """The example for an argument in tracing; AutoparError if it is neither a tensor nor a plain constant."""
+        if isinstance(leaf, torch.Tensor):
+            shape = leaf.shape if self.parts is None else self.parts.whole_shape(leaf)
+            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        if isinstance(leaf, CONSTANTS):
+            return leaf
+        raise AutoparError(
+            f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
+            " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
+            " the call"
+        )
+
+    def _pins(self, module: nn.Module, graph: Graph) -> dict[str, str]:
+        """Layouts in which the parameters and buffers are already stored."""
+        if self.first is None:
+            return {}
+        places = owners(module)
+        tensors = {item.fqn: held(*places[item.fqn]) for item in stateful(graph)}
+        return {
+            fqn: format_layout(layout_of(x, fqn, self.mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)
+        }
+
+
+@contextmanager
+def _own_autograd() -> Iterator[None]:
+    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation
+    checkpointing).
+    """
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), unchanged:
+        yield

@@ -1,0 +1,65 @@
+"""One call of a loaded program: global arguments in, the outputs of the model out."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.ir.export.placeholders import flat_arguments
+from autopar.ir.graph import Input
+from autopar.runtime.load_program import Loaded, torch_placements
+from autopar.runtime.local_batch import LocalBatch
+from autopar.runtime.rank_agreement import peers_alive
+from autopar.sbp.convert import move
+from autopar.sbp.placement import I, Layout
+from autopar.torch_compat import pytree
+
+
+def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None = None) -> Any:
+    """Call the program on the arguments and put its outputs together again; `parts` of both, if ranks hold the batch
+    so.
+    """
+    leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
+    inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
+    by_name = {
+        name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
+    }
+    with peers_alive():
+        flat = loaded.function(
+            loaded, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items())
+        )
+    outputs = [
+        parts.leave(x, loaded.axes, layout, loaded.rows[i])
+        if parts is not None and i in loaded.rows
+        else _leave(x, layout, loaded)
+        for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
+    ]
+    return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
+
+
+def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        _check_mesh(leaf.device_mesh, item, loaded.mesh)
+        return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
+    leaf = leaf.to(loaded.mesh.device_type)
+    if parts is not None:
+        return parts.enter(leaf, loaded.axes, layout)
+    for axis, placement in zip(loaded.axes, layout):
+        leaf = move(leaf, axis, I, placement)
+    return leaf
+
+
+def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
+    if found != expected:
+        raise AutoparError(
+            f"argument {item.fqn} is a DTensor on mesh {found}, the model is on mesh {expected}; expected the model's"
+            " mesh"
+        )
+
+
+def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
+    if any(placement.is_split for placement in layout):
+        return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
+    return x
