@@ -1,8 +1,10 @@
-"""The names of torch that are not public, in one place, each with the reason why there is no public way.
+"""Everything of torch that is not public, in one place, each with why there is no public way.
 
-Seen to work with torch 2.13: `tests/test_torch_compat.py` calls all of them.
+`tests/test_torch_compat.py` calls all of it; seen to pass with torch 2.11.0, 2.12.0 and 2.13.0, but for
+`RECEIVED_MEMBERS`, which 2.11 has not (`has_pipeline_stages`).
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +17,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.stage import _RecvInfo
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -27,6 +31,11 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 __all__ = [
+    "CONNECTION_FAILED",
+    "MEMBERS",
+    "PIPELINE_MEMBERS",
+    "RECEIVED_MEMBERS",
+    "STAGE_FAILED",
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
     # torch.export takes its fake tensors from an active one; its tensors choose the kernels of their device
     "FakeTensorMode",
@@ -34,6 +43,8 @@ __all__ = [
     # targets of exported nodes are instances of it and of OpOverload; torch.ops gives the instances only
     "HigherOrderOperator",
     "OpOverload",
+    # whether two tensors share memory, without keeping it; torch's own reductions use it so
+    "StorageWeakRef",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "backward_hooks_of_all_modules",
     "below_autograd",
@@ -43,6 +54,7 @@ __all__ = [
     "function_modes",
     "functions_applied_by",
     "has_hooks_of_all_modules",
+    "has_pipeline_stages",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
@@ -58,6 +70,39 @@ __all__ = [
     "without_dispatch_modes",
     "without_function_modes",
 ]
+
+
+# Members of torch's objects that torch does not document, which the package reads or writes where it needs them; why.
+MEMBERS = {
+    "_parameters": "the tables of a module: named_parameters() leaves out what is tied and what is None",
+    "_buffers": "as _parameters",
+    "_modules": "as _parameters; a module that is traced with a loss has the other's children and no others",
+    "_non_persistent_buffers_set": "which buffers state_dict leaves out; a module only tells by leaving them out",
+    "_call_impl": "a call with hooks that tracing does not take for a call of another module",
+    "_flat_weights": "recurrent modules keep their parameters here once more",
+    "_flat_weights_names": "as _flat_weights",
+    "_flat_weight_refs": "as _flat_weights, weakly",
+    "_base": "the tensor that a view is of, for autograd",
+    "_is_view": "whether autograd takes a tensor for a view, which detach_() refuses",
+    "_version": "how often a tensor was written to; autograd checks what it saved by it",
+    "_cdata": "identity of a storage: two Python objects may stand for one",
+    "_forward_hooks": "which hooks a module has; torch only adds and removes them",
+    "_forward_pre_hooks": "as _forward_hooks",
+    "_backward_hooks": "as _forward_hooks, of modules and of tensors",
+    "_backward_pre_hooks": "as _forward_hooks",
+    "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
+    "_scaled_dot_product_efficient_attention": "the fused kernels, of which only the private ops say what they keep",
+    "_scaled_dot_product_flash_attention": "as _scaled_dot_product_efficient_attention",
+    "_schema": "argument names and aliases of an op",
+    "_type": "class of a script object, by which the arguments of collectives are told from others",
+}
+# Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.
+PIPELINE_MEMBERS = ("args_recv_info", "grad_recv_info", "fwd_cache", "bwd_cache")
+RECEIVED_MEMBERS = ("buffer", "is_root_arg", "tensor_meta")
+# What the error of a pipeline stage says around that of its module, which is its cause.
+STAGE_FAILED = "ailed to run"
+# gloo raises plain RuntimeErrors, which its sources' names give away (`tests/runtime/test_faults.py` sees to it).
+CONNECTION_FAILED = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 
 
 FunctionApply = Callable[..., Any]  # what a class's own `apply` does, given its arguments
@@ -132,6 +177,11 @@ def wants_whole_state() -> str:
                 return frame.f_code.co_name
         frame = frame.f_back
     return ""
+
+
+def has_pipeline_stages() -> bool:
+    """Whether torch's pipeline stages take part in making buffers, as they do from 2.12 on."""
+    return "tensor_meta" in inspect.signature(_RecvInfo).parameters
 
 
 def default_store() -> Store:

@@ -1,11 +1,20 @@
 """What is not public in torch does what it is used for, in each version of torch that is allowed."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.overrides import TorchFunctionMode
 
 from autopar import torch_compat
+from autopar.errors import AutoparError
+from autopar.runtime.pipeline import run_schedule
+from autopar.schedule.orders import Schedule
 from autopar.torch_compat import pytree
 
 
@@ -131,3 +140,100 @@ def test_what_no_mode_sees() -> None:
     with Ops() as ops, torch_compat.without_dispatch_modes():
         torch.ones(2)
     assert not ops.seen
+
+
+def test_members_of_modules() -> None:
+    module, recurrent = nn.Linear(2, 2), nn.LSTM(2, 2)
+    assert list(module._parameters) == ["weight", "bias"] and module._modules == {} == module._buffers
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    assert module._non_persistent_buffers_set == {"mask"}
+    assert torch.equal(module._call_impl(torch.zeros(2)), module.bias)
+    assert recurrent._flat_weights_names[0] == "weight_ih_l0"
+    assert recurrent._flat_weights[0] is recurrent.weight_ih_l0 is recurrent._flat_weight_refs[0]()
+
+
+def test_members_of_tensors() -> None:
+    x = torch.ones(4)
+    view, version = x[:2], x._version
+    view.add_(1)
+    assert view._base is x and view._is_view() and x._base is None and x._version == version + 1
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != torch.ones(4).untyped_storage()._cdata
+    shared = torch_compat.StorageWeakRef(x.untyped_storage())
+    assert shared == torch_compat.StorageWeakRef(view.untyped_storage()) and not shared.expired()
+    del x, view
+    assert shared.expired()
+
+
+def test_hooks_of_a_module_and_a_tensor() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    assert not (module._forward_hooks or module._forward_pre_hooks)
+    assert not (module._backward_hooks or module._backward_pre_hooks)
+    assert not (x._backward_hooks or x._post_accumulate_grad_hooks)
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    x.register_hook(lambda _: None)
+    x.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+    assert len(module._backward_hooks) == len(module._backward_pre_hooks) == 1
+    assert len(x._backward_hooks) == len(x._post_accumulate_grad_hooks) == 1
+
+
+def test_members_of_ops() -> None:
+    assert torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert [argument.name for argument in torch.ops.aten.add_.Tensor._schema.arguments] == ["self", "other", "alpha"]
+    assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the cause")
+
+
+def test_stages_of_pipelines(tmp_path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        x = torch.ones(2, 2, device="meta")
+        stage = PipelineStage(Failing(), 0, 1, torch.device("cpu"), input_args=(x,), output_args=(x,))
+        assert all(hasattr(stage, name) for name in torch_compat.PIPELINE_MEMBERS)
+        with pytest.raises(RuntimeError, match=torch_compat.STAGE_FAILED) as caught:
+            ScheduleGPipe(stage, 1).step(torch.ones(2, 2))
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "ProcessGroup" in str(dist.group.WORLD.boxed()._type())
+        received = stage.args_recv_info[0][0]
+        has_all = all(hasattr(received, name) for name in torch_compat.RECEIVED_MEMBERS)
+        assert has_all == torch_compat.has_pipeline_stages()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_pipelines_are_refused_where_torch_has_no_stages_for_them(monkeypatch) -> None:
+    monkeypatch.setattr(run_schedule, "has_pipeline_stages", lambda: False)
+    with pytest.raises(AutoparError, match=r"torch 2\.12 or newer"):
+        run_schedule.StageRunner(Schedule("1f1b", 2, 2, 2), (), object(), torch.device("cpu"))
+
+
+def test_every_member_is_here() -> None:
+    """What the package touches of torch's objects is listed, and what is listed is touched here."""
+    root = Path(torch_compat.__file__).parent
+    trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in _defined(tree)} | {"_replace", "_C"}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                is_listed = node.attr in own or node.attr in torch_compat.MEMBERS or path.name == "torch_compat.py"
+                assert is_listed, f"{path}:{node.lineno}: {node.attr} of torch?"
+    text = Path(__file__).read_text()
+    assert [name for name in torch_compat.MEMBERS if f".{name}" not in text] == []
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id

@@ -14,7 +14,7 @@ from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
 from autopar.runtime.seeded_rng import peek_seed
-from autopar.torch_compat import default_store
+from autopar.torch_compat import CONNECTION_FAILED, default_store
 
 KEY_PARTS = (
     "arguments",
@@ -43,9 +43,7 @@ def peers_alive() -> Iterator[None]:
 
 def is_from_backend(error: RuntimeError) -> bool:
     """Whether a process group's backend raised it: a connection broke or timed out."""
-    # gloo raises plain RuntimeErrors, which its sources' names give away
-    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket closed")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in CONNECTION_FAILED)
 
 
 def gather(mesh: DeviceMesh, item: Any) -> list[Any]:

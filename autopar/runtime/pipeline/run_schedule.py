@@ -14,9 +14,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from autopar.errors import AutoparError
 from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Work, now_s, sendable
 from autopar.schedule.orders import Schedule
 from autopar.schedule.timeline import Action, Span, Timeline
+from autopar.torch_compat import STAGE_FAILED, has_pipeline_stages
 
 ONE_STAGE_A_RANK = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
@@ -45,6 +47,11 @@ class StageRunner:
         device: torch.device,
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
+        if group is not None and not has_pipeline_stages():
+            raise AutoparError(
+                f"a plan with a pipeline needs torch 2.12 or newer, found {torch.__version__}: update torch, or plan"
+                " for a mesh without a pipeline axis"
+            )
         self.schedule, self.group, self.device, self.loss_dtype, self.local = (
             schedule,
             group,
@@ -156,7 +163,7 @@ class StageRunner:
 
 def _own_error(error: RuntimeError) -> BaseException:
     """The error that a stage raised, without torch's wrapper, which lists every argument."""
-    is_wrapped = "ailed to run" in str(error)
+    is_wrapped = STAGE_FAILED in str(error)
     return error.__cause__ if is_wrapped and error.__cause__ is not None else error
 
 

@@ -7,7 +7,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.torch_compat import StorageWeakRef
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

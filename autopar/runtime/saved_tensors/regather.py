@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.runtime.saved_tensors.offload_saved import Offload, unpack
 from autopar.sbp.convert import Axis, move
 from autopar.sbp.placement import Placement
+from autopar.torch_compat import StorageWeakRef
 
 
 @dataclass(frozen=True, eq=False)
