@@ -76,14 +76,8 @@ class Solver:
         *,
         may_move_state: bool = True,
     ) -> None:
-        self.cut, self.found, self.mesh, self.cluster, self.request, self.budget = (
-            cut,
-            found,
-            mesh,
-            cluster,
-            request,
-            budget,
-        )
+        self.cut, self.found, self.mesh, self.cluster = cut, found, mesh, cluster
+        self.request, self.budget = request, budget
         self.crossing, self.limit_bytes = crossing, request.limit_bytes
         self.may_move_state = may_move_state
         self.solved: dict[tuple[int, float], dict[int, Plan]] = {}  # rank and its limit -> the plans of its stages

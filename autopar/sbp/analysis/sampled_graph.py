@@ -42,9 +42,7 @@ class Sampled:
         return self.num(maker if is_inside else user)
 
     def num_between(self, *ops: str) -> int:
-        """The number of times that the last of `ops` occurs between the
-        others, which are neighbours, or behind the only one.
-        """
+        """The number of times that the last of `ops` occurs between the others, two neighbours, or behind the one."""
         *ends, name = ops
         is_beside = self.repeat_of.get(name, -1) in {self.repeat_of.get(end) for end in ends}
         return 1 if is_beside else self.num(name)
