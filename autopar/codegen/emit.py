@@ -5,14 +5,14 @@ from typing import Any
 
 from autopar.codegen.names import axis_names, called, code, comment, keywords, local_name, variable
 from autopar.codegen.program import (
-    Again,
     AnyStep,
     Call,
     Convert,
     Gather,
-    Offload,
+    OffloadedRegion,
     Program,
-    Region,
+    RecomputedRegion,
+    RegatheredOperand,
     Release,
     UseTogether,
     Variable,
@@ -20,7 +20,7 @@ from autopar.codegen.program import (
 )
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import I, Layout, Placement, R, format_layout
-from autopar.sbp.redistribute import Collective, Step, again_in_backward, collectives_of, collectives_together
+from autopar.sbp.redistribute import Collective, LayoutStep, again_in_backward, collectives_of, collectives_together
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
@@ -103,9 +103,9 @@ class _Emitter:
     def _step(self, step: AnyStep) -> list[str]:
         if isinstance(step, Release):
             return [f"del {', '.join(map(variable, step.names))}"]
-        if isinstance(step, Region):
+        if isinstance(step, RecomputedRegion):
             return self._region(step)
-        if isinstance(step, Offload):
+        if isinstance(step, OffloadedRegion):
             return self._offload(step)
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
@@ -113,14 +113,14 @@ class _Emitter:
             return self._use_together(step)
         return self._call(step)
 
-    def _region(self, step: Region) -> list[str]:
+    def _region(self, step: RecomputedRegion) -> list[str]:
         inputs, name = ", ".join(map(variable, step.inputs)), f"region_{step.number}"
         outputs = f"({''.join(f'{variable(output)}, ' for output in step.outputs)})"
         body = [line for one in step.steps for line in self._step(one)]
         call = f"{outputs} = recomputed({name}, {inputs})"
         return [*_function(f"{name}({inputs})", [*body, f"return {outputs}"]), call]
 
-    def _offload(self, step: Offload) -> list[str]:
+    def _offload(self, step: OffloadedRegion) -> list[str]:
         name = f"offload_{step.number}"
         opened = f"{name} = Offload({', '.join([self.offload, *map(variable, step.stay)])})"
         self.offload, self.is_offloading = name, True
@@ -166,11 +166,11 @@ class _Emitter:
         needed = [text for name, layout in step.reads for text in self._declare(name, layout)]
         return [comment(f"{described}  {step.origin}".rstrip()), *notes, *needed, line, *declared]
 
-    def _regathered(self, again: Again) -> str:
+    def _regathered(self, again: RegatheredOperand) -> str:
         steps = [f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
         return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
 
-    def _issued_again(self, again: Again) -> tuple[Collective, ...]:
+    def _issued_again(self, again: RegatheredOperand) -> tuple[Collective, ...]:
         steps = [_planned(step, step.src, step.dst) for step in again.steps]
         return again_in_backward(steps, again.steps[0].value, self.program.mesh.shape)
 
@@ -215,10 +215,10 @@ def _names_read(steps: Iterable[AnyStep]) -> set[str]:
     return {name for step in steps for name in reads(step)}
 
 
-def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> Step:
+def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> LayoutStep:
     """The step as the plan has it, without axes of size 1."""
     before = tuple(src if axis in step.axes else placement for axis, placement in enumerate(step.after))
-    return Step(step.axes, src, dst, before)
+    return LayoutStep(step.axes, src, dst, before)
 
 
 def _note(collectives: tuple[Collective, ...]) -> str:

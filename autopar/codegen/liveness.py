@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autopar.codegen.program import AnyStep, Offload, Region, Release, reads, writes
+from autopar.codegen.program import AnyStep, OffloadedRegion, RecomputedRegion, Release, reads, writes
 
 
 def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[AnyStep, ...]:
@@ -14,20 +14,20 @@ def with_releases(steps: Sequence[AnyStep], kept_alive: Iterable[str]) -> tuple[
     released: list[AnyStep] = []
     alive = set(kept_alive)  # variables that later steps read
     for step in reversed(steps):
-        step = _closed(step, alive) if isinstance(step, Region | Offload) else step
+        step = _closed(step, alive) if isinstance(step, RecomputedRegion | OffloadedRegion) else step
         ends = (reads(step) | writes(step)) - alive
-        if ends and not isinstance(step, Offload):  # an Offload releases its own variables
+        if ends and not isinstance(step, OffloadedRegion):  # an OffloadedRegion releases its own variables
             released.append(Release(tuple(sorted(ends))))
         released.append(step)
         alive = (alive | reads(step)) - writes(step)
     return tuple(reversed(released))
 
 
-def _closed(region: Region | Offload, alive: set[str]) -> Region | Offload:
+def _closed(region: RecomputedRegion | OffloadedRegion, alive: set[str]) -> RecomputedRegion | OffloadedRegion:
     """`region` with its releases, its inputs in the order of their first
     use, and its outputs that are `alive` after it.
     """
-    if isinstance(region, Offload):
+    if isinstance(region, OffloadedRegion):
         return replace(region, steps=with_releases(region.steps, alive))
     made: dict[str, None] = {}
     entering: dict[str, None] = {}

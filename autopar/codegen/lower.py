@@ -7,15 +7,15 @@ from typing import Any
 
 from autopar.codegen.liveness import with_releases
 from autopar.codegen.program import (
-    Again,
     AnyStep,
     Call,
     Convert,
     Gather,
     Gathered,
-    Offload,
+    OffloadedRegion,
     Program,
-    Region,
+    RecomputedRegion,
+    RegatheredOperand,
     UseTogether,
     Variable,
     flat,
@@ -29,7 +29,7 @@ from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
-from autopar.sbp.redistribute import Step, live_axes, redistribute
+from autopar.sbp.redistribute import LayoutStep, live_axes, redistribute
 from autopar.sbp.signature import Strategy
 
 
@@ -113,7 +113,7 @@ class _Lowering:
         inside, self.steps = self.steps, before
         if number >= 0:
             read, made = ({name for step in flat(inside) for name in names(step)} for names in (reads, writes))
-            inside = [Offload(number, tuple(sorted(read & self._of_inputs - made)), tuple(inside))]
+            inside = [OffloadedRegion(number, tuple(sorted(read & self._of_inputs - made)), tuple(inside))]
         self.steps += inside
 
     def _region(self, number: int, ops: tuple[Op, ...]) -> None:
@@ -124,7 +124,7 @@ class _Lowering:
         before, self.steps, self.is_in_region = self.steps, [], True
         self._calls(ops)
         inside, self.steps, self.is_in_region = tuple(self.steps), before, False
-        self.steps.append(Region(number, (), (), inside))
+        self.steps.append(RecomputedRegion(number, (), (), inside))
 
     def _convert_parameters(self, ops: tuple[Op, ...]) -> None:
         """Convert the parameters that `ops` read and that are not regathered."""
@@ -157,7 +157,9 @@ class _Lowering:
         first = self._conversions[name][0]
         return name if conversion is first else self._emit(first)
 
-    def _step(self, step: Step, axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]) -> list[str]:
+    def _step(
+        self, step: LayoutStep, axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]
+    ) -> list[str]:
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
         self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
@@ -178,7 +180,7 @@ class _Lowering:
         self._taken.add(copy)
         return copy
 
-    def _again(self, op: Op, names: list[str]) -> Iterator[Again]:
+    def _again(self, op: Op, names: list[str]) -> Iterator[RegatheredOperand]:
         """The operands that are regathered for backward; within a region they are recomputed with it."""
         if self.is_in_region:
             return
@@ -186,7 +188,7 @@ class _Lowering:
             conversion = self._conversions[op.inputs[slot].name][-1]
             steps = self._steps_of.get(_key(conversion))
             if conversion.is_regathered and steps:
-                yield Again(names[slot], steps[0].source, tuple(steps))
+                yield RegatheredOperand(names[slot], steps[0].source, tuple(steps))
 
     def _call(self, op: Op) -> None:
         strategy = self.assignment.strategies[op.name]

@@ -32,12 +32,12 @@ class Call:
     is_no_grad: bool
     is_tuple: bool
     origin: str
-    again: tuple["Again", ...] = ()
+    again: tuple["RegatheredOperand", ...] = ()
     is_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RegatheredOperand:
     """A regathered operand: variable `whole` is converted from the
     stored `source` by `steps`, and again in backward.
     """
@@ -86,7 +86,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class RecomputedRegion:
     """A recomputed region: only the variables `inputs` are kept for backward, which runs `steps` again.
 
     `outputs`: the variables that later steps read.
@@ -99,7 +99,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class OffloadedRegion:
     """An offloaded region: autograd's saved tensors of `steps` wait in the host's memory, except the variables `stay`.
 
     These are on the device in any case.
@@ -110,7 +110,7 @@ class Offload:
     steps: tuple["AnyStep", ...]
 
 
-AnyStep = Call | Convert | UseTogether | Release | Region | Offload
+AnyStep = Call | Convert | UseTogether | Release | RecomputedRegion | OffloadedRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Program:
 def flat(steps: Iterable[AnyStep]) -> Iterator[AnyStep]:
     """The steps, with each region replaced by its steps."""
     for step in steps:
-        yield from flat(step.steps) if isinstance(step, Region | Offload) else (step,)
+        yield from flat(step.steps) if isinstance(step, RecomputedRegion | OffloadedRegion) else (step,)
 
 
 def reads(step: AnyStep) -> set[str]:
@@ -178,9 +178,9 @@ def reads(step: AnyStep) -> set[str]:
             return set(sources)
         case Call(reads=operands, again=again):
             return {name for name, _ in operands} | {one.source for one in again}
-        case Region(inputs=inputs):
+        case RecomputedRegion(inputs=inputs):
             return set(inputs)
-        case Offload(steps=steps):
+        case OffloadedRegion(steps=steps):
             return set().union(*map(reads, steps)) - writes(step)
     return set()
 
@@ -194,8 +194,8 @@ def writes(step: AnyStep) -> set[str]:
             return set(outputs)
         case Call(outputs=outputs):
             return {value.name for value in outputs}
-        case Region(outputs=outputs):
+        case RecomputedRegion(outputs=outputs):
             return set(outputs)
-        case Offload(steps=steps):
+        case OffloadedRegion(steps=steps):
             return set().union(*map(writes, steps))
     return set()

@@ -104,7 +104,7 @@ def evaluate(
     """The costs of `assignment`; errors as in `price`."""
     check_mesh(cluster, mesh.num_devices)
     step = step_cost(graph, assignment, mesh, cluster, training)
-    places, moved = _Places.of(assignment), _moved_bytes(graph, assignment, step)
+    places, moved = _RegionNumbers.of(assignment), _moved_bytes(graph, assignment, step)
     regions = assignment.recomputed, assignment.offloaded
     waits = movings(Sampled(graph), step.footprints, *regions, step.savings, cluster)
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
@@ -153,18 +153,18 @@ def with_state_on_host(
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _RegionNumbers:
     """Name of an op -> number of its recomputed region, and of its offloaded one."""
 
     recomputed: Mapping[str, int]
     offloaded: Mapping[str, int]
 
     @classmethod
-    def of(cls, assignment: Assignment) -> "_Places":
+    def of(cls, assignment: Assignment) -> "_RegionNumbers":
         return cls(region_of_ops(assignment.recomputed), region_of_ops(assignment.offloaded))
 
 
-def _collectives(step: StepCost, places: _Places, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
+def _collectives(step: StepCost, places: _RegionNumbers, mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
     """The collectives of conversions, of conversions repeated in backward, and inner ones of ops.
 
     Recomputed ops issue those of forward again.
@@ -202,7 +202,7 @@ def _memory_bytes(
 ) -> dict[str, int]:
     """Kind -> bytes, without those in transfer from or to the host."""
     memory: Counter[str] = Counter()
-    places, pending = _Places.of(assignment), 0
+    places, pending = _RegionNumbers.of(assignment), 0
     for item in graph.inputs:
         kinds = input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training)
         memory.update(kinds)
@@ -227,7 +227,7 @@ def _memory_bytes(
 
 def _moved_bytes(graph: Graph, assignment: Assignment, step: StepCost) -> list[int]:
     """Bytes that each region offloads in a microbatch."""
-    places, found = _Places.of(assignment), [0] * len(assignment.offloaded)
+    places, found = _RegionNumbers.of(assignment), [0] * len(assignment.offloaded)
     for op in graph.ops:
         if is_moved(op, places.recomputed, places.offloaded):
             found[places.offloaded[op.name]] += step.ops[op.name].saved_bytes

@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class _Stage:
+class _StageMemory:
     """The state of one stage during the step."""
 
     plan: Plan
@@ -69,7 +69,7 @@ def memory_over_time(plan: StagedPlan, rank: int) -> tuple[Moment, ...]:
 
     No moment exceeds `plan.memory_bytes[rank]`, the sum of the largest memory of each stage of the rank.
     """
-    stages = {number: _Stage(plan.stages[number]) for number in plan.schedule.stages_of(rank)}
+    stages = {number: _StageMemory(plan.stages[number]) for number in plan.schedule.stages_of(rank)}
     found = [_moment(0.0, stages)]
     for time_s, span, is_begun in _changes(plan.timeline.rows[rank]):
         stages[span.action.stage].moved(span, is_begun=is_begun)
@@ -83,7 +83,7 @@ def _changes(row: tuple[Span, ...]) -> Iterator[tuple[float, Span, bool]]:
         yield span.end_s, span, False
 
 
-def _moment(start_s: float, stages: Mapping[int, _Stage]) -> Moment:
+def _moment(start_s: float, stages: Mapping[int, _StageMemory]) -> Moment:
     total: dict[str, int] = {}
     for stage in stages.values():
         for kind, size in stage.bytes_by_kind().items():

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from autopar.ir.export.from_fx import Region, convert_region
+from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, read
-from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.graph import Graph
 from autopar.ir.outline.export_once import Outline, export_outline
@@ -30,15 +30,15 @@ def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def outline_to_graph(outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of `model`, called with `args` and `kwargs`, from its exported `outline`, before any pass."""
-    program, emitter = outline.program, Emitter()
+    program, builder = outline.program, OpBuilder()
     spec = program.call_spec
-    placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), emitter)
-    region = Region(program.graph_module, placeholders.env, False, expander(outline, placeholders.state))
-    results = convert_region(region, emitter)
-    outputs = tuple(read(item, emitter, Origin("output")) if isinstance(item, View) else item for item in results)
+    placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), builder)
+    region = ConvertedRegion(program.graph_module, placeholders.env, False, expander(outline, placeholders.state))
+    results = convert_region(region, builder)
+    outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
     return Graph(
         inputs=tuple(placeholders.inputs),
-        ops=tuple(emitter.ops),
+        ops=tuple(builder.ops),
         outputs=outputs,
         mutations=placeholders.mutations(),
         constant_ops=(),

@@ -121,7 +121,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass
-class Stage:
+class DryStage:
     """The actions of torch's pipeline stage, and the tensors that it holds between them.
 
     `arrived`: receive buffers allocated before their action; `flying`: microbatch -> (outputs, received tensors);
@@ -196,7 +196,7 @@ class Stage:
 
 
 @dataclass
-class Step:
+class DryStep:
     """A step of one rank, which holds the buffers of torch's schedules as long as they do.
 
     Schedules in rounds hold the gradients that are being sent back, the others the tensors received and sent last.
@@ -204,7 +204,7 @@ class Step:
     hold too -> their number.
     """
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, DryStage]
     actions: Sequence[Action]
     is_split: bool = True
     in_rounds: bool = False

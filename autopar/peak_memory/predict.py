@@ -15,7 +15,7 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import without_data
-from autopar.peak_memory.dry_run import Rank, Stage, Step
+from autopar.peak_memory.dry_run import DryStage, DryStep, Rank
 from autopar.peak_memory.few_copies import Phases, run_phases
 from autopar.peak_memory.replay import Recording, Replayed, likeness, recorded, run_two
 from autopar.plans.plan import Plan
@@ -99,8 +99,8 @@ def predict_peak(
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
         with without_data(device_type):
-            stage = Stage(Rank.of(program, received, {}, device_type), is_first=not received)
-            return _run({0: stage}, Step({0: stage}, actions, is_split=is_split))
+            stage = DryStage(Rank.of(program, received, {}, device_type), is_first=not received)
+            return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split))
 
     phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
     return _peak([(mesh, _laid_out(graph, assignment))], phases, training, batch, {}, _on_host(graph, assignment))
@@ -130,7 +130,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
                 )
                 for number in plan.schedule.stages_of(rank)
             }
-            step = Step(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
+            step = DryStep(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
             own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
             inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
@@ -156,7 +156,7 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
         with without_data(plan.cluster.device_type):
-            stage = Stage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
+            stage = DryStage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
             phases, found = run_two(stage, is_halved=is_halved)
         handed.append(found)
         return phases
@@ -164,11 +164,11 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
     return recorded(run_phases(own.graph, own.assignment, own.mesh, run), handed[-1])
 
 
-def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> Stage:
+def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict[str, torch.Tensor]) -> DryStage:
     """The stage called `number`, to be run; `state`: as in `Rank.of`."""
     own = plan.stages[number]
     program = lower(own.graph, own.mesh, own.assignment, is_split=True)
-    return Stage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
+    return DryStage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
 
 
 def _replayed(
@@ -261,7 +261,7 @@ def _laid_out(graph: Graph, assignment: Assignment) -> Inputs:
     return tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
 
 
-def _run(stages: Mapping[int, Stage], step: Step) -> Phases:
+def _run(stages: Mapping[int, DryStage], step: DryStep) -> Phases:
     held = {id(x): x for stage in stages.values() for x in stage.rank.tensors()}
     with count_storages(held.values()) as storages:
         return step.run(storages)

@@ -10,7 +10,7 @@ import torch
 
 from autopar.costmodel.activations.count_storages import Storages, count_storages
 from autopar.ir.graph import Value, nameless
-from autopar.peak_memory.dry_run import Stage, Tensors
+from autopar.peak_memory.dry_run import DryStage, Tensors
 from autopar.plans.plan import Plan
 from autopar.sbp.assignment import graph_names
 from autopar.schedule.timeline import Action
@@ -75,7 +75,7 @@ class Handed(NamedTuple):
     drops_outputs: bool
 
 
-def run_two(stage: Stage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
+def run_two(stage: DryStage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
     """(changes of each action, tensors that the second microbatch sends) from running two microbatches of a fresh
     stage.
 
@@ -100,7 +100,7 @@ def recorded(phases: Sequence[tuple[str, np.ndarray]], handed: Handed) -> Record
 
 
 def _microbatch(
-    stage: Stage, number: int, storages: Storages, *, is_halved: bool
+    stage: DryStage, number: int, storages: Storages, *, is_halved: bool
 ) -> tuple[dict[str, np.ndarray], Handed]:
     stored = [*stage.rank.tensors(), *stage.rank.used.values()]
     changes: dict[str, np.ndarray] = {}
@@ -152,8 +152,8 @@ def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
 
 
 @dataclass
-class Replayed(Stage):
-    """A `Stage` that allocates blocks of bytes by its recording.
+class Replayed(DryStage):
+    """A `DryStage` that allocates blocks of bytes by its recording.
 
     `kept`: microbatch -> memory that its backward needs beyond received and sent tensors. `once`: the gathered
     parameters, then also their gradients, at last the gradients of the stored parameters.
@@ -177,7 +177,7 @@ class Replayed(Stage):
         self.once = [_blob(left)]
 
     def forward(self, action: Action) -> Tensors:
-        """As in `Stage`."""
+        """As in `DryStage`."""
         received = list(self.receive(action).values())
         left_bytes = self._run(action)
         outputs = _make(self.recording.outputs, received)
@@ -188,7 +188,7 @@ class Replayed(Stage):
         return outputs
 
     def backward(self, action: Action) -> tuple[Tensors, Tensors]:
-        """As in `Stage`."""
+        """As in `DryStage`."""
         came = [x for x in self.receive(action._replace(kind="B")) or () if x is not None]
         left_bytes = self._run(action)
         outputs, received = self.flying.pop(action.microbatch)
@@ -207,7 +207,7 @@ class Replayed(Stage):
         return came, gone
 
     def weights(self, action: Action) -> None:
-        """As in `Stage`."""
+        """As in `DryStage`."""
         self._run(action)
         del self.halved[action.microbatch]
         self._accumulate(action)

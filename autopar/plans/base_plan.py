@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Self, cast
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
-from autopar.plans.serialise import Saved
+from autopar.plans.serialise import SavedAnyPlan
 
 
 class BasePlan(ABC):
     """The base class of `Plan` and `StagedPlan`; `SAVED`: the type of the part of the plan that its file holds."""
 
-    SAVED: ClassVar[type[Saved]]
+    SAVED: ClassVar[type[SavedAnyPlan]]
 
     @property
     @abstractmethod

@@ -24,7 +24,7 @@ from autopar.sbp.assignment import Assignment
 from autopar.schedule.orders import Schedule
 
 Result = TypeVar("Result")
-Plans = TypeVar("Plans", bound="Saved")
+Plans = TypeVar("Plans", bound="SavedAnyPlan")
 
 FORMAT = 2
 _MOST_TOLD = 500  # characters of an error about a text, which may quote it
@@ -40,7 +40,7 @@ class HandCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedAnyPlan:
     """The content of the file of any plan; the graph and everything computed from it are not in the file.
 
     `fingerprint`: of the graph that the plan was made for. The fields with defaults are claims: lower_bound_s,
@@ -60,7 +60,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedPlan(Saved):
+class SavedPlan(SavedAnyPlan):
     """The content of the file of a plan without stages, or of the part of a file for one stage."""
 
     bound_of: str
@@ -68,7 +68,7 @@ class SavedPlan(Saved):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedStages(Saved):
+class SavedStages(SavedAnyPlan):
     """The content of the file of a plan with stages, microbatches or both."""
 
     schedule: Schedule
@@ -82,7 +82,7 @@ def autopar_version() -> str:
     return version("autopar")
 
 
-def dumps(kind: type[Saved], plan: Any) -> str:
+def dumps(kind: type[SavedAnyPlan], plan: Any) -> str:
     """The JSON text of a plan, which has the fields of `kind`."""
     return signed({"format": FORMAT, "autopar": autopar_version(), **as_json(kind, plan)})
 
@@ -102,7 +102,9 @@ def _read(kind: type[Plans], fields: Fields) -> Plans:
 def _without_claims(saved: Plans) -> Plans:
     """`saved`, and its stages, without the claims, which cannot be computed again."""
     claims = {
-        each.name for each in fields_in(Saved) if each.default is not MISSING or each.default_factory is not MISSING
+        each.name
+        for each in fields_in(SavedAnyPlan)
+        if each.default is not MISSING or each.default_factory is not MISSING
     }
     known = {each.name: getattr(saved, each.name) for each in fields_in(saved) if each.name not in claims}
     if isinstance(saved, SavedStages):

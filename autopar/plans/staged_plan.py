@@ -19,7 +19,7 @@ from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
 from autopar.plans.plan import Plan
-from autopar.plans.serialise import HandCosts, Saved, SavedPlan, SavedStages
+from autopar.plans.serialise import HandCosts, SavedAnyPlan, SavedPlan, SavedStages
 from autopar.plans.validate import check_crossing, check_stages
 from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
 from autopar.schedule.orders import Schedule
@@ -165,7 +165,7 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False
     return plan
 
 
-def _saved(text: str) -> Saved:
+def _saved(text: str) -> SavedAnyPlan:
     return serialise.loads(SavedStages if serialise.has_stages(text) else SavedPlan, text)
 
 

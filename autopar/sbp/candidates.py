@@ -15,7 +15,7 @@ from autopar.sbp.rules import may_sum_gradients, rule_of
 from autopar.sbp.rules.matmul import ROW_BYTES
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
-Part = tuple[str, int]  # a tensor of the op ("input0") and its dim; or a role and -1 for its indivisible units
+SplitDim = tuple[str, int]  # a tensor of the op ("input0") and its dim; or a role and -1 for its indivisible units
 
 
 def annotate(
@@ -117,9 +117,9 @@ def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_chang
 
 def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
     """The `combinations` of one signature for each axis in which everything divides evenly."""
-    extents_of: dict[Signature, dict[Part, int]] = {}
+    extents_of: dict[Signature, dict[SplitDim, int]] = {}
     for combination in combinations:
-        num_parts: dict[Part, int] = {}
+        num_parts: dict[SplitDim, int] = {}
         extents = {}
         for sig, size in zip(combination, mesh_shape):
             split = extents_of.get(sig)
@@ -142,10 +142,10 @@ def _is_uneven(extent: int, size: int) -> bool:
     return extent == 0 or extent % size != 0
 
 
-def _extents(op: Op, signature: Signature) -> dict[Part, int]:
+def _extents(op: Op, signature: Signature) -> dict[SplitDim, int]:
     """The size of every dim and unit that the signature splits, outputs first."""
     tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
-    parts: dict[Part, int] = {
+    parts: dict[SplitDim, int] = {
         (f"{side}{index}", placement.dim): _num_units(op, values[index], placement.dim)
         for side, values, placements in tensors
         for index, placement in enumerate(placements)

@@ -40,7 +40,7 @@ def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None) -> Axis:
     return Axis("+".join(axis.name for axis in axes), math.prod(axis.size for axis in axes), index, group)
 
 
-class _Convert(torch.autograd.Function):
+class _ConvertAxis(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, src, dst):
         ctx.axis, ctx.src, ctx.dst = axis, src, dst
@@ -62,7 +62,7 @@ def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch
 
 def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
     """The local part `x` converted from placement `src` to `dst` on `axis`; its gradient is converted the dual way."""
-    return _Convert.apply(x, axis, src, dst)
+    return _ConvertAxis.apply(x, axis, src, dst)
 
 
 class _ReduceTogether(torch.autograd.Function):

@@ -26,11 +26,13 @@ CONVERSIONS = {
 }
 
 
-Move = tuple[tuple[int, ...], int, int, Codes]  # axes, code before, code after, the whole layout before; see `Step`
+Move = tuple[
+    tuple[int, ...], int, int, Codes
+]  # axes, code before, code after, the whole layout before; see `LayoutStep`
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LayoutStep:
     """A conversion from placement `src` to `dst` on mesh `axes` (ascending), taken as one axis in row-major order.
 
     `layout` is the tensor's whole layout before the step.
@@ -67,13 +69,13 @@ class CollectiveKind:
 
 
 @lru_cache(maxsize=2**16)
-def redistribute(src: Layout, dst: Layout) -> tuple[Step, ...]:
+def redistribute(src: Layout, dst: Layout) -> tuple[LayoutStep, ...]:
     """The steps from layout `src` to `dst`, each one conversion of
     `CONVERSIONS` on one or several mesh axes at once.
     """
     found = moves(codes_of(src), codes_of(dst))
     return tuple(
-        Step(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
+        LayoutStep(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
         for axes, have, want, before in found
     )
 
@@ -176,7 +178,7 @@ def collective_kinds(move: Move, mesh_shape: tuple[int, ...]) -> tuple[Collectiv
 
 
 def collectives_of(
-    step: Step, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
+    step: LayoutStep, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
 ) -> tuple[Collective, ...]:
     """The collectives of one step on a tensor of global `shape`, forward then backward; axes of size 1 take no part."""
     have, want = codes_of((step.src, step.dst))
@@ -190,13 +192,15 @@ def collectives_of(
     )
 
 
-def collectives_together(step: Step, values: Sequence[Value], mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+def collectives_together(
+    step: LayoutStep, values: Sequence[Value], mesh_shape: tuple[int, ...]
+) -> tuple[Collective, ...]:
     """The collectives of one step on several values at once: each kind once, with the bytes of all."""
     each = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad) for value in values)
     return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 
-def again_in_backward(steps: Sequence[Step], value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+def again_in_backward(steps: Sequence[LayoutStep], value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
     """The collectives of converting a value again in backward: those of forward, without its gradient's."""
     found = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, False) for step in steps)
     return tuple(replace(collective, phase="backward") for of_step in found for collective in of_step)

@@ -45,7 +45,7 @@ LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training step on whole tensors: loss, gradients before the
     optimizer's step, parameters and buffers after it.
     """
@@ -131,7 +131,9 @@ def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, fol
         raise
 
 
-def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> tuple[Step, list[Collective]]:
+def _sharded_step(
+    mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str
+) -> tuple[TrainingStep, list[Collective]]:
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     example = _seeded(target, dtype)
     model = shard(example.model, device_mesh, args=example.args, kwargs=example.kwargs, plan=Path(folder) / "plan.json")
@@ -155,13 +157,13 @@ def _sharded_step(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: st
     return step, issued
 
 
-def _of_all_stages(step: Step) -> Step:
+def _of_all_stages(step: TrainingStep) -> TrainingStep:
     """The step with the gradients and the state of all ranks' stages; other ranks than the first keep their own."""
     gathered: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((step.gradients, step.state), gathered)
     parts = gathered or [(step.gradients, step.state)]
     gradients, state = ({name: x for part in reversed(parts) for name, x in part[which].items()} for which in (0, 1))
-    return Step(step.loss, gradients, state)
+    return TrainingStep(step.loss, gradients, state)
 
 
 def _seeded(target: str, dtype: torch.dtype | None) -> Example:
@@ -169,7 +171,7 @@ def _seeded(target: str, dtype: torch.dtype | None) -> Example:
     return load_target(target, dtype)
 
 
-def train_step(example: Example) -> Step:
+def train_step(example: Example) -> TrainingStep:
     """The training step of `example` on one device."""
     model = copy.deepcopy(example.model)
     return _finish(model, backward(model, example))
@@ -207,12 +209,12 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.to_local()
 
 
-def _finish(model: nn.Module, summed: list[torch.Tensor]) -> Step:
+def _finish(model: nn.Module, summed: list[torch.Tensor]) -> TrainingStep:
     loss = reduce(torch.add, [whole(x).sum() for x in summed])
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     largest = _of_all_ranks(max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0))
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
-    return Step(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
+    return TrainingStep(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})
 
 
 def _of_all_ranks(largest: float) -> float:
@@ -224,7 +226,12 @@ def _of_all_ranks(largest: float) -> float:
 
 
 def _judge(
-    sharded: Step, truth: Step, planned: list[Collective], issued: list[Collective], mesh: Mesh, tolerance: float
+    sharded: TrainingStep,
+    truth: TrainingStep,
+    planned: list[Collective],
+    issued: list[Collective],
+    mesh: Mesh,
+    tolerance: float,
 ) -> Outcome:
     rows = [
         ("loss", *difference({"loss": sharded.loss}, {"loss": truth.loss})),

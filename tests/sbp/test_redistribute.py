@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.sbp.convert import dual
 from autopar.sbp.placement import I, Layout, P, Placement, R, S, is_even, local_shape, parse_layout
-from autopar.sbp.redistribute import CONVERSIONS, Collective, Step, collectives_of, redistribute
+from autopar.sbp.redistribute import CONVERSIONS, Collective, LayoutStep, collectives_of, redistribute
 from tests.sbp.simulate import Coordinate, Parts, cut, join
 
 MESHES = [(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]
@@ -129,7 +129,7 @@ def test_what_is_done_together(src: str, dst: str, expected: list) -> None:
     assert [(step.axes, step.src, step.dst) for step in redistribute(parse_layout(src), parse_layout(dst))] == expected
 
 
-def one_axis_at_a_time(src: Layout, dst: Layout) -> list[Step]:
+def one_axis_at_a_time(src: Layout, dst: Layout) -> list[LayoutStep]:
     """Steps on one axis each, by the order that people would choose: what shrinks first, what grows last, inner axes
     first.
     """
@@ -139,11 +139,11 @@ def one_axis_at_a_time(src: Layout, dst: Layout) -> list[Step]:
         ready = [axis for axis in pending if _may_move(layout, dst, axis)]
         if ready:
             axis = min(ready, key=lambda a: (_growth(layout[a], dst[a]), -a))
-            step = Step((axis,), layout[axis], dst[axis], layout)
+            step = LayoutStep((axis,), layout[axis], dst[axis], layout)
         else:
             blocked = {p.dim for a in pending for p in (layout[a], dst[a]) if p.is_split}
             axis = max(a for a, p in enumerate(layout) if p.is_split and p.dim in blocked)
-            step = Step((axis,), layout[axis], I, layout)
+            step = LayoutStep((axis,), layout[axis], I, layout)
         steps.append(step)
         layout = step.after
     return steps
@@ -162,7 +162,7 @@ def _growth(src: Placement, dst: Placement) -> int:
     return 4 if src.is_split else 3
 
 
-def bytes_moved(steps: Iterable[Step], mesh_shape: tuple[int, ...]) -> int:
+def bytes_moved(steps: Iterable[LayoutStep], mesh_shape: tuple[int, ...]) -> int:
     size = math.prod(mesh_shape)
     return sum(
         c.num_bytes for step in steps for c in collectives_of(step, (size, size, size), 1, mesh_shape, needs_grad=True)
@@ -226,7 +226,7 @@ def test_collectives_and_their_bytes(src: Placement, dst: Placement, forward: Mo
     """Bytes are those of the larger side on one rank: 24 x 24 float32 on two ranks, once more split by an outer axis of
     2.
     """
-    step = Step((1,), src, dst, (R, src))
+    step = LayoutStep((1,), src, dst, (R, src))
     expected = [(*item, phase) for item, phase in ((forward, "forward"), (backward, "backward")) if item]
     found = collectives_of(step, SHAPE, 4, (2, 2), needs_grad=True)
     assert [(c.kind, c.num_bytes // 4, c.phase) for c in found] == expected
@@ -236,7 +236,7 @@ def test_collectives_and_their_bytes(src: Placement, dst: Placement, forward: Mo
 
 
 def test_bytes_are_local_to_the_other_axes() -> None:
-    step = Step((1,), P, I, (S(0), P))
+    step = LayoutStep((1,), P, I, (S(0), P))
     (found,) = collectives_of(step, SHAPE, 4, (2, 2), needs_grad=True)
     assert found.num_bytes == numel((S(0), P), (2, 2)) * 4 == 4 * 288
 

@@ -121,7 +121,7 @@ Reader = tuple[str, int]  # an op's class and slot, or as in `Use`
 
 
 @dataclass(frozen=True)
-class _Places:
+class _RegionWeights:
     """The regions of ops, with the weights that they give to bytes.
 
     `shares`: of the inside of each recomputed region; `movings`: of each offloaded region; `brought`: parameter with
@@ -177,7 +177,7 @@ def find_flows(
     sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
     known = footprints(graph, folded.representative)
     found = savings(graph, known, recomputed, offloaded)
-    places = _Places(
+    places = _RegionWeights(
         region_of_ops(recomputed),
         region_of_ops(offloaded),
         inside_shares(
@@ -204,7 +204,7 @@ def _alike(
     folded: Folded,
     classes: Mapping[str, str],
     found: Mapping[str, tuple[Saving, ...]],
-    places: _Places,
+    places: _RegionWeights,
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
     """(class, readers, savings) of values -> the multiplicities of each of their conversions."""
     alike: dict[tuple, list[Count]] = {}
@@ -226,7 +226,7 @@ def _numberless(saving: Saving) -> Saving:
     return replace(saving, region=min(saving.region, 0), moved_in=min(saving.moved_in, 0))
 
 
-def _members(sampled: Sampled, folded: Folded, places: _Places) -> dict[str, Count]:
+def _members(sampled: Sampled, folded: Folded, places: _RegionWeights) -> dict[str, Count]:
     members: defaultdict[str, Count] = defaultdict(Count)
     for name in (*(op.name for op in sampled.graph.ops), *(item.value.name for item in sampled.graph.inputs)):
         members[folded.representative[name]].add(places.count_of(name), sampled.num(name))

@@ -13,7 +13,7 @@ from autopar.ir.call_args import map_leaves
 from autopar.ir.export import functionalise, inplace_ops
 from autopar.ir.export.functionalise import Storage, View, read, whole
 from autopar.ir.export.infer_metas import Meta
-from autopar.ir.export.op_builder import Emitter, Origin, stem_of
+from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
 from autopar.ir.graph import Value
@@ -53,12 +53,12 @@ _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order
 _PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
 
 
-# (opaque call of a module, the region it is in, emitter) -> the views of its results.
-Expand = Callable[[Node, "Region", Emitter], tuple[Any, ...]]
+# (opaque call of a module, the region it is in, builder) -> the views of its results.
+Expand = Callable[[Node, "ConvertedRegion", OpBuilder], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Region:
+class ConvertedRegion:
     """An fx graph being converted, with the results of its nodes so far and its grad mode.
 
     `env`: node -> its result: a View, a tuple of Views or a constant. `expand`: converts opaque calls of modules. In
@@ -73,7 +73,7 @@ class Region:
     line: str = ""
 
 
-def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
+def convert_region(region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
     """Emit the ops of the region, whose `env` must hold its placeholders; returns the results of its outputs."""
     for node in region.module.graph.nodes:
         if node.op == "output":
@@ -81,7 +81,7 @@ def convert_region(region: Region, emitter: Emitter) -> tuple[Any, ...]:
         if node.op == "get_attr":
             region.env[node] = getattr(region.module, str(node.target))
         elif node.op == "call_function":
-            region.env[node] = _convert_call(node, region, emitter)
+            region.env[node] = _convert_call(node, region, builder)
     raise AssertionError("an fx graph ends in an output node")
 
 
@@ -92,9 +92,9 @@ def _target_of(node: Node) -> str:
     return str(node.target)
 
 
-def origin_of(node: Node, region: Region) -> Origin:
+def origin_of(node: Node, region: ConvertedRegion) -> Origin:
     """The name, module and line of a node, without the numbers that only
-    make names unique: the emitter adds its own.
+    make names unique: the builder adds its own.
     """
     module = module_of(node.meta.get("nn_module_stack"))
     if region.inside:
@@ -103,7 +103,7 @@ def origin_of(node: Node, region: Region) -> Origin:
     return Origin(stem_of(node.name), module, line, region.is_no_grad)
 
 
-def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
+def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> Any:
     if node.target is operator.getitem:
         made, index = _arguments(node)
         return region.env[made][index]
@@ -111,7 +111,7 @@ def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
     if target in _NOISE:
         return None
     if target == CALL and region.expand is not None:
-        return region.expand(node, region, emitter)
+        return region.expand(node, region, builder)
     at = origin_of(node, region)
     if not isinstance(node.target, OpOverload | HigherOrderOperator):
         raise TraceError(
@@ -119,9 +119,9 @@ def _convert_call(node: Node, region: Region, emitter: Emitter) -> Any:
             " the model are not supported: write the batched computation out"
         )
     if target.startswith("higher_order."):
-        return _inline(node, target, region, emitter)
+        return _inline(node, target, region, builder)
     _check_sizes(node, target)
-    return _convert_op(node, target, region, emitter, at)
+    return _convert_op(node, target, region, builder, at)
 
 
 def _check_sizes(node: Node, target: str) -> None:
@@ -140,7 +140,7 @@ def _values_of(node: Node) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
 
 
-def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[Any, ...]:
+def _inline(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
     """Convert the body of a grad-mode or disabled autocast region in place."""
     args = _arguments(node)
     if target == _GRAD_MODE:
@@ -160,7 +160,7 @@ def _inline(node: Node, target: str, region: Region, emitter: Emitter) -> tuple[
         )
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
-    return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), emitter)
+    return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), builder)
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
@@ -171,44 +171,44 @@ def _quote(node: Node) -> str:
     return quote_stack(node.meta.get("stack_trace") or "") or node.name
 
 
-def _convert_op(node: Node, target: str, region: Region, emitter: Emitter, at: Origin) -> Any:
+def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> Any:
     written = inplace_ops.written_arguments(node.target)
     aliased, args = _aliased_input(node), _arguments(node)
     if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
         return region.env[args[0]]
-    bound = map_leaves(args, lambda leaf: _bind(leaf, region.env, emitter, at))
+    bound = map_leaves(args, lambda leaf: _bind(leaf, region.env, builder, at))
     named = {
-        name: map_leaves(value, lambda leaf: _bind(leaf, region.env, emitter, at))
+        name: map_leaves(value, lambda leaf: _bind(leaf, region.env, builder, at))
         for name, value in node.kwargs.items()
     }
     if inplace_ops.is_out_variant(node.target):
         given: dict[str, Any] = node.kwargs
         views = {name: region.env[given[name]] for name in written}
-        return inplace_ops.convert_out(node.target, views, bound, named, emitter, at)
+        return inplace_ops.convert_out(node.target, views, bound, named, builder, at)
     if written and not isinstance(node.args[0], Node):
         raise TraceError(
             f"{_quote(node)}: {target} writes to a list of tensors, which is not supported; write to each by itself"
         )
     if written:
-        return inplace_ops.convert_write(target, region.env[args[0]], bound, named, emitter, at)
+        return inplace_ops.convert_write(target, region.env[args[0]], bound, named, builder, at)
     if inplace_ops.updates_statistics(target, bound):
         return inplace_ops.convert_batch_norm(
-            target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, emitter, at
+            target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, builder, at
         )
-    outputs = emitter.emit(target, bound, named, at=at, fallback=_fallback(node))
+    outputs = builder.emit(target, bound, named, at=at, fallback=_fallback(node))
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
             storage.owner = storage.owner or f"a tensor that {target} gave a view of"
         return tuple(whole(value, shared[0].owner) for value in outputs)
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
-    return views if emitter.ops[-1].is_tuple else views[0]
+    return views if builder.ops[-1].is_tuple else views[0]
 
 
-def _bind(leaf: Any, env: Mapping[Node, Any], emitter: Emitter, at: Origin) -> Any:
+def _bind(leaf: Any, env: Mapping[Node, Any], builder: OpBuilder, at: Origin) -> Any:
     if not isinstance(leaf, Node):
         return leaf
     found = env[leaf]
-    return read(found, emitter, replace(at, name=stem_of(leaf.name))) if isinstance(found, View) else found
+    return read(found, builder, replace(at, name=stem_of(leaf.name))) if isinstance(found, View) else found
 
 
 def _fallback(node: Node) -> tuple[Meta, ...]:

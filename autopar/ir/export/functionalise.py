@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from autopar.errors import TraceError
-from autopar.ir.export.op_builder import Emitter, Origin
-from autopar.ir.export.view_ops import Step
+from autopar.ir.export.op_builder import OpBuilder, Origin
+from autopar.ir.export.view_ops import ViewStep
 from autopar.ir.graph import Value, resolve
 
 
@@ -22,7 +22,7 @@ class View:
     """A tensor of the traced program: `steps` lead from its storage to `value`, which is valid for `version`."""
 
     storage: Storage
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
     value: Value
     version: int
 
@@ -32,26 +32,26 @@ def whole(value: Value, owner: str = "") -> View:
     return View(Storage(value, 0, owner), (), value, 0)
 
 
-def read(view: View, emitter: Emitter, at: Origin) -> Value:
+def read(view: View, builder: OpBuilder, at: Origin) -> Value:
     """The current value of a view, which is taken again if its storage has been written."""
     if view.version != view.storage.version:
         value = view.storage.value
         for step in view.steps:
-            value = step.take(emitter, value, at)
+            value = step.take(builder, value, at)
         view.value, view.version = value, view.storage.version
     return view.value
 
 
-def write(view: View, value: Value, emitter: Emitter, at: Origin) -> None:
+def write(view: View, value: Value, builder: OpBuilder, at: Origin) -> None:
     """Write `value` through the view into its storage; TraceError if that is not possible."""
     storage = view.storage
     _check_writable(view, at)
     bases = [storage.value]
     for step in view.steps[:-1]:
-        bases.append(step.take(emitter, bases[-1], at))
+        bases.append(step.take(builder, bases[-1], at))
     result: Value | None = value
     for base, step in zip(reversed(bases), reversed(view.steps)):
-        result = step.put(emitter, base, result, at) if result is not None else None
+        result = step.put(builder, base, result, at) if result is not None else None
     if result is None:
         chain = " of ".join(step.target for step in reversed(view.steps))
         raise TraceError(f"{at.line}: cannot write in place through {chain}; use the out-of-place operation here")

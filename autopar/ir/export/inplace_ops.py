@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, functional_target, read, whole, write
-from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.view_ops import step_of
 from autopar.ir.graph import Value, resolve
 from autopar.ir.op_facts import RESHAPES
@@ -33,7 +33,7 @@ def convert_out(
     views: Mapping[str, View],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    emitter: Emitter,
+    builder: OpBuilder,
     at: Origin,
 ) -> View | tuple[View, ...]:
     """Emit the overload that returns what this one writes, and write its results.
@@ -45,16 +45,16 @@ def convert_out(
         raise TraceError(f"{at.line}: no form of {function} without out= is known; write the model without it")
     names = written_arguments(function)
     rest = {name: value for name, value in kwargs.items() if name not in names}
-    for name, result in zip(names, emitter.emit(str(found), args, rest, at=at)):
-        current = read(views[name], emitter, at)
+    for name, result in zip(names, builder.emit(str(found), args, rest, at=at)):
+        current = read(views[name], builder, at)
         if result.shape != current.shape and (views[name].steps or math.prod(current.shape)):
             raise TraceError(
                 f"{at.line}: {function} has a result of shape {list(result.shape)} for a tensor of shape"
                 f" {list(current.shape)} given as {name}=; give one of the result's shape"
             )
         if result.dtype != current.dtype:
-            result = emitter.emit("aten.to.dtype", (result, current.dtype), at=at)[0]
-        write(views[name], result, emitter, at)
+            result = builder.emit("aten.to.dtype", (result, current.dtype), at=at)[0]
+        write(views[name], result, builder, at)
     return tuple(views[name] for name in names) if len(names) > 1 else views[names[0]]
 
 
@@ -78,19 +78,19 @@ def _is_optional_keyword(schema: Any, name: str) -> bool:
 
 
 def convert_write(
-    target: str, view: View, args: tuple[Any, ...], kwargs: dict[str, Any], emitter: Emitter, at: Origin
+    target: str, view: View, args: tuple[Any, ...], kwargs: dict[str, Any], builder: OpBuilder, at: Origin
 ) -> View:
     """Emit the functional form of an in-place op on `view` and write its result; returns the view itself."""
     current = args[0]
     functional = functional_target(target)
     if functional in RESHAPES or functional in ("aten.t.default", "aten.transpose.int", "aten.detach.default"):
-        return _convert_metadata_write(functional, view, args, emitter, at)
+        return _convert_metadata_write(functional, view, args, builder, at)
     if target in ("aten.copy_.default", "aten.fill_.Tensor"):
-        result = _cast(args[1], current, emitter, at)
+        result = _cast(args[1], current, builder, at)
     elif target == "aten.fill_.Scalar":
-        result = emitter.emit("aten.full_like.default", (current, args[1]), at=at)[0]
+        result = builder.emit("aten.full_like.default", (current, args[1]), at=at)[0]
     elif target == "aten.zero_.default":
-        result = emitter.emit("aten.zeros_like.default", (current,), at=at)[0]
+        result = builder.emit("aten.zeros_like.default", (current,), at=at)[0]
     elif functional is None or written_arguments(resolve(target)) != (_first_argument(target),):
         names = ", ".join(written_arguments(resolve(target)))
         raise TraceError(
@@ -98,9 +98,9 @@ def convert_write(
             " model without it"
         )
     else:
-        result = _cast(emitter.emit(functional, args, kwargs, at=at)[0], current, emitter, at)
+        result = _cast(builder.emit(functional, args, kwargs, at=at)[0], current, builder, at)
     if result is not current:
-        write(view, result, emitter, at)
+        write(view, result, builder, at)
     return view
 
 
@@ -110,18 +110,18 @@ def _first_argument(target: str) -> str:
     return first.name if str(first.type) == "Tensor" else ""
 
 
-def _cast(value: Value, like: Value, emitter: Emitter, at: Origin) -> Value:
+def _cast(value: Value, like: Value, builder: OpBuilder, at: Origin) -> Value:
     """`value` in the dtype and shape of `like`: an in-place op keeps those of the tensor it writes."""
     if value.dtype != like.dtype:
-        value = emitter.emit("aten.to.dtype", (value, like.dtype), at=at)[0]
+        value = builder.emit("aten.to.dtype", (value, like.dtype), at=at)[0]
     if value.shape != like.shape:
-        value = emitter.emit("aten.expand.default", (value, like.shape), at=at)[0]
+        value = builder.emit("aten.expand.default", (value, like.shape), at=at)[0]
     return value
 
 
-def _convert_metadata_write(target: str, view: View, args: tuple[Any, ...], emitter: Emitter, at: Origin) -> View:
-    base = read(view, emitter, at)
-    value = emitter.emit(target, args, at=at)[0]
+def _convert_metadata_write(target: str, view: View, args: tuple[Any, ...], builder: OpBuilder, at: Origin) -> View:
+    base = read(view, builder, at)
+    value = builder.emit(target, args, at=at)[0]
     view.steps = (*view.steps, step_of(target, args, base, value))
     view.value = value
     return view
@@ -132,13 +132,13 @@ def updates_statistics(target: str, args: tuple[Any, ...]) -> bool:
     return target in (_BATCH_NORM, _INSTANCE_NORM) and bool(args[5]) and args[3] is not None
 
 
-def convert_batch_norm(target: str, operands: list[Any], args: tuple[Any, ...], emitter: Emitter, at: Origin) -> View:
+def convert_batch_norm(target: str, operands: list[Any], args: tuple[Any, ...], builder: OpBuilder, at: Origin) -> View:
     """Emit the form of batch norm that returns the new running statistics, and write them to their buffers."""
     if target == _INSTANCE_NORM:
         raise TraceError(
             f"{at.line}: instance norm that tracks running statistics is not supported; set track_running_stats=False"
         )
-    outputs = emitter.emit("aten._native_batch_norm_legit_functional.default", args[:8], at=at)
+    outputs = builder.emit("aten._native_batch_norm_legit_functional.default", args[:8], at=at)
     for operand, value in zip(operands[3:5], outputs[3:5]):
-        write(operand, value, emitter, at)
+        write(operand, value, builder, at)
     return whole(outputs[0])

@@ -1,4 +1,4 @@
-"""`Emitter`: builds a list of ops with unique names, inferred outputs and origins."""
+"""`OpBuilder`: builds a list of ops with unique names, inferred outputs and origins."""
 
 import builtins
 import keyword
@@ -35,7 +35,7 @@ def stem_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Emitter:
+class OpBuilder:
     """A list of `ops` under construction, with the storages of
     `functionalise` the only mutable state of a conversion.
     """

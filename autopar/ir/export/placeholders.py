@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, whole
-from autopar.ir.export.op_builder import Emitter
+from autopar.ir.export.op_builder import OpBuilder
 from autopar.ir.export.source_lines import quote_stack
 from autopar.ir.graph import Input, Value
 from autopar.torch_compat import FakeTensor, pytree
@@ -38,21 +38,23 @@ class Placeholders:
         return tuple((fqn, storage.value) for fqn, storage in buffers if storage.version > 0)
 
 
-def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[Any], emitter: Emitter) -> Placeholders:
+def read_placeholders(
+    program: ExportedProgram, model: nn.Module, leaves: list[Any], builder: OpBuilder
+) -> Placeholders:
     """The inputs of a program, one for each tensor: tied parameters share one.
 
     `leaves`: the flat arguments of the call. All parameters and buffers of the model come first, including those that
     the program does not read.
     """
     found = Placeholders()
-    _add_state(found, model, emitter)
+    _add_state(found, model, builder)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     remaining = iter(leaves)
     for node, spec in zip(nodes, program.graph_signature.input_specs):
         if spec.kind is InputKind.USER_INPUT:
-            _add_argument(found, node, next(remaining), emitter)
+            _add_argument(found, node, next(remaining), builder)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            _add_constant(found, node, spec, program, emitter)
+            _add_constant(found, node, spec, program, builder)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             found.env[node] = found.state[spec.target or ""]
         else:
@@ -63,7 +65,7 @@ def read_placeholders(program: ExportedProgram, model: nn.Module, leaves: list[A
     return found
 
 
-def _add_state(found: Placeholders, model: nn.Module, emitter: Emitter) -> None:
+def _add_state(found: Placeholders, model: nn.Module, builder: OpBuilder) -> None:
     transient = {
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -77,7 +79,7 @@ def _add_state(found: Placeholders, model: nn.Module, emitter: Emitter) -> None:
             tensors[id(tensor)] = tensor
         for key, (first, *aliases) in fqns.items():
             x = tensors[key]
-            value = Value(emitter.unique(first.replace(".", "_")), tuple(x.shape), x.dtype, x.requires_grad)
+            value = Value(builder.unique(first.replace(".", "_")), tuple(x.shape), x.dtype, x.requires_grad)
             view = _add(found, Input(kind, value, first, tuple(aliases), first not in transient), f"{kind} {first}")
             found.state.update((fqn, view) for fqn in (first, *aliases))
 
@@ -89,7 +91,9 @@ def _add(found: Placeholders, item: Input, owner: str) -> View:
     return view
 
 
-def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, emitter: Emitter) -> None:
+def _add_constant(
+    found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, builder: OpBuilder
+) -> None:
     name = str(spec.target)
     tensor = program.constants[name]
     if isinstance(tensor, FakeTensor):
@@ -98,7 +102,7 @@ def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: Exp
             f"{line}: reads a tensor that was made while the model was traced, and whose making was not recorded; make"
             " it with tensor ops in forward, and take .detach() in place of .data"
         )
-    value = Value(emitter.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
+    value = Value(builder.unique(name.replace(".", "_")), tuple(tensor.shape), tensor.dtype, False)
     # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is
     # not.
     owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
@@ -106,12 +110,12 @@ def _add_constant(found: Placeholders, node: Node, spec: InputSpec, program: Exp
     found.env[node] = _add(found, Input("constant", value, name), owner)
 
 
-def _add_argument(found: Placeholders, node: Node, leaf: Any, emitter: Emitter) -> None:
+def _add_argument(found: Placeholders, node: Node, leaf: Any, builder: OpBuilder) -> None:
     if not isinstance(leaf, torch.Tensor):
         found.env[node] = leaf
         found.arguments.append(leaf)
         return
-    value = Value(emitter.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    value = Value(builder.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     found.arguments.append(value.name)
     found.env[node] = _add(found, Input("argument", value, node.name), f"argument {node.name}")
 

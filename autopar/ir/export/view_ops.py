@@ -4,64 +4,64 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.call_args import fill
-from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Slot, Value
 from autopar.ir.op_facts import RESHAPES
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ViewStep:
     """One view op; `Slot(0)` in `args` is its base tensor."""
 
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def take(self, emitter: Emitter, base: Value, at: Origin) -> Value:
+    def take(self, builder: OpBuilder, base: Value, at: Origin) -> Value:
         """The view of `base`."""
         named = {name: fill(value, (base,)) for name, value in self.kwargs}
-        return emitter.emit(self.target, fill(self.args, (base,)), named, at=at)[0]
+        return builder.emit(self.target, fill(self.args, (base,)), named, at=at)[0]
 
-    def put(self, emitter: Emitter, base: Value, part: Value, at: Origin) -> Value | None:
+    def put(self, builder: OpBuilder, base: Value, part: Value, at: Origin) -> Value | None:
         """`base` with the part that this view selects replaced by `part`.
 
         None if the view cannot be written through.
         """
         if self.target in RESHAPES:
-            return emitter.emit("aten.reshape.default", (part, base.shape), at=at)[0]
+            return builder.emit("aten.reshape.default", (part, base.shape), at=at)[0]
         if self.target == "aten.detach.default":
             return part
         rest = self.args[1:]
         if self.target in ("aten.transpose.int", "aten.t.default"):
-            return emitter.emit(self.target, (part, *rest), at=at)[0]
+            return builder.emit(self.target, (part, *rest), at=at)[0]
         if self.target == "aten.permute.default":
             dims = tuple(dim % len(base.shape) for dim in rest[0])
-            return emitter.emit(self.target, (part, tuple(dims.index(i) for i in range(len(dims)))), at=at)[0]
+            return builder.emit(self.target, (part, tuple(dims.index(i) for i in range(len(dims)))), at=at)[0]
         if self.target == "aten.slice.Tensor":
-            return emitter.emit("aten.slice_scatter.default", (base, part, *rest), at=at)[0]
+            return builder.emit("aten.slice_scatter.default", (base, part, *rest), at=at)[0]
         if self.target == "aten.select.int":
-            return emitter.emit("aten.select_scatter.default", (base, part, *rest), at=at)[0]
+            return builder.emit("aten.select_scatter.default", (base, part, *rest), at=at)[0]
         return None
 
 
-def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> Step:
+def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> ViewStep:
     """The step of a view op called with `base` as its first argument."""
     if target in RESHAPES:
-        return Step("aten.reshape.default", (Slot(0), output.shape))
+        return ViewStep("aten.reshape.default", (Slot(0), output.shape))
     if target in ("aten.expand.default", "aten.expand_as.default"):
-        return Step("aten.expand.default", (Slot(0), output.shape))
-    return Step(target, (Slot(0), *args[1:]))
+        return ViewStep("aten.expand.default", (Slot(0), output.shape))
+    return ViewStep(target, (Slot(0), *args[1:]))
 
 
-def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> tuple[Step, ...]:
+def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> tuple[ViewStep, ...]:
     """A step for each output of a chunk, split or unbind of `Slot(0)`."""
     dim = _dim_of(target, args)
     if target.startswith("aten.unbind."):
-        return tuple(Step("aten.select.int", (Slot(0), dim, i)) for i in range(len(parts)))
+        return tuple(ViewStep("aten.select.int", (Slot(0), dim, i)) for i in range(len(parts)))
     steps, start = [], 0
     for part in parts:
         size = part.shape[dim]
-        steps.append(Step("aten.slice.Tensor", (Slot(0), dim, start, start + size)))
+        steps.append(ViewStep("aten.slice.Tensor", (Slot(0), dim, start, start + size)))
         start += size
     return tuple(steps)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.ir.call_args import map_leaves
 from autopar.ir.folding.match_blocks import Wiring, match_blocks, wire
-from autopar.ir.folding.periods import Run, find_runs
+from autopar.ir.folding.periods import PeriodicRun, find_runs
 from autopar.ir.graph import Graph, Op
 
 # A block with fewer products could not alternate column and row split, as the plan of two equal linear layers must.
@@ -64,7 +64,7 @@ class Folded:
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _RepeatedOps:
     """A repeat by positions: `count` copies of `block` ops from op `first` on, with the classes of ops and inputs."""
 
     first: int
@@ -141,22 +141,22 @@ def _kind_of(target: str, leaf: Any) -> Any:
 
 def _best_region(
     graph: Graph, wiring: Wiring, signatures: np.ndarray, start: int, stop: int, representative: Mapping[str, str]
-) -> _Region | None:
+) -> _RepeatedOps | None:
     """The repeat within [start, stop) that saves the most ops, None if there is none."""
-    best: _Region | None = None
+    best: _RepeatedOps | None = None
     for run in find_runs(signatures[start:stop]):
         if best is not None and best.num_folded >= run.stop - run.start - run.period:
             continue
-        region = _fit(graph, wiring, Run(run.start + start, run.stop + start, run.period), representative)
+        region = _fit(graph, wiring, PeriodicRun(run.start + start, run.stop + start, run.period), representative)
         if region is not None and (best is None or region.num_folded > best.num_folded):
             best = region
     return best
 
 
-def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, str]) -> _Region | None:
+def _fit(graph: Graph, wiring: Wiring, run: PeriodicRun, representative: Mapping[str, str]) -> _RepeatedOps | None:
     products = sum(wiring.is_product[run.start : run.start + run.period])
     block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
-    best: _Region | None = None
+    best: _RepeatedOps | None = None
     for start, copies in _phases(wiring, run, block):
         found = match_blocks(graph, wiring, start, block, copies)
         if found is None:
@@ -164,13 +164,13 @@ def _fit(graph: Graph, wiring: Wiring, run: Run, representative: Mapping[str, st
         first, count, classes = found
         is_better = best is None or count > best.count
         if is_better and all(representative[name] in (name, same) for name, same in classes.items()):
-            best = _Region(first, block, count, classes)
+            best = _RepeatedOps(first, block, count, classes)
         if best is not None and best.count == copies:
             return best
     return best
 
 
-def _phases(wiring: Wiring, run: Run, block: int) -> Iterator[tuple[int, int]]:
+def _phases(wiring: Wiring, run: PeriodicRun, block: int) -> Iterator[tuple[int, int]]:
     """(first op, copies) for where a block may begin: most copies first, then fewest values alive from copy to copy."""
     length = run.stop - run.start
     starts = range(run.start, run.start + min(block, length - 2 * block + 1))

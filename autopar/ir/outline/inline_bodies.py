@@ -10,9 +10,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from autopar.ir.export.from_fx import Expand, Region, convert_region, origin_of
+from autopar.ir.export.from_fx import ConvertedRegion, Expand, convert_region, origin_of
 from autopar.ir.export.functionalise import View, whole
-from autopar.ir.export.op_builder import Emitter, stem_of
+from autopar.ir.export.op_builder import OpBuilder, stem_of
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Op, Value
 from autopar.ir.outline.export_once import INNER, Outline
@@ -21,7 +21,7 @@ from autopar.torch_compat import pytree
 
 
 @dataclass(frozen=True)
-class _Example:
+class _InlinedCall:
     """The ops of one call of module `fqn`, the values that they may read from `outside`, and their results."""
 
     fqn: str
@@ -36,9 +36,9 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
     The body is converted for the first call of a kind, and if memory is shared or written; otherwise the ops of the
     first call are copied with other names.
     """
-    examples: dict[Any, _Example | None] = {}
+    examples: dict[Any, _InlinedCall | None] = {}
 
-    def expand(node: Node, region: Region, emitter: Emitter) -> tuple[Any, ...]:
+    def expand(node: Node, region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
         args: tuple[Any, ...] = node.args
         fqn, number = outline.calls[args[1]]
         body, program = outline.bodies[number]
@@ -47,21 +47,26 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
         outside = [view for view in inner.env.values() if isinstance(view, View)]
         key = (number, inner.line, _likeness(view.value for view in outside))
         if (example := examples.get(key)) and _is_current(outside):
-            return _repeat(example, fqn, [view.value for view in outside], emitter)
-        start, before = len(emitter.ops), _memory(outside)
-        results = convert_region(inner, emitter)
+            return _repeat(example, fqn, [view.value for view in outside], builder)
+        start, before = len(builder.ops), _memory(outside)
+        results = convert_region(inner, builder)
         made = tuple(view for item, view in zip(outline.bodies[number][0].outputs, results) if _is_made(item))
         if key not in examples:
             is_plain = before == _memory(outside) and _is_current(outside)
-            examples[key] = _example(fqn, emitter.ops[start:], outside, made) if is_plain else None
+            examples[key] = _example(fqn, builder.ops[start:], outside, made) if is_plain else None
         return made
 
     return expand
 
 
 def _region(
-    outer: Region, fqn: str, body: Body, program: ExportedProgram, given: Sequence[Any], state: Mapping[str, View]
-) -> Region:
+    outer: ConvertedRegion,
+    fqn: str,
+    body: Body,
+    program: ExportedProgram,
+    given: Sequence[Any],
+    state: Mapping[str, View],
+) -> ConvertedRegion:
     """The body as a region, with the values of its placeholders in this call on `given`."""
     order = flat_arguments(program.call_spec.in_spec, *_numbered(body))
     leaves = iter([given[leaf.position] if isinstance(leaf, _Given) else leaf for leaf in order])
@@ -93,7 +98,7 @@ def _likeness(values: Iterable[Value]) -> Any:
     )
 
 
-def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequence[View]) -> _Example | None:
+def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequence[View]) -> _InlinedCall | None:
     """The example of a call; None if a result shares memory with other values or is not made by these ops."""
     made = {value.name for op in ops for value in op.outputs}
     if any(
@@ -101,22 +106,22 @@ def _example(fqn: str, ops: Sequence[Op], outside: Sequence[View], results: Sequ
         for view in results
     ):
         return None
-    return _Example(fqn, tuple(ops), tuple(view.value for view in outside), tuple(view.value for view in results))
+    return _InlinedCall(fqn, tuple(ops), tuple(view.value for view in outside), tuple(view.value for view in results))
 
 
-def _repeat(example: _Example, fqn: str, outside: Sequence[Value], emitter: Emitter) -> tuple[View, ...]:
+def _repeat(example: _InlinedCall, fqn: str, outside: Sequence[Value], builder: OpBuilder) -> tuple[View, ...]:
     """Emit the ops of the example for another call, with the names that a conversion would give them."""
     now = {old.name: new for old, new in zip(example.outside, outside)}
     for op in example.ops:
-        name = emitter.unique(stem_of(op.name))
+        name = builder.unique(stem_of(op.name))
         outputs = tuple(
-            Value(emitter.unique(f"{name}_out{i}") if op.is_tuple else name, old.shape, old.dtype, old.needs_grad)
+            Value(builder.unique(f"{name}_out{i}") if op.is_tuple else name, old.shape, old.dtype, old.needs_grad)
             for i, old in enumerate(op.outputs)
         )
         now.update((old.name, new) for old, new in zip(op.outputs, outputs))
         module = fqn + op.module.removeprefix(example.fqn)
         inputs = tuple(now[value.name] for value in op.inputs)
-        emitter.ops.append(
+        builder.ops.append(
             Op(name, op.target, op.args, op.kwargs, inputs, outputs, op.is_no_grad, module, op.line, op.is_tuple)
         )
     return tuple(whole(now[value.name]) for value in example.results)

@@ -18,7 +18,7 @@ from autopar.sbp.signature import Candidates, Strategy
 
 
 @dataclass(frozen=True)
-class Storage:
+class ParameterStorage:
     """How parameters are stored: on `sharded_axes` in as many parts as divide. is_regathered: what is gathered of them
     for forward is freed, and gathered again for backward, where that can be (ZeRO-3, not ZeRO-2).
     """
@@ -27,7 +27,7 @@ class Storage:
     is_regathered: bool = False
 
 
-WHOLE = Storage()
+WHOLE = ParameterStorage()
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def complete(
     arguments: Mapping[str, Layout],
     moved: Moved,
     *,
-    storage: Storage = WHOLE,
+    storage: ParameterStorage = WHOLE,
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> Assignment:
     """The assignment of `strategies` with stored, kept and output layouts.

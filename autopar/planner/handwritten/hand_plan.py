@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
-from autopar.planner.handwritten.complete_layouts import Moved, Storage, bytes_moved, complete
+from autopar.planner.handwritten.complete_layouts import Moved, ParameterStorage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
 from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
@@ -149,7 +149,7 @@ def hand_plan(
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelFacts:
     """The properties of a model that hand plans for all meshes depend on."""
 
     short: Short
@@ -160,7 +160,7 @@ class Outline:
         """Hand plan -> its assignment of the short graph; common choices on the first axes are computed once."""
         graph, walks = self.short.graph, {}
         arguments = {item.value.name: () for item in graph.of_kind("argument")}
-        walks[()] = _Walk({op.name: () for op in graph.ops}, arguments, candidates.strategies)
+        walks[()] = _AxisChoices({op.name: () for op in graph.ops}, arguments, candidates.strategies)
         for kinds in (_kinds(plan, mesh) for plan in plans):
             for axis in range(mesh.ndim):
                 if kinds[: axis + 1] not in walks:
@@ -168,7 +168,9 @@ class Outline:
         moved = bytes_moved(mesh)
         return {plan: self._completed(plan, walks[_kinds(plan, mesh)], candidates, mesh, moved) for plan in plans}
 
-    def _extended(self, walk: "_Walk", kind: str, axis: int, candidates: Candidates, mesh: Mesh) -> "_Walk":
+    def _extended(
+        self, walk: "_AxisChoices", kind: str, axis: int, candidates: Candidates, mesh: Mesh
+    ) -> "_AxisChoices":
         """`walk` with one more axis."""
         graph, same = self.short.graph, self.short.folded.representative
         classes = {same[op.name] for op in graph.ops}
@@ -181,13 +183,15 @@ class Outline:
             signatures = follow_tensors(
                 graph, self.structure, same, options, self.sequence if kind == "tensors, sequence" else {}
             )
-        return _Walk(
+        return _AxisChoices(
             {name: (*prefix, signatures[name]) for name, prefix in walk.signatures.items()},
             {name: (*prefix, batch[name]) for name, prefix in walk.arguments.items()},
             {name: [one for one in walk.left[name] if one.signatures[axis] == signatures[name]] for name in classes},
         )
 
-    def _completed(self, plan: HandPlan, walk: "_Walk", candidates: Candidates, mesh: Mesh, moved: Moved) -> Assignment:
+    def _completed(
+        self, plan: HandPlan, walk: "_AxisChoices", candidates: Candidates, mesh: Mesh, moved: Moved
+    ) -> Assignment:
         strategies = {name: Strategy(signatures) for name, signatures in walk.signatures.items()}
         data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
         return complete(
@@ -197,13 +201,13 @@ class Outline:
             strategies,
             walk.arguments,
             moved,
-            storage=Storage(data_axes if plan.flavour != "ddp" else (), plan.flavour == "zero3"),
+            storage=ParameterStorage(data_axes if plan.flavour != "ddp" else (), plan.flavour == "zero3"),
             counts=self.short.counts,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _AxisChoices:
     """The choices on the first axes: op -> signatures, argument -> placements.
 
     `left`: representative op -> its strategies that begin with these signatures.
@@ -220,11 +224,11 @@ def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
     return tuple(tensors if axis in plan.tensor_axes else "batch" for axis in range(mesh.ndim))
 
 
-def outlined(graph: Graph, folded: Folded) -> Outline:
+def outlined(graph: Graph, folded: Folded) -> ModelFacts:
     """The outline of a graph, computed once for all hand plans and meshes."""
     short = shorten(graph, folded)
     structure = structure_of(short.graph)
-    return Outline(short, structure, sequence_dims(short.graph, structure))
+    return ModelFacts(short, structure, sequence_dims(short.graph, structure))
 
 
 def _options(

@@ -12,7 +12,7 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
-from autopar.planner.handwritten.hand_plan import HandPlan, Outline, format_hand_plan, outlined
+from autopar.planner.handwritten.hand_plan import HandPlan, ModelFacts, format_hand_plan, outlined
 from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
@@ -102,7 +102,7 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
 
 
 def _priced(
-    graph: Graph, outline: Outline, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, training: Training
+    graph: Graph, outline: ModelFacts, plans: tuple[HandPlan, ...], mesh: Mesh, cluster: Cluster, training: Training
 ) -> Iterator[tuple[Tried, Assignment]]:
     """The plans, priced by a table whose options are those of these plans."""
     if not plans:

@@ -26,7 +26,7 @@ from autopar.search.table import Choice, CostTable, Edge, Node, cost_of, memory_
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class AssignedGraph:
     """One of the graphs that share a device's memory, a stage or the whole graph, with its assignment.
 
     `costs`: of the assignment, if known.
@@ -43,7 +43,7 @@ class Part:
         assert self.costs is not None, "evaluate the part first"
         return self.costs
 
-    def bare(self, mesh: Mesh, cluster: Cluster) -> "Part":
+    def bare(self, mesh: Mesh, cluster: Cluster) -> "AssignedGraph":
         """The part with all optimizer state on the device, and with costs."""
         if self.costs is not None and not self.assignment.state_on_host:
             return self
@@ -52,14 +52,16 @@ class Part:
             self, assignment=assignment, costs=evaluate(self.graph, assignment, mesh, cluster, training=self.training)
         )
 
-    def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "Part":
+    def with_state_on_host(self, names: frozenset[str], mesh: Mesh, cluster: Cluster) -> "AssignedGraph":
         """A bare part with the state of the parameters called `names` on the host."""
         assignment = replace(self.assignment, state_on_host=names)
         costs = with_state_on_host(self.known, self.graph, assignment, mesh, cluster, self.training)
         return replace(self, assignment=assignment, costs=costs)
 
 
-def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float) -> tuple[Part, ...] | None:
+def fill(
+    parts: Sequence[AssignedGraph], mesh: Mesh, cluster: Cluster, limit_bytes: float
+) -> tuple[AssignedGraph, ...] | None:
     """The parts, with costs, with the fewest bytes of optimizer state on the host that make them fit together.
 
     None if they never fit, or if the link to the host is not known.
@@ -75,7 +77,7 @@ def fill(parts: Sequence[Part], mesh: Mesh, cluster: Cluster, limit_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _ParameterState:
     """The optimizer state of a parameter: elements of the whole parameter, bytes of state on a device."""
 
     part: int
@@ -84,13 +86,13 @@ class _State:
     num_bytes: int
 
 
-def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
+def _chosen(parts: Sequence[AssignedGraph], mesh: Mesh, excess: float) -> list[frozenset[str]] | None:
     """For each part, the parameters of least state that free `excess` bytes and those fetched for the update.
 
     With several parts, the state is of one part or of all.
     """
     states = [
-        _State(
+        _ParameterState(
             number,
             x.value.name,
             math.prod(x.value.shape),
@@ -100,7 +102,7 @@ def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[
         for layouts in [part.assignment.layouts]
         for x in hostable(part.graph)
     ]
-    best: tuple[int, list[_State]] | None = None
+    best: tuple[int, list[_ParameterState]] | None = None
     for allowed in _allowed(states, len(parts)):
         brought = sum(_brought([one for one in allowed if one.part == number]) for number in range(len(parts)))
         taken = least_cover([one.num_bytes for one in allowed], excess + brought)
@@ -110,7 +112,7 @@ def _chosen(parts: Sequence[Part], mesh: Mesh, excess: float) -> list[frozenset[
     return best and [frozenset(one.name for one in best[1] if one.part == number) for number in range(len(parts))]
 
 
-def _allowed(states: Sequence[_State], num_parts: int) -> Iterator[list[_State]]:
+def _allowed(states: Sequence[_ParameterState], num_parts: int) -> Iterator[list[_ParameterState]]:
     """The candidate sets: the states of one part or of all, up to each size, since the largest is fetched whole."""
     for numbers in dict.fromkeys([*((number,) for number in range(num_parts)), tuple(range(num_parts))]):
         own = [one for one in states if one.part in numbers]
@@ -118,7 +120,7 @@ def _allowed(states: Sequence[_State], num_parts: int) -> Iterator[list[_State]]
             yield [one for one in own if one.num_elements <= most]
 
 
-def _brought(states: Sequence[_State]) -> int:
+def _brought(states: Sequence[_ParameterState]) -> int:
     most = max((one.num_elements for one in states), default=0)
     return max((one.num_bytes for one in states if one.num_elements == most), default=0)
 
@@ -180,7 +182,10 @@ def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, .
         choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
     except InfeasibleError as error:
         raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
-    part, place = Part(setting.graph, both.decode(choice.strategies), request.training), (setting.mesh, setting.cluster)
+    part, place = (
+        AssignedGraph(setting.graph, both.decode(choice.strategies), request.training),
+        (setting.mesh, setting.cluster),
+    )
     found = fill([part], *place, request.limit_bytes)
     # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
     (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)

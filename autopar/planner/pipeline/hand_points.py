@@ -13,7 +13,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.ir.split_stages import cut_points
 from autopar.mesh import Mesh
-from autopar.planner.handwritten.hand_plan import HandPlan, Outline, outlined
+from autopar.planner.handwritten.hand_plan import HandPlan, ModelFacts, outlined
 from autopar.planner.pipeline.partition import Blocks, blocks_of
 from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
 from autopar.sbp.assignment import Assignment
@@ -34,11 +34,11 @@ class Model:
 
     graph: Graph
     folded: Folded
-    outline: Outline
+    outline: ModelFacts
     starts: tuple[int, ...]  # positions of the blocks' first ops, the first 0
     recomputable: tuple[int, ...]
     counts: tuple[int, ...]  # of microbatches
-    of_microbatches: dict[int, Outline] = field(default_factory=dict)  # those made so far
+    of_microbatches: dict[int, ModelFacts] = field(default_factory=dict)  # those made so far
     # those made so far, which no memory limit changes
     profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Model:
             return self.counts[-1]
         return next((item.value.shape[0] for item in self.graph.of_kind("argument") if item.value.shape), 1)
 
-    def of_microbatch(self, num: int) -> Outline:
+    def of_microbatch(self, num: int) -> ModelFacts:
         """The outline of one of `num` microbatches."""
         if num in self.of_microbatches:
             return self.of_microbatches[num]

@@ -17,7 +17,7 @@ from autopar.ir.folding.stage_fold import fold_of_stage
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.layouts.optimizer_offload import Part, fill, is_worth_moving, with_moves
+from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving, with_moves
 from autopar.planner.pipeline.cut_stages import Cut, restricted
 from autopar.planner.pipeline.equal_stages import wiring_of
 from autopar.planner.pipeline.stage_times import in_flight, waiting
@@ -295,7 +295,7 @@ class Solver:
         best: StagePlans | None = None
         for one in (other if other.costs else other.of_others(stages) for other in found):
             known = zip(one.parts, stages, one.costs or [None] * len(stages))
-            parts = [Part(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
+            parts = [AssignedGraph(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
             made = fill(parts, self.mesh, self.cluster, self.limit_bytes) or ()
             cost_s = sum(part.known.step_s for part in made)
             if made and (best is None or cost_s < best.cost_s):

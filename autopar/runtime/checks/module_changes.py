@@ -26,7 +26,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 MOST_STATES = 16  # of a module whose programs are kept
 MANY = 4  # changes after which a user is told that each costs a trace
 
-State = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
+ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
 _mode_of = itemgetter("training")
 
 
@@ -35,7 +35,7 @@ class Changes:
     """The states of a module that programs were made for, of which `generation` is the present one."""
 
     watch: "ModuleWatch | None" = None
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, ModuleState] = field(default_factory=dict)
     generation: int = 0
     num_changes: int = 0
     last: tuple[str, ...] = ()  # names of what changed last
@@ -161,7 +161,7 @@ class ModuleWatch:
 
 
 @torch.no_grad()
-def describe(module: nn.Module) -> State:
+def describe(module: nn.Module) -> ModuleState:
     """The state that a program depends on, by name: modules, attributes, hooks, and all of tensors but contents."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
@@ -173,7 +173,7 @@ def describe(module: nn.Module) -> State:
     return found | {fqn: _tensor(x) for fqn, x in _tensors(module)}
 
 
-def differences(before: State, now: State) -> list[str]:
+def differences(before: ModuleState, now: ModuleState) -> list[str]:
     """Names of what differs."""
     return [name for name in {**before, **now} if name not in before or name not in now or before[name] != now[name]]
 

@@ -25,7 +25,7 @@ SEVERAL_STAGES_A_RANK = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": 
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """The result of a step: the loss, on every rank, and this rank's timeline if it was timed."""
 
     loss: torch.Tensor
@@ -73,7 +73,7 @@ class StageRunner:
             return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
         return SEVERAL_STAGES_A_RANK[self.schedule.name]([*self.stages], **options)
 
-    def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> Step:
+    def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> StepResult:
         """Run forward and backward of all microbatches, and add their gradients to those of the leaves.
 
         `works`: number of a stage -> its work.
@@ -85,7 +85,7 @@ class StageRunner:
         else:
             total, spans = self._run(works, is_timed=is_timed)
         timed = tuple(Span(action, begin - start_s, end - start_s) for action, begin, end in spans) if is_timed else ()
-        return Step(total, timed)
+        return StepResult(total, timed)
 
     def _run(self, works: Mapping[int, Work], *, is_timed: bool) -> tuple[torch.Tensor, list[Span]]:
         for stage in self.stages:
@@ -171,7 +171,7 @@ def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor
     return outputs[0]
 
 
-def measured_timeline(step: Step, group: dist.ProcessGroup | None) -> Timeline:
+def measured_timeline(step: StepResult, group: dist.ProcessGroup | None) -> Timeline:
     """The timeline of all ranks of the pipeline axis, from their timed steps; their clocks start at a barrier."""
     if group is None:
         return Timeline((step.spans,))

@@ -18,7 +18,7 @@ from autopar.schedule.timeline import Action, Span
 # The most microbatches whose gradients are being sent back at a time: another one waits until the oldest has arrived.
 MOST_ON_THE_WAY_BACK = 2
 
-Body = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+StageFunction = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class Work:
     the tensors to whose .grad the gradients of all microbatches are added.
     """
 
-    body: Body
+    body: StageFunction
     leaves: Sequence[torch.Tensor]
 
 
-class _Body(nn.Module):
+class _NumberedBody(nn.Module):
     """The module that torch calls, after the number of the microbatch has been set."""
 
     def __init__(self, sends: tuple[Wire, ...]) -> None:
@@ -93,7 +93,7 @@ class RunningStage(PipelineStage):
     """torch's stage, with each buffer allocated when its microbatch is received and freed after its backward."""
 
     def __init__(self, stage: LocalStage, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.running = _Body(stage.sends)
+        self.running = _NumberedBody(stage.sends)
         receives = tuple(wire.example() for wire in stage.receives)
         sends = tuple(wire.example() for wire in stage.sends)
         super().__init__(

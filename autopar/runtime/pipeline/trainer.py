@@ -81,7 +81,7 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LoadedStage:
     """A stage of this rank: its number, its loaded program, and the names of received values and arguments it reads."""
 
     number: int
@@ -101,7 +101,7 @@ class Trainer:
     plan: StagedPlan
     graph: Graph
     micro: Microbatched
-    parts: tuple[Part, ...]
+    parts: tuple[LoadedStage, ...]
     runner: StageRunner
     group: dist.ProcessGroup | None
     tied: Mapping[str, tuple[int, ...]]
@@ -177,7 +177,7 @@ class Trainer:
         part = next(part for part in self.parts if fqn in part.loaded.owners)
         return part.loaded.state(fqn).full_tensor()
 
-    def _work(self, part: Part, given: Mapping[str, torch.Tensor], seed: int) -> Work:
+    def _work(self, part: LoadedStage, given: Mapping[str, torch.Tensor], seed: int) -> Work:
         leaves = [leaf for leaf in part.loaded.used.values() if leaf.requires_grad]
 
         def body(number: int, received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -276,7 +276,7 @@ def make_trainer(
         )
         given = ((item, layout) for item, layout in program.inputs if item.kind == "argument")
         arguments = tuple((item, layout) for item, layout in given if item.value.name not in stage.receives)
-        parts.append(Part(number, loaded, stage.receives, arguments))
+        parts.append(LoadedStage(number, loaded, stage.receives, arguments))
         local.append(_local_stage(number, stage.receives, loaded))
     loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
     runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)

@@ -30,7 +30,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _View:
+class _StorageView:
     """A saved tensor as a view of a storage."""
 
     copy: _Copy
@@ -87,9 +87,9 @@ class Offload:
             copy = self.known[key] = _Copy(storage, x.untyped_storage().nbytes(), x.device, self._to_host(x))
             self.copies.append(copy)
         copy.num_views += 1
-        return self, _View(copy, x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
+        return self, _StorageView(copy, x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
-    def unpack(self, view: _View) -> torch.Tensor:
+    def unpack(self, view: _StorageView) -> torch.Tensor:
         """The tensor that was packed, on its device."""
         self._fetch()
         if self.before is not None:

@@ -25,20 +25,20 @@ def recomputed(function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tenso
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    with saved_tensors_hooks(_Run(function, inputs).pack, _unpack):
+    with saved_tensors_hooks(_RegionCall(function, inputs).pack, _unpack):
         return function(*inputs)
 
 
-class _Saved:
+class _SavedPlaceholder:
     """A placeholder of a tensor that `run` saved; autograd holds it as long as it may ask for the tensor."""
 
     __slots__ = ("__weakref__", "run")
 
-    def __init__(self, run: "_Run") -> None:
+    def __init__(self, run: "_RegionCall") -> None:
         self.run = run
 
 
-class _Run:
+class _RegionCall:
     """One call of a region: its inputs and, once backward has asked for one of them, its saved tensors."""
 
     def __init__(self, function: Callable[..., Tensors], inputs: Sequence[torch.Tensor]) -> None:
@@ -46,11 +46,11 @@ class _Run:
         # Saved by autograd, so that hooks around this (offload, another recomputation) see the inputs as saved tensors.
         self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *inputs).grad_fn
         self.autocast = _autocast(inputs[0].device.type) if inputs else nullcontext()
-        self.saved: list[ref[_Saved]] = []
-        self.made: WeakKeyDictionary[_Saved, torch.Tensor] = WeakKeyDictionary()
+        self.saved: list[ref[_SavedPlaceholder]] = []
+        self.made: WeakKeyDictionary[_SavedPlaceholder, torch.Tensor] = WeakKeyDictionary()
 
-    def pack(self, _: torch.Tensor) -> _Saved:
-        saved = _Saved(self)
+    def pack(self, _: torch.Tensor) -> _SavedPlaceholder:
+        saved = _SavedPlaceholder(self)
         self.saved.append(ref(saved))
         return saved
 
@@ -67,7 +67,7 @@ class _Run:
         self.made.update((saved, x) for one, x in zip(self.saved, saved_again) if (saved := one()) is not None)
 
 
-def _unpack(saved: _Saved) -> torch.Tensor:
+def _unpack(saved: _SavedPlaceholder) -> torch.Tensor:
     if saved not in saved.run.made:
         saved.run.again()
     return saved.run.made[saved]

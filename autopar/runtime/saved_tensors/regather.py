@@ -15,7 +15,7 @@ from autopar.torch_compat import StorageWeakRef
 
 
 @dataclass(frozen=True, eq=False)
-class _View:
+class _GatheredView:
     """A saved tensor as a view of the gathered tensor."""
 
     size: tuple[int, ...]
@@ -28,7 +28,7 @@ class _View:
         return view.conj() if self.is_conj else view
 
 
-class _Again:
+class _GatheredTensor:
     """A gathered tensor in backward: made for the first of its views that autograd asks for, freed after the last."""
 
     def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
@@ -43,14 +43,14 @@ class _Again:
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
 
-    def pack(self, x: torch.Tensor) -> _View | None:
+    def pack(self, x: torch.Tensor) -> _GatheredView | None:
         """`x` as a view of the gathered tensor; None if it is not one."""
         if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
-        return _View(tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset, x.is_conj())
+        return _GatheredView(tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset, x.is_conj())
 
-    def unpack(self, view: _View) -> torch.Tensor:
+    def unpack(self, view: _GatheredView) -> torch.Tensor:
         if self.made is None:
             self.made, self.num_left = self.make(), self.num_views
         gathered = view.of(self.made)
@@ -83,7 +83,7 @@ def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Ite
     saved tensors. RuntimeError in backward if a stored part has changed in between, as autograd raises for its own
     saved tensors.
     """
-    known = [_Again(*parameter) for parameter in parameters]
+    known = [_GatheredTensor(*parameter) for parameter in parameters]
 
     def pack(x: torch.Tensor) -> Any:
         found = ((again, view) for again in known if (view := again.pack(x)) is not None)

@@ -38,7 +38,7 @@ class _Tag:
 
 
 @dataclass
-class _Walk:
+class _RoutingTags:
     graph: Graph
     tags: dict[str, _Tag] = field(default_factory=dict)
     # op name -> (sort, signatures of the op)
@@ -51,7 +51,7 @@ def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
 
     S(0) means the microbatch's rows in its order. A region whose order any other op reads is left out.
     """
-    walk = _Walk(graph)
+    walk = _RoutingTags(graph)
     for op in graph.ops:
         _visit(op, walk)
     external = [value.name for value in graph.outputs if isinstance(value, Value)] + [
@@ -66,7 +66,7 @@ def inverts_order(op: Op, signature: Signature) -> bool:
     return op.target == "aten.index_put.default" and (signature.inputs, signature.outputs) == _INVERSE
 
 
-def _visit(op: Op, walk: _Walk) -> None:
+def _visit(op: Op, walk: _RoutingTags) -> None:
     tags = [walk.tags.get(value.name) for value in op.inputs]
     found = {tag for tag in tags if tag}
     if not found:
@@ -84,12 +84,12 @@ def _visit(op: Op, walk: _Walk) -> None:
         _enter(op, walk, sort, signatures, [tag] * len(op.outputs))
 
 
-def _enter(op: Op, walk: _Walk, sort: str, signatures: list[Signature], tags: Sequence[_Tag | None]) -> None:
+def _enter(op: Op, walk: _RoutingTags, sort: str, signatures: list[Signature], tags: Sequence[_Tag | None]) -> None:
     walk.signatures[op.name] = sort, tuple(signatures)
     walk.tags.update((value.name, tag) for value, tag in zip(op.outputs, tags) if tag)
 
 
-def _step(op: Op, tags: list[_Tag | None], walk: _Walk) -> tuple[list[Signature], _Tag | None] | None:  # noqa: C901 a table
+def _step(op: Op, tags: list[_Tag | None], walk: _RoutingTags) -> tuple[list[Signature], _Tag | None] | None:  # noqa: C901 a table
     """(signatures of the op on tagged inputs, tag of its result or None for rows in the batch's order).
 
     None if the result would depend on the order.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autopar.errors import MicrobatchError
-from autopar.ir.export.op_builder import Emitter, Origin
+from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Graph, Input, Op, Value, arguments_of
 from autopar.ir.interpret import constants_for
 from autopar.ir.op_facts import is_random
@@ -39,10 +39,10 @@ def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
             " logits.float()"
         )
     ops, inputs = _known_before(graph, op, [value for value in (target, weight) if value is not None])
-    emitter = Emitter(list(ops))
-    emitter.used_names.update(value.name for item in (*graph.ops, *graph.inputs) for value in _values(item))
+    builder = OpBuilder(list(ops))
+    builder.used_names.update(value.name for item in (*graph.ops, *graph.inputs) for value in _values(item))
     result = _inverse(
-        emitter,
+        builder,
         target,
         weight,
         arguments_of(op)["ignore_index"],
@@ -53,7 +53,7 @@ def loss_count(graph: Graph, op: Op, name: str) -> LossCount:
     count = replace(
         graph,
         inputs=inputs,
-        ops=tuple(emitter.ops),
+        ops=tuple(builder.ops),
         outputs=(result,),
         mutations=(),
         constant_ops=constant_ops,
@@ -93,12 +93,12 @@ def _known_before(graph: Graph, loss: Op, wanted: Iterable[Value]) -> tuple[tupl
 
 
 def _inverse(
-    emitter: Emitter, target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, at: Origin
+    builder: OpBuilder, target: Value, weight: Value | None, ignored: int, dtype: torch.dtype, at: Origin
 ) -> Value:
     """1 / the weight of all targets that are not `ignored`."""
 
     def call(name: str, *args: object, **kwargs: object) -> Value:
-        return emitter.emit(f"aten.{name}", args, kwargs, at=at)[0]
+        return builder.emit(f"aten.{name}", args, kwargs, at=at)[0]
 
     counted = call("ne.Scalar", target, ignored)
     if weight is not None:

@@ -32,7 +32,7 @@ _Part = TypeVar("_Part", Node, Edge)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PricedBound:
     """The result at one price: no choice has a lower objective than `value`, as `source` proves.
 
     `met`: a few choices visited, best first.
@@ -44,7 +44,7 @@ class Step:
 
 
 # (table, price, the previous step at another price of the same table) -> step
-Evaluate = Callable[[CostTable, float, Step | None], Step]
+Evaluate = Callable[[CostTable, float, PricedBound | None], PricedBound]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Dual:
     `rebate_s` is subtracted from the step's objective to give the bound: price * limit plus an allowance for rounding.
     """
 
-    step: Step
+    step: PricedBound
     price: float
     rebate_s: float
     met: tuple[tuple[int, ...], ...]
@@ -71,9 +71,9 @@ class Dual:
 def by_elimination(order: Sequence[int]) -> Evaluate:
     """An exact evaluation of prices, by elimination in `order`."""
 
-    def evaluate(table: CostTable, price: float, before: Step | None) -> Step:
+    def evaluate(table: CostTable, price: float, before: PricedBound | None) -> PricedBound:
         elimination = eliminate(table, order, multiplier=price)
-        return Step(elimination.value, (argmin(elimination),), elimination)
+        return PricedBound(elimination.value, (argmin(elimination),), elimination)
 
     return evaluate
 
@@ -84,7 +84,7 @@ def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Eva
     Costs above that of `best`, a choice within the limit, do not matter.
     """
 
-    def evaluate(table: CostTable, price: float, before: Step | None) -> Step:
+    def evaluate(table: CostTable, price: float, before: PricedBound | None) -> PricedBound:
         ceiling = float("inf")
         if best is not None:
             ceiling = cost_of(table, best) + (price * table.memory_limit_bytes if price else 0.0)
@@ -97,7 +97,7 @@ def by_messages(best: tuple[int, ...] | None, deadline: Deadline = NEVER) -> Eva
             deadline=deadline,
             before=before.source if before is not None and isinstance(before.source, Passed) else None,
         )
-        return Step(passed.value, passed.met[:_MOST_MET], passed)
+        return PricedBound(passed.value, passed.met[:_MOST_MET], passed)
 
     return evaluate
 

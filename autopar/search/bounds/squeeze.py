@@ -86,7 +86,7 @@ def squeeze(
 
 
 @dataclass(frozen=True, eq=False)
-class _View:
+class _RoundTable:
     """The table of a round, or its relaxation, with an elimination order; None: it is bounded by messages."""
 
     table: CostTable
@@ -98,16 +98,16 @@ def _quick(limits: Limits) -> Limits:
     return replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
 
 
-def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _View:
+def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _RoundTable:
     if (order := elimination_order(table, _quick(limits))) is not None:
-        return _View(table, order)
+        return _RoundTable(table, order)
     if try_messages:
-        return _View(table, None)
+        return _RoundTable(table, None)
     relaxed, order = tractable(table, limits)
-    return _View(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
+    return _RoundTable(relaxed, order, elimination_order(relaxed, replace(limits, additions=_SLOW_ADDITIONS)) is None)
 
 
-def _bounded(now: State, view: _View, enough_s: float, deadline: Deadline) -> tuple[State, Dual]:
+def _bounded(now: State, view: _RoundTable, enough_s: float, deadline: Deadline) -> tuple[State, Dual]:
     """The state with the best bound for its table, and with the best choice from descents at the bound's prices."""
     table = now.reduced.table
     known = [now.best] if now.best is not None else _lightest(table, view, deadline)
@@ -155,7 +155,7 @@ def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float
     return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
 
 
-def _lightest(table: CostTable, view: _View, deadline: Deadline) -> list[tuple[int, ...]]:
+def _lightest(table: CostTable, view: _RoundTable, deadline: Deadline) -> list[tuple[int, ...]]:
     """The choice of least memory, or a light one by messages; () without a memory limit.
 
     InfeasibleError if none fits.
@@ -185,7 +185,7 @@ def _between(least: float, found: float) -> str:
     return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
 
 
-def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
+def _pruned(now: State, view: _RoundTable, dual: Dual) -> Reduced:
     """The table without strategies, and with pairs forbidden, whose best completion cannot beat the incumbent."""
     table = now.reduced.table
     best = now.incumbent
@@ -208,7 +208,7 @@ def _pruned(now: State, view: _View, dual: Dual) -> Reduced:
     return restrict(replace(now.reduced, table=replace(table, edges=tuple(edges))), kept)
 
 
-def _marginals(view: _View, dual: Dual) -> Marginals:
+def _marginals(view: _RoundTable, dual: Dual) -> Marginals:
     source = dual.step.source
     if not isinstance(source, Elimination):
         return Marginals(source.marginals, {})

@@ -19,7 +19,7 @@ from autopar.explain.memory_savings import costs_without
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.layouts.optimizer_offload import Part, fill, s_per_byte, search_on_host
+from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, s_per_byte, search_on_host
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
@@ -40,7 +40,7 @@ def test_no_subset_makes_it_fit_with_less(kind: str) -> None:
     graph, assignment = traced("mlp"), by_hand("mlp", kind)
     every = [evaluate(graph, replace(assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)]
     most, least = (pick(costs.total_memory_bytes for costs in every) for pick in (max, min))
-    part = Part(graph, assignment, TRAINING)
+    part = AssignedGraph(graph, assignment, TRAINING)
     assert fill([part], MESH, CPU, least - 1) is None
     unknown = replace(CPU, host_bandwidth_bytes_per_s=0.0)
     for share in (0.0, 0.1, 0.35, 0.6, 0.8, 1.0):
@@ -57,7 +57,7 @@ def test_no_subset_makes_it_fit_with_less(kind: str) -> None:
 def test_stages_of_a_device_share_its_memory() -> None:
     """One of them may have all of the state that goes."""
     graph, kinds = traced("mlp"), ("ddp", "zero3")
-    parts = [Part(graph, by_hand("mlp", kind), TRAINING) for kind in kinds]
+    parts = [AssignedGraph(graph, by_hand("mlp", kind), TRAINING) for kind in kinds]
     every = [
         [evaluate(graph, replace(part.assignment, state_on_host=names), MESH, CPU) for names in subsets(graph)]
         for part in parts
