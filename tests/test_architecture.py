@@ -149,6 +149,17 @@ def test_typical_sizes():
     assert median(length(node) for path in PACKAGE for node in functions(path)) <= FUNCTION_MEDIAN
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    """Private and nested classes too; `_Name` and `Name` would be two meanings of one name."""
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.strip("_"), []).append(f"{module_name(path)}:{node.lineno}")
+    assert len(places) > 100
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_public_functions_are_documented_and_typed(path):
     for node in ast.parse(path.read_text()).body:

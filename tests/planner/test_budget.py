@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -21,6 +21,8 @@ from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
+from autopar.planner.pipeline import search_stages
+from autopar.planner.pipeline.search_rank import RankTask, SolvedStages
 from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 
@@ -115,16 +117,15 @@ def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(
     graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch
 ):
     """GPT-2's first and last stage share the embedding: searched on one, it may be stored otherwise than by hand."""
-    solver = sys.modules["autopar.planner.pipeline.search_stages"].Solver
-    solve, solved = solver._solve, []
+    solve, solved = search_stages._solve_rank, []
 
-    def solve_and_end(self, rank: int):
-        solved.append(rank)
-        plans = solve(self, rank)
-        self.budget.deadline.stop()
+    def solve_and_end(at: RankTask, numbers: Sequence[int]) -> SolvedStages:
+        solved.append(numbers)
+        plans = solve(at, numbers)
+        at.budget.deadline.stop()
         return plans
 
-    monkeypatch.setattr(solver, "_solve", solve_and_end)
+    monkeypatch.setattr(search_stages, "_solve_rank", solve_and_end)
     asked = {"num_microbatches": 4, "schedule": "interleaved"}
     plan = choose_plan(
         graph("gpt2", layers=4),

@@ -18,7 +18,8 @@ from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
-from autopar.planner.pipeline.search_stages import Solver, solve_stages
+from autopar.planner.pipeline.search_rank import CutTask, StageCache
+from autopar.planner.pipeline.search_stages import solve_stages
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
@@ -27,6 +28,8 @@ from autopar.plans.staged_plan import PIPELINE, StagedPlan, sub_mesh
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
+
+Searches = Sequence[tuple[CutTask, StageCache]]  # each with other boundary layouts
 
 # The most points of the sweep that are searched, if they are nearly as fast as the best: the search gains about the
 # same on each.
@@ -171,21 +174,23 @@ def _candidates(
         part.show("stages", cut)
         chosen = choose_crossing(cut, point, point.mesh, cluster, request, part)
         crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
-        solvers, keeping = (
+        # With optimizer state offloaded where that pays, and with all of it on the device.
+        offloading, keeping = (
             [
-                Solver(cut, point, point.mesh, cluster, request, crossing, part, may_move_state=moves)
+                (CutTask(cut, point, point.mesh, cluster, request, crossing, may_move_state=moves), StageCache())
                 for crossing in crossings
             ]
             for moves in (True, False)
         )
-        plan = _searched(solvers, keeping, graph, part, [request.limit_bytes] * point.schedule.num_ranks)
+        limits_bytes = [request.limit_bytes] * point.schedule.num_ranks
+        plan = _searched(offloading, keeping, graph, part, limits_bytes)
         # the time was up, or the best plan of each stage is not the best for the pipeline
         if plan is None or plan.step_s > point.step_s:
             late = budget.part(0.0)
-            written = Solver(cut, point, point.mesh, cluster, request, crossing_layouts(cut), late)
-            plans = [plan, _searched([written], (), graph, late, [request.limit_bytes] * point.schedule.num_ranks)]
+            by_hand = CutTask(cut, point, point.mesh, cluster, request, crossing_layouts(cut))
+            plans = [plan, *_solved([(by_hand, StageCache())], graph, late, limits_bytes)]
             plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-        again = partial(_again, budget, partial(_searched, solvers, keeping, graph, budget))
+        again = partial(_again, budget, partial(_searched, offloading, keeping, graph, budget))
         found += [] if plan is None else [Candidate(plan, again)]
     return found
 
@@ -206,13 +211,13 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
 
 
 def _searched(
-    solvers: Sequence[Solver], keeping: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
+    offloading: Searches, keeping: Searches, graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
 ) -> StagedPlan | None:
-    """The best plan of a point over `solvers`, each for other boundary layouts, within `allowed_bytes` of each rank.
+    """The best plan of a point over searches with different boundary layouts, within `allowed_bytes` of each rank.
 
-    `keeping`: solvers that leave optimizer state on the device.
+    `keeping`: searches that leave optimizer state on the device.
     """
-    plans = _solved(solvers, graph, budget, allowed_bytes)
+    plans = _solved(offloading, graph, budget, allowed_bytes)
     if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
         # A stage gains by offloaded state in each microbatch, the pipeline only if the stage is the slowest, and it
         # waits for the state once a step.
@@ -220,41 +225,24 @@ def _searched(
     return min(plans, key=lambda plan: plan.step_s, default=None)
 
 
-def _solved(
-    solvers: Sequence[Solver], graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
-) -> list[StagedPlan]:
-    """The plans of all solvers that find one; once the budget is spent, of the first that does."""
+def _solved(searches: Searches, graph: Graph, budget: Budget, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
+    """The plans of all searches that find one; once the budget is spent, of the first that does."""
     found = []
-    for solver in solvers:
+    for task, cache in searches:
         if found and budget.is_spent:
             break
-        point, request = solver.found, solver.request
+        point, request = task.point, task.request
         mesh, training = _whole_mesh(point), replace(request.training, num_microbatches=point.schedule.num_microbatches)
         try:
-            stages = _stages(solver, allowed_bytes, budget)
+            solved = solve_stages(task, cache, allowed_bytes, budget)
         except InfeasibleError:
             continue
-        limit, starts = request.limit_bytes, solver.cut.starts
-        found_by = "search" if solver.is_searched else f"hand plan {point.name}"
+        limit, starts, stages = request.limit_bytes, task.cut.starts, solved.plans
+        found_by = "search" if solved.is_searched else f"hand plan {point.name}"
         found.append(
-            StagedPlan(mesh, solver.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by)
+            StagedPlan(mesh, task.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by)
         )
     return found
-
-
-def _stages(solver: Solver, allowed_bytes: Sequence[float], budget: Budget) -> tuple[Plan, ...]:
-    """The plans of the stages.
-
-    If the budget ends between two ranks, a searched rank may store a tied parameter in another layout than the hand
-    plan; then all ranks take the hand plan.
-    """
-    try:
-        return solve_stages(solver, allowed_bytes, budget)
-    except InfeasibleError:
-        if not (budget.is_spent and solver.is_searched):
-            raise
-        solver.forget()
-        return solve_stages(solver, allowed_bytes, budget)
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:

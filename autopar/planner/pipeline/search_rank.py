@@ -1,0 +1,328 @@
+"""The best layouts of the stages of one rank, searched together within its memory limit."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from autopar.costmodel.activations.saved_activations import Regions
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.errors import InfeasibleError
+from autopar.ir.folding.segments import segmented
+from autopar.ir.folding.stage_fold import fold_of_stage
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving, with_moves
+from autopar.planner.pipeline.cut_stages import Cut, restricted
+from autopar.planner.pipeline.equal_stages import wiring_of
+from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.pipeline.wanted_stages import (
+    StagePlans,
+    Stages,
+    Wanted,
+    key_of,
+    pressure_of,
+    segments,
+    side_by_side,
+)
+from autopar.planner.problem import Problem, Setting
+from autopar.planner.request import PlanRequest
+from autopar.plans.plan import Plan
+from autopar.sbp.placement import Layout, format_layout
+from autopar.search.table import memory_of
+
+# A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
+# few more microbatches in flight.
+_NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
+# Tables of stages that are kept: those of a rank and a few more.
+_MOST_KEPT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class CutTask:
+    """The stages of one cut of `point`, to be searched on their own `mesh`.
+
+    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded.
+    """
+
+    cut: Cut
+    point: Staged
+    mesh: Mesh
+    cluster: Cluster
+    request: PlanRequest
+    crossing: Mapping[str, Layout]
+    may_move_state: bool = True
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """FQNs of the parameters of several stages."""
+        holders = Counter(item.fqn for stage in self.cut.stages for item in stage.graph.of_kind("parameter"))
+        return frozenset(fqn for fqn, num in holders.items() if num > 1)
+
+    @cached_property
+    def wirings(self) -> tuple[int, ...]:
+        """A number for each stage, equal for isomorphic stages."""
+        numbers: dict[Any, int] = {}
+        return tuple(numbers.setdefault(wiring_of(stage.graph), len(numbers)) for stage in self.cut.stages)
+
+    @property
+    def can_move_state(self) -> bool:
+        """Whether the optimizer has state that may be offloaded, and there is a way to the host."""
+        return bool(
+            self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes
+        )
+
+
+@dataclass(frozen=True)
+class SolvedStages:
+    """Plans of stages, in order. `is_searched`: whether any of them differs from the hand plan."""
+
+    plans: tuple[Plan, ...]
+    is_searched: bool
+
+
+@dataclass(eq=False)
+class StageCache:
+    """Results of searches for one `CutTask`, which later searches under other limits read.
+
+    `solved`: (rank, its limit) -> plans of its stages, which agree on `tied`: FQN of a parameter of several stages ->
+    its layout on the first that was solved. By keys of isomorphic ranks (`key_of`): `free`, plans without a memory
+    limit; `known`, plans within one; `on_host`, plans within one that offload optimizer state; `failed`, the least
+    pressure under which nothing fitted. `problems`: the latest tables.
+    """
+
+    solved: dict[tuple[int, float], SolvedStages] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    free: dict[Any, StagePlans] = field(default_factory=dict)
+    known: dict[Any, list[StagePlans]] = field(default_factory=dict)
+    on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
+    failed: dict[Any, float] = field(default_factory=dict)
+    problems: dict[Any, Problem] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RankTask:
+    """The search of the stages of one rank, within its memory limit and the budget."""
+
+    task: CutTask
+    cache: StageCache
+    limit_bytes: float
+    budget: Budget
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the hand plan is to do, since the budget is spent: unless
+        parameters are stored in layouts that it may not have.
+        """
+        request = self.task.request
+        return self.budget.is_spent and not (request.pins or request.stored or self.cache.tied)
+
+
+def best_plans(at: RankTask, stages: Stages) -> StagePlans:
+    """The fastest of a few numbers of blocks that are recomputed, or wait on the host.
+
+    The most is what the plan by hand recomputes.
+    """
+    best: StagePlans | None = None
+    failure: InfeasibleError | None = None
+    pressure = pressure_of((one.request.training for one in stages), at.limit_bytes)
+    for asked in _ways(at.task, stages):
+        if at.is_late or (at.budget.is_spent and (best or failure)):
+            break
+        is_last_resort = all(len(one.request.recomputed) == one.most_saved for one in asked)
+        # Nothing is where ranks alike with hardly more memory could not be made to fit.
+        is_hopeless = not is_last_resort and at.cache.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
+        if is_hopeless and not at.task.can_move_state:
+            continue
+        free = _unlimited(at, asked)
+        if best is not None and free.cost_s >= best.cost_s:
+            continue
+        free, found = _priced(at, free, asked), None
+        if at.is_late and not _fits(at, free):
+            break
+        if not is_hopeless:
+            try:
+                found = _saving(at, asked, free, pressure)
+            except InfeasibleError as error:
+                at.cache.failed[key_of(asked)] = pressure
+                failure = error
+        for one in (found, _with_state_on_host(at, asked, free, pressure, found)):
+            best = one if one is not None and (best is None or one.cost_s < best.cost_s) else best
+        if found is not None and found.is_free:
+            break  # to save memory only costs time
+    if best is None:
+        best = as_written(at, stages)
+    if best is None:
+        raise failure or InfeasibleError(
+            "no layouts of the stages were found in the time there was; allow more time or memory"
+        )
+    return best
+
+
+def as_written(at: RankTask, stages: Stages) -> StagePlans | None:
+    """The stages as the plan by hand lays them out, with optimizer state on the host if they fit no other way.
+
+    None if they do not fit, or are to be stored otherwise.
+    """
+    asked, parts = [], []
+    for one in stages:
+        own = restricted(at.task.cut.by_hand, one.graph, at.task.crossing)
+        stored = {item.fqn: format_layout(own.layouts[item.value.name]) for item in one.graph.inputs}
+        if any(stored[fqn] != layout for fqn, layout in (*one.request.pins.items(), *one.request.stored.items())):
+            return None
+        regions = one.regions[: one.most_saved]
+        asked.append(replace(one, request=replace(one.request, recomputed=regions)))
+        parts.append((one.graph, replace(own, recomputed=regions)))
+    written = StagePlans(tuple(parts), math.inf, is_searched=False)
+    filled = _filled(at, [written], tuple(asked))
+    is_moved = filled is not None and any(own.state_on_host for _, own in filled.parts)
+    return None if is_moved and not at.task.can_move_state else filled
+
+
+def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
+    """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host
+    meanwhile: none, half of those that the plan by hand recomputes, and as many.
+    """
+    counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
+    for kind in ("recomputed", "offloaded"):
+        # A backward in two parts would fetch everything twice.
+        if kind == "offloaded" and not (
+            task.cluster.host_bandwidth_bytes_per_s and task.point.schedule.name != "zero-bubble"
+        ):
+            continue
+        for nums in counts:
+            if kind == "recomputed" or any(nums):
+                yield tuple(_with_saved(one, kind, one.regions[:num]) for one, num in zip(stages, nums))
+
+
+def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float) -> StagePlans:
+    """The best plans with these blocks recomputed or on the host, `free` without a memory limit.
+
+    Those of a rank alike under more pressure that fit here too are taken if they are nearly as fast as that, since
+    it is the slowest rank that counts.
+    """
+    if _fits(at, free):
+        return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
+    known = at.cache.known.setdefault(key_of(stages), [])
+    alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
+    fitting = [one for one in (_priced(at, other.of_others(stages), stages) for other in alike) if _fits(at, one)]
+    if not fitting:
+        fitting = [_search(at, stages, at.limit_bytes, pressure)]
+        known += fitting
+    return min(fitting, key=lambda one: one.cost_s)
+
+
+def _with_state_on_host(
+    at: RankTask, stages: Stages, free: StagePlans, pressure: float, other: StagePlans | None
+) -> StagePlans | None:
+    """The best plans with these blocks recomputed or offloaded and optimizer state on the host.
+
+    None if there are none, or if `other`, without, is known to be as good. Those of a rank alike, or nearly as fast
+    as `free`, without a memory limit, will do.
+    """
+    if not at.task.can_move_state or (other is not None and not other.is_short):
+        return None
+    known = at.cache.on_host.setdefault(key_of(stages), [])
+    best = _filled(at, [free, *known], stages)
+    near = (pressure / _LITTLE_TIGHTER, _LITTLE_TIGHTER * pressure)
+    if best is None or not (
+        best.cost_s <= _NEARLY * free.cost_s or any(near[0] <= one.pressure <= near[1] for one in known)
+    ):
+        if at.is_late:
+            return best
+        try:
+            known.append(_search(at, stages, at.limit_bytes, pressure, is_on_host=True))
+        except InfeasibleError:
+            return best
+        best = _filled(at, [free, *known], stages)
+    return best
+
+
+def _filled(at: RankTask, found: Iterable[StagePlans], stages: Stages) -> StagePlans | None:
+    """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
+    best: StagePlans | None = None
+    for one in (other if other.costs else other.of_others(stages) for other in found):
+        known = zip(one.parts, stages, one.costs or [None] * len(stages))
+        parts = [AssignedGraph(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
+        made = fill(parts, at.task.mesh, at.task.cluster, at.limit_bytes) or ()
+        cost_s = sum(part.known.step_s for part in made)
+        if made and (best is None or cost_s < best.cost_s):
+            pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.known for part in made)
+            best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
+    return best
+
+
+def _unlimited(at: RankTask, stages: Stages) -> StagePlans:
+    """The best plans without a memory limit, each stage for itself."""
+    found = []
+    for one in stages:
+        key = key_of((one,))
+        if key not in at.cache.free:
+            at.cache.free[key] = _search(at, (one,), math.inf, 0.0)
+        found.append(at.cache.free[key].of_others((one,)))
+    return StagePlans(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
+
+
+def _priced(at: RankTask, found: StagePlans, stages: Stages) -> StagePlans:
+    """With what the plans take together, by the tables of the stages."""
+    memory_bytes = 0.0
+    for (_, own), one in zip(found.parts, stages):
+        problem = _problem(at, one)
+        choice = problem.encode(own)
+        memory_bytes += math.inf if choice is None else memory_of(problem.priced.table, choice)
+    return replace(found, memory_bytes=memory_bytes)
+
+
+def _fits(at: RankTask, found: StagePlans) -> bool:
+    return found.memory_bytes <= at.limit_bytes
+
+
+def _search(
+    at: RankTask, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False
+) -> StagePlans:
+    """The stages' tables side by side under one limit.
+
+    is_on_host: those of `with_moves`, whose seconds are not those of a step.
+    """
+    settings = [_setting(at, one) for one in stages]
+    problems = [_problem(at, one) for one in stages]
+    if is_on_host:
+        problems = [with_moves(*each) for each in zip(settings, problems)]
+    starts = [problem.encode(restricted(at.task.cut.by_hand, problem.graph, at.task.crossing)) for problem in problems]
+    start = () if None in starts else tuple(index for one in starts if one is not None for index in one)
+    table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
+    joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
+    choice = settings[0].search(joint, [start] if start else [])
+    parts, first = [], 0
+    for problem in problems:
+        last = first + len(problem.priced.table.nodes)
+        parts.append((problem.graph, problem.decode(choice.strategies[first:last])))
+        first = last
+    return StagePlans(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, at.task.cluster))
+
+
+def _setting(at: RankTask, one: Wanted) -> Setting:
+    return Setting(one.graph, at.task.mesh, at.task.cluster, one.request, at.budget)
+
+
+def _problem(at: RankTask, one: Wanted) -> Problem:
+    """The stage's table; the latest ones are kept."""
+    request = one.request
+    saved = len(request.recomputed or request.offloaded)
+    key = one.number, saved, bool(request.offloaded), request.training, tuple(request.stored.items())
+    if key not in at.cache.problems:
+        if len(at.cache.problems) >= _MOST_KEPT:
+            del at.cache.problems[next(iter(at.cache.problems))]
+        folded = fold_of_stage(at.task.cut.folded, one.graph, request.crossing)
+        at.cache.problems[key] = _setting(at, one).problem(segmented(folded, one.graph, segments(folded, saved)))
+    return at.cache.problems[key]
+
+
+def _with_saved(stage: Wanted, kind: str, regions: Regions) -> Wanted:
+    """The stage with its `regions` "recomputed", or else "offloaded"."""
+    request = stage.request
+    is_recomputed = kind == "recomputed"
+    asked = replace(request, recomputed=regions) if is_recomputed else replace(request, offloaded=regions)
+    return replace(stage, request=asked)
