@@ -3,8 +3,8 @@
 `evaluate` sums the records, `profile` assigns them to ops, and the cost table uses their counts.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
@@ -15,7 +15,7 @@ from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import saved_by_op, waiting_bytes
 from autopar.costmodel.roofline import local_shapes, shapes_time
 from autopar.costmodel.training import Training
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph, Op, call_key
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, Conversion, conversions
@@ -125,18 +125,49 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
         shapes = local_shapes(ops[name], assignment.strategies[name], mesh.shape)
         transients[name] = share * transient_bytes(ops[name], *shapes, parameters)
     return StepCost(
-        {name: op_cost(op, assignment.strategies[name], mesh.shape, cluster) for name, op in ops.items()},
-        {
-            name: tuple(
-                _conversion_cost(each, saving, mesh, training, is_parameter=name in parameters, is_first=number == 0)
-                for number, (each, saving) in enumerate(zip(of_value, found[name]))
-            )
-            for name, of_value in conversions(graph, assignment).items()
-        },
+        _op_costs(graph, assignment, mesh, cluster),
+        _conversion_costs(graph, assignment, mesh, training, found),
         known,
         transients,
         largest.pending,
     )
+
+
+def _op_costs(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> dict[str, OpCost]:
+    """Name of each op -> cost; equal calls with equal strategies, as in the copies of a block, are priced once."""
+    priced: dict[Hashable, OpCost] = {}
+    costs = {}
+    for op in graph.ops:
+        strategy = assignment.strategies[op.name]
+        key = call_key(op), strategy
+        if key not in priced:
+            priced[key] = op_cost(op, strategy, mesh.shape, cluster)
+        costs[op.name] = priced[key]
+    return costs
+
+
+def _conversion_costs(
+    graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, found: Mapping[str, tuple[Saving, ...]]
+) -> dict[str, tuple[ConversionCost, ...]]:
+    """Name of each value -> costs of its conversions; equal ones, as in the copies of a block, are priced once.
+
+    found: name of each value -> the saving of each of its conversions.
+    """
+    parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
+    priced: dict[Hashable, ConversionCost] = {}
+    costs = {}
+    for name, of_value in conversions(graph, assignment).items():
+        is_parameter, of_name = name in parameters, []
+        for number, (each, saving) in enumerate(zip(of_value, found[name])):
+            value = each.value
+            ends = value.shape, value.dtype, value.needs_grad, each.src, each.dst
+            key = ends, each.is_regathered, saving, is_parameter, number == 0
+            if key not in priced:
+                flags = {"is_parameter": is_parameter, "is_first": number == 0}
+                priced[key] = _conversion_cost(each, saving, mesh, training, **flags)
+            of_name.append(replace(priced[key], conversion=each))
+        costs[name] = tuple(of_name)
+    return costs
 
 
 def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> OpCost:

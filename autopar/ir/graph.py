@@ -1,6 +1,6 @@
 """The IR: a flat, functional, forward graph over whole (unsharded) tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +82,14 @@ class Graph:
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)
+
+
+def call_key(op: Op) -> Hashable:
+    """Target, constants and tensors of the call without any names: equal for ops that cost the same in one layout."""
+    tensors = (
+        tuple((value.shape, value.dtype, value.needs_grad) for value in values) for values in (op.inputs, op.outputs)
+    )
+    return op.target, op.args, op.kwargs, *tensors, op.is_no_grad
 
 
 def nameless(op: Op) -> Op:
