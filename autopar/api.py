@@ -30,7 +30,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.local_batch import local_batch
 from autopar.runtime.process_groups import with_axis_names
-from autopar.runtime.rank_agreement import agreed_graph, check_same, on_every_rank, on_first_rank
+from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.schedule.orders import NAMES as SCHEDULES
 
@@ -74,7 +74,11 @@ def plan(
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    return _planned(traced(skeleton(model), loss_fn, args, kwargs), planar, found, request)
+    graph = traced(skeleton(model), loss_fn, args, kwargs)
+    _warn_of_batch(graph, planar)
+    best = choose_plan(graph, planar, found, request, predict=rank_peaks)
+    _warn_of_plan(best)
+    return best
 
 
 def compile(
@@ -178,20 +182,28 @@ class _Planner:
         asked = (text, self.request, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
         if text is None or fixed:
-            text, is_own = on_first_rank(self.mesh, "planning", lambda: self._make(graph, fixed, trains).dumps()), True
+            with of_first_rank(self.mesh, "planning") as made:
+                if made.is_here:
+                    cluster, request = self._asked(fixed, trains)
+                    mesh = mesh_of(self.mesh)
+                    _warn_of_batch(graph, mesh)
+                    plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
+                    _warn_of_plan(plan)
+                    made.value = plan.dumps()
+            text, is_own = made.value, True
         return on_every_rank(
             self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own)
         )
 
-    def _make(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
+    def _asked(self, fixed: dict[str, str], trains: bool) -> tuple[Cluster, PlanRequest]:
+        """The cluster and the planning options; those of the given plan if new shapes are planned."""
         pins = {} if fixed else self.request.pins
         request = replace(self.request, pins=pins, stored=fixed, trains=trains)
         if self.given is None:
             assert self.cluster is not None, "a cluster is given where a plan is not"
-            return _planned(graph, mesh_of(self.mesh), self.cluster, request)
-        # New shapes are planned for the cluster and the planning options of the given plan.
+            return self.cluster, request
         cluster, asked = staged_plan.made_for(self.given)
-        return _planned(graph, mesh_of(self.mesh), cluster, replace(request, **asked))
+        return cluster, replace(request, **asked)
 
 
 def _settled(
@@ -209,8 +221,13 @@ def _settled(
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
     found = _cluster(cluster, flat.device_type)
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
-    text = on_first_rank(flat, "planning", lambda: _planned(graph, devices, found, request).dumps())
-    plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(text, graph, devices, is_own=True))
+    with of_first_rank(flat, "planning") as made:
+        if made.is_here:
+            _warn_of_batch(graph, devices)
+            best = choose_plan(graph, devices, found, request, predict=rank_peaks)
+            _warn_of_plan(best)
+            made.value = best.dumps()
+    plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(made.value, graph, devices, is_own=True))
     return plan.mesh, plan
 
 
@@ -218,19 +235,20 @@ def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
     return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
 
 
-def _planned(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> Plan | StagedPlan:
+def _warn_of_batch(graph: Graph, mesh: Mesh | Devices) -> None:
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
             warnings.warn(
                 f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it"
                 " stays whole on every rank; pad the batch or drop its last part to split it",
-                stacklevel=4,
+                stacklevel=3,
             )
-    plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
+
+
+def _warn_of_plan(plan: Plan | StagedPlan) -> None:
     for note in notes(plan):
-        warnings.warn(note, stacklevel=4)
-    return plan
+        warnings.warn(note, stacklevel=3)
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:

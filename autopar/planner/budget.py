@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from autopar.planner.request import ANYTHING
 from autopar.search.deadline import Deadline
 
 Progress = Callable[[str], None]  # called with a few words about the current work
 Watch = Callable[[str, Any], None]  # called with the name and each artifact of planning
-Result = TypeVar("Result")
 
 
 def _quiet(_: str) -> None:
@@ -69,13 +68,13 @@ class Budget:
         """The reason why planning ends early: "its time limit", "Ctrl-C", or "" while there is time."""
         return ("Ctrl-C" if self.deadline.is_stopped else "its time limit") if self.is_spent else ""
 
-    def run(self, stage: str, work: Callable[[], Result]) -> Result:
-        """The result of `work`, timed as `stage`."""
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """A context that is reported and, unless it raises, timed as `stage`."""
         self.progress(self.where + stage)
         start = perf_counter()
-        result = work()
+        yield
         self.timings[stage] += perf_counter() - start
-        return result
 
     @property
     def all_timings(self) -> dict[str, float]:

@@ -1,16 +1,16 @@
 """`choose_plan`: the better of the best plans with and without stages and microbatches."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from enum import Enum
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget, Progress, Watch
-from autopar.planner.fit_memory import Predict, fitting
-from autopar.planner.layouts.search_meshes import make_plan
+from autopar.planner.fit_memory import Predict
+from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
@@ -19,15 +19,17 @@ from autopar.plans.staged_plan import PIPELINE, StagedPlan
 
 # If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
-# Stages and microbatches change the training loop: they are chosen if they gain more than this share of a step.
-_WORTH = 0.05
-# Shares of the time left: for stages on an open mesh, and for plans without stages on a given mesh.
-_SHARE_OF_STAGES, _SHARE_OF_WHOLE = 0.75, 0.75
-# The share of a plan's time for its first search; the rest is for further ones, if its plan does not fit.
-_SHARE_OF_FIRST = 0.5
+# The share of the time left for the first of two ways.
+_SHARE_OF_FIRST = 0.75
 
 
-@rarely_collected()
+class Way(Enum):
+    """A way to plan: `WHOLE`, without stages and microbatches, or `STAGED`, with them and activation checkpointing."""
+
+    WHOLE = "whole"
+    STAGED = "staged"
+
+
 def choose_plan(
     graph: Graph,
     mesh: Mesh | Devices,
@@ -46,123 +48,85 @@ def choose_plan(
     AutoparError if no plan satisfies the request.
     """
     budget, request = Budget.of(request.time_limit_s, progress, watch), request.on(cluster)
-    timed = None if predict is None else lambda plan: budget.run("peak", partial(predict, plan))
-    ways = _Ways(graph, mesh, cluster, request, timed)
-    if ways.has_stages and not request.trains:
-        raise AutoparError(
-            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
-            f" first, or take a mesh without {PIPELINE}"
-        )
+    ways = _ways(mesh, request)
+    whole: Plan | None = None
+    staged: Plan | StagedPlan | None = None
+    failures: dict[Way, AutoparError] = {}
     budget.show("graph", graph)
-    with budget.ended_by_interrupt():
-        plan = _chosen(ways, budget)
+    with rarely_collected(), budget.ended_by_interrupt():
+        for way in ways:
+            part = budget.part(_SHARE_OF_FIRST) if len(ways) > 1 and way == ways[0] else budget
+            asked = {"budget": part, "predict": predict}
+            try:
+                if way is Way.WHOLE and not (staged is not None and budget.is_spent):
+                    whole = make_plan(
+                        graph, mesh, cluster, request, to_beat_s=_to_beat_s(staged, mesh, cluster), **asked
+                    )
+                elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
+                    cutoff_s = math.inf if whole is None else whole.step_s
+                    staged = plan_in_stages(graph, mesh, cluster, request, cutoff_s=cutoff_s, **asked)
+            except AutoparError as error:
+                if way is Way.WHOLE and not isinstance(error, InfeasibleError):
+                    raise
+                failures[way] = error
+        plan = _better(whole, staged)
+        if plan is None:
+            raise _most_telling(failures)
         found_by = f"{plan.found_by}, ended by {budget.ended_by}" if budget.is_spent else plan.found_by
         plan = replace(plan, found_by=found_by, timings=budget.all_timings)
     budget.show("plan", plan)
     return plan
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """A planning task, with the two ways to plan it: without stages and microbatches, and with them."""
+def _ways(mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way, ...]:
+    """The ways to plan, in order.
 
-    graph: Graph
-    mesh: Mesh | Devices
-    cluster: Cluster
-    request: PlanRequest
-    predict: Predict | None
-
-    @property
-    def has_stages(self) -> bool:
-        """Whether the mesh has a pipeline axis."""
-        return isinstance(self.mesh, Mesh) and PIPELINE in self.mesh.axis_names
-
-    @property
-    def is_one_node(self) -> bool:
-        """Whether the innermost link level joins all devices."""
-        return self.mesh.num_devices <= (self.cluster.levels[0].size or self.mesh.num_devices)
-
-    def in_stages(self, budget: Budget) -> Plan | StagedPlan:
-        """The best plan in stages and microbatches."""
-        found = self.in_stages_within(budget, math.inf)
-        assert found is not None, "every plan takes less than infinitely long"
-        return found
-
-    def in_stages_within(self, budget: Budget, cutoff_s: float) -> Plan | StagedPlan | None:
-        """The result of `plan_in_stages`."""
-        return plan_in_stages(
-            self.graph, self.mesh, self.cluster, self.request, budget=budget, cutoff_s=cutoff_s, predict=self.predict
-        )
-
-    def whole(self, budget: Budget, to_beat_s: float = math.inf) -> Plan:
-        """The best plan of `make_plan` that fits; the first search leaves time for others in case its plan does not."""
-        tries, request = iter((budget.part(_SHARE_OF_FIRST),)), self.request
-
-        def make(allowed_bytes: float) -> Plan:
-            if budget.is_spent and allowed_bytes < request.limit_bytes:
-                raise InfeasibleError(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
-            within = replace(request, memory_limit_bytes=allowed_bytes)
-            return make_plan(
-                self.graph, self.mesh, self.cluster, within, to_beat_s=to_beat_s, budget=next(tries, budget)
-            )
-
-        return fitting(make, request.limit_bytes, self.predict, to_beat_s=to_beat_s / (1 - _WORTH))
-
-
-def _chosen(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    request = ways.request
-    if ways.has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
-        return ways.in_stages(budget)
-    if not request.trains or request.num_microbatches == 1 or (isinstance(ways.mesh, Devices) and request.pins):
-        return ways.whole(budget)
-    return _if_memory_binds(ways, budget) if isinstance(ways.mesh, Mesh) else _better(ways, budget)
-
-
-def _if_memory_binds(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    """The plan on a mesh without a pipeline axis, where microbatches and checkpointing only save memory."""
-    try:
-        plan = ways.whole(budget.part(_SHARE_OF_WHOLE))
-    except InfeasibleError as error:
-        try:
-            return ways.in_stages(budget)
-        except InfeasibleError:
-            raise  # names the memory of the lightest of all plans, those with microbatches included
-        except AutoparError:  # the batch cannot be cut, or there is no loss
-            raise error from None
-    if plan.costs.total_memory_bytes <= (1 - _FREE) * ways.request.limit_bytes or budget.is_spent:
-        return plan
-    try:
-        staged = ways.in_stages_within(budget, plan.step_s)
-    except AutoparError:  # the batch cannot be cut, there is no loss, or nothing fits
-        return plan
-    return _worth(staged, plan)
-
-
-def _better(ways: _Ways, budget: Budget) -> Plan | StagedPlan:
-    """The better plan of both ways, on an open mesh.
-
-    Within a node plans without stages are searched in any case: stages gain little there, and hand plans are no guide
-    for a batch too small to split.
+    On a mesh without a pipeline axis microbatches and checkpointing only save memory: they come second, and are tried
+    only if memory binds. On an open mesh stages come first.
     """
-    failure: AutoparError | None = None
-    staged: Plan | StagedPlan | None = None
-    try:
-        staged = ways.in_stages(budget.part(_SHARE_OF_STAGES))
-    except AutoparError as error:
-        failure = error
-    if staged is not None and budget.is_spent:
-        return staged
-    try:
-        to_beat_s = math.inf if staged is None or ways.is_one_node else staged.step_s
-        plan = ways.whole(budget, to_beat_s)
-    except InfeasibleError as error:
-        if staged is None:
-            raise failure if isinstance(failure, InfeasibleError) else error from None
-        return staged
-    return _worth(staged, plan)
+    has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
+    if has_stages and not request.trains:
+        raise AutoparError(
+            f"mesh {mesh} has a pipeline axis: stages are run by model.train_step(...), not by model(...); call that"
+            f" first, or take a mesh without {PIPELINE}"
+        )
+    if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
+        return (Way.STAGED,)
+    if not request.trains or request.num_microbatches == 1 or (isinstance(mesh, Devices) and request.pins):
+        return (Way.WHOLE,)
+    return (Way.WHOLE, Way.STAGED) if isinstance(mesh, Mesh) else (Way.STAGED, Way.WHOLE)
 
 
-def _worth(other: Plan | StagedPlan | None, plan: Plan) -> Plan | StagedPlan:
-    """`other` if it gains enough, else `plan`."""
-    least = _WORTH if isinstance(other, StagedPlan) else 0.0
-    return plan if other is None or other.step_s >= (1 - least) * plan.step_s else other
+def _to_beat_s(staged: Plan | StagedPlan | None, mesh: Mesh | Devices, cluster: Cluster) -> float:
+    """The step that a plan without stages has to beat to be searched.
+
+    Within a node it is searched in any case: stages gain little there, and hand plans are no guide for a batch too
+    small to split.
+    """
+    is_one_node = mesh.num_devices <= (cluster.levels[0].size or mesh.num_devices)
+    return math.inf if staged is None or is_one_node else staged.step_s
+
+
+def _binds(plan: Plan, request: PlanRequest) -> bool:
+    """Whether the plan fills the memory limit, so that saving memory may give a faster one."""
+    return plan.costs.total_memory_bytes > (1 - _FREE) * request.limit_bytes
+
+
+def _better(whole: Plan | None, staged: Plan | StagedPlan | None) -> Plan | StagedPlan | None:
+    """The plan in stages if it gains enough, else the other; None if there is none."""
+    if whole is None or staged is None:
+        return whole or staged
+    least = WORTH if isinstance(staged, StagedPlan) else 0.0
+    return whole if staged.step_s >= (1 - least) * whole.step_s else staged
+
+
+def _most_telling(failures: dict[Way, AutoparError]) -> AutoparError:
+    """The error to raise: that with stages if it names the memory of the lightest of all plans, else the other.
+
+    With stages it may only say that the batch cannot be cut, or that there is no loss.
+    """
+    staged = failures.get(Way.STAGED)
+    if isinstance(staged, InfeasibleError) or Way.WHOLE not in failures:
+        assert staged is not None, "a way failed"
+        return staged
+    return failures[Way.WHOLE]

@@ -4,12 +4,12 @@ The search limits an estimate, a sum over choices. The peak of the program may b
 plan is predicted.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from autopar.errors import InfeasibleError
+from autopar.planner.budget import Budget
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 
@@ -26,38 +26,77 @@ _LITTLE = 1.15
 
 
 @dataclass(frozen=True)
-class Candidate(Generic[OnePlan]):
-    """A plan that was searched under `allowed_bytes`, limits of the estimate for each rank; (): the memory limit
-    itself.
+class LimitedSearch(Generic[OnePlan]):
+    """A search under `allowed_bytes`, limits of the estimate for each rank, and the plan that it found.
 
-    `again`: plans again under other limits; None if nothing fits.
+    `plan`: None before the search, or if nothing fits. `source`: what the caller needs to search again. `number`: 0,
+    and one more for each search under lower limits than the one before.
     """
 
-    plan: OnePlan
-    again: Callable[[Sequence[float]], OnePlan | None]
-    allowed_bytes: Sequence[float] = ()
-    num_tries: int = 0
+    allowed_bytes: Sequence[float]
+    plan: OnePlan | None = None
+    source: Any = None
+    number: int = 0
 
 
-def best_fitting(found: Iterable[Candidate[OnePlan]], limit_bytes: float, predict: Predict | None) -> OnePlan | None:
-    """The fastest plan whose predicted peak is within the limit, among the candidates and plans searched again.
+@dataclass
+class Fit(Generic[OnePlan]):
+    """The fastest plan whose predicted peak is within the limit, among those that are searched.
 
-    None if there is none. Without `predict` the estimate is used.
+    `waiting`: searches with their plans, and those that are to be made. Without `predict` the estimate is used.
+    `first`: the first plan that was predicted, with its peaks. `least_ratio`: the least ratio of estimate to peak of
+    any rank and plan so far, at most 1. `reasons`: why searches under lower limits found no plan.
     """
-    waiting = list(found)
-    while waiting:
-        one = min(waiting, key=lambda candidate: candidate.plan.step_s)
-        waiting.remove(one)
-        plan = replace(one.plan, memory_limit_bytes=limit_bytes)
-        if predict is not None:
-            plan = replace(plan, peak_bytes=predict(plan))
-        if max(plan.peak_bytes, default=0) <= limit_bytes:
+
+    limit_bytes: float
+    predict: Predict | None
+    budget: Budget
+    best: OnePlan | None = None
+    waiting: list[LimitedSearch[OnePlan]] = field(default_factory=list)
+    first: tuple[AnyPlan, tuple[int, ...]] | None = None
+    least_ratio: float = 1.0
+    reasons: list[str] = field(default_factory=list)
+
+    def searches(self) -> Iterator[LimitedSearch[OnePlan]]:
+        """The searches to make, until the fastest plan fits or none is left.
+
+        The caller adds each to `waiting` with the plan that it finds.
+        """
+        while self.waiting and self.best is None:
+            one = min(self.waiting, key=lambda search: 0.0 if search.plan is None else search.plan.step_s)
+            self.waiting.remove(one)
+            if one.plan is None:
+                yield one
+                continue
+            plan = self._predicted(replace(one.plan, memory_limit_bytes=self.limit_bytes))
+            if max(plan.peak_bytes, default=0) <= self.limit_bytes:
+                self.best = plan
+            elif one.number < _MOST_TRIES:
+                allowed = _lowered(one.allowed_bytes, plan, self.limit_bytes)
+                yield replace(one, plan=None, allowed_bytes=allowed, number=one.number + 1)
+
+    def _predicted(self, plan: OnePlan) -> OnePlan:
+        if self.predict is None:
             return plan
-        allowed = _lowered(one.allowed_bytes or (limit_bytes,) * len(plan.peak_bytes), plan, limit_bytes)
-        other = one.again(allowed) if one.num_tries < _MOST_TRIES else None
-        if other is not None:
-            waiting.append(Candidate(other, one.again, allowed, one.num_tries + 1))
-    return None
+        with self.budget.timed("peak"):
+            peaks = self.predict(plan)
+        self.first = self.first or (plan, peaks)
+        ratios = (estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True))
+        self.least_ratio = min(self.least_ratio, *ratios)
+        return replace(plan, peak_bytes=peaks)
+
+    def refusal(self, rest: str) -> InfeasibleError:
+        """The error that the first predicted plan exceeds the limit though its estimate does not, and `rest` of others.
+
+        `rest` is said unless a search under a lower limit gave a reason of its own.
+        """
+        assert self.first is not None, "no plan was predicted"
+        plan, peaks = self.first
+        return InfeasibleError(
+            f"no plan found fits in {self.limit_bytes:.0f} bytes ({self.limit_bytes / 2**30:.2f} GiB) per device: the"
+            f" first one, of {max(plan.memory_bytes)} bytes by the estimate, has a predicted peak of {max(peaks)} bytes"
+            f" ({max(peaks) / 2**30:.2f} GiB); {self.reasons[-1] if self.reasons else rest}"
+        )
 
 
 def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
@@ -67,69 +106,3 @@ def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) 
         lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
         found.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
     return tuple(found)
-
-
-def fitting(
-    make: Callable[[float], OnePlan], limit_bytes: float, predict: Predict | None, *, to_beat_s: float = math.inf
-) -> OnePlan:
-    """The plan of `make`, called with a limit of the estimate under which its predicted peak is within the memory
-    limit.
-
-    A plan that takes longer than `to_beat_s` is returned without prediction. InfeasibleError of `make` if there is no
-    plan under the limit itself, else one with the predicted peak.
-    """
-    reasons: list[str] = []
-
-    def again(allowed_bytes: Sequence[float]) -> OnePlan | None:
-        try:
-            return make(min(allowed_bytes))
-        except InfeasibleError as error:
-            reasons.append(str(error))
-            return None
-
-    first = make(limit_bytes)
-    if first.step_s > to_beat_s:
-        return first
-    recorded = Recorded(predict)
-    found = best_fitting([Candidate(first, again)], limit_bytes, predict and recorded)
-    if found is None:
-        raise above_estimate(
-            recorded, limit_bytes, reasons[-1] if reasons else "so would others; raise it, or use more devices"
-        )
-    return (
-        replace(found, lower_bound_s=min(first.lower_bound_s, found.lower_bound_s))
-        if isinstance(found, Plan)
-        else found
-    )
-
-
-@dataclass
-class Recorded:
-    """`predict`, and the first plan given to it with its peaks, which an error names.
-
-    `least_ratio`: the least ratio of estimate to peak of any rank and plan so far; at most 1.
-    """
-
-    predict: Predict | None
-    first: tuple[AnyPlan, tuple[int, ...]] | None = None
-    least_ratio: float = 1.0
-
-    def __call__(self, plan: AnyPlan) -> tuple[int, ...]:
-        assert self.predict is not None, "asked about a plan without a way to predict its peaks"
-        peaks = self.predict(plan)
-        self.first = self.first or (plan, peaks)
-        self.least_ratio = min(
-            self.least_ratio, *(estimate / peak for estimate, peak in zip(plan.memory_bytes, peaks, strict=True))
-        )
-        return peaks
-
-
-def above_estimate(recorded: Recorded, limit_bytes: float, rest: str) -> InfeasibleError:
-    """The error that the first predicted plan exceeds the limit though its estimate does not, and `rest` of others."""
-    assert recorded.first is not None, "no plan was asked about"
-    plan, peaks = recorded.first
-    return InfeasibleError(
-        f"no plan found fits in {limit_bytes:.0f} bytes ({limit_bytes / 2**30:.2f} GiB) per device: the first one, of"
-        f" {max(plan.memory_bytes)} bytes by the estimate, has a predicted peak of {max(peaks)} bytes"
-        f" ({max(peaks) / 2**30:.2f} GiB); {rest}"
-    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
@@ -64,15 +63,17 @@ class Setting:
     budget: Budget
     near: Assignment | None = None  # search only assignments that differ from it on few axes
     to_beat_s: float = float("inf")  # plans that are not faster are not needed
+    what: str = ""  # the kind of plans that are searched, which errors name
 
     def problem(self, folded: Folded) -> Problem:
         """The search problem with one decision for each class of `folded`."""
         near = None if self.near is None else self.near.strategies
-        offer = partial(annotate, self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
         self.budget.show("folded", folded)
-        everything = self.budget.run("annotate", offer)
+        with self.budget.timed("annotate"):
+            everything = annotate(self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
         self.budget.show("candidates", everything)
-        priced = self.budget.run("price", lambda: self._price(folded, everything, self.request.pins))
+        with self.budget.timed("price"):
+            priced = self._price(folded, everything, self.request.pins)
         self.budget.show("priced", priced.table)
         return Problem(self.graph, folded, everything, priced)
 
@@ -93,30 +94,27 @@ class Setting:
 
     def repriced(self, problem: Problem) -> Problem:
         """The problem of another setting of the same graph, priced under this setting's request."""
-        return replace(
-            problem,
-            priced=self.budget.run("price", lambda: self._price(problem.folded, problem.everything, self.request.pins)),
-        )
+        with self.budget.timed("price"):
+            return replace(problem, priced=self._price(problem.folded, problem.everything, self.request.pins))
 
     def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
         """The cheapest choice of `problem` from `starts`; `is_brief`: as in `solve`.
 
         InfeasibleError with the remedy.
         """
-        work = partial(
-            solve,
-            problem.priced.table,
-            starts=starts,
-            deadline=self.budget.deadline,
-            enough_gap=ENOUGH_GAP,
-            is_brief=is_brief,
-            to_beat_s=self.to_beat_s,
-            progress=self.budget.tell_cost,
-        )
         try:
-            choice = self.budget.run("search", work)
+            with self.budget.timed("search"):
+                choice = solve(
+                    problem.priced.table,
+                    starts=starts,
+                    deadline=self.budget.deadline,
+                    enough_gap=ENOUGH_GAP,
+                    is_brief=is_brief,
+                    to_beat_s=self.to_beat_s,
+                    progress=self.budget.tell_cost,
+                )
         except InfeasibleError as error:
-            raise InfeasibleError(f"{error}{self._remedy(problem)}") from error
+            raise InfeasibleError(f"{self.what}{error}{self._remedy(problem)}") from error
         self.budget.show("choice", choice)
         return choice
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costmodel.activations.saved_activations import Regions
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -20,7 +19,7 @@ class PlanRequest:
     `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
     plan; otherwise it has one stage and one microbatch.
 
-    Of a stage: `crossing`: boundary tensor -> layout; `recomputed`, `offloaded`, `state_on_host`: as in `Assignment`.
+    Of a stage: `crossing`: boundary tensor -> layout; `given`: choices that its plan has whatever the search chooses.
     """
 
     pins: Mapping[str, str] = field(default_factory=dict)
@@ -32,15 +31,7 @@ class PlanRequest:
     schedule: str | None = None
     trains: bool = True
     crossing: Mapping[str, Layout] = field(default_factory=dict)
-    recomputed: Regions = ()
-    offloaded: Regions = ()
-    state_on_host: frozenset[str] = frozenset()
-
-    @property
-    def given(self) -> Assignment:
-        """The choices that the request makes for the plan of a stage."""
-        each = {"recomputed": self.recomputed, "offloaded": self.offloaded, "state_on_host": self.state_on_host}
-        return replace(NO_CHOICES, **each)
+    given: Assignment = NO_CHOICES
 
     @property
     def is_open(self) -> bool:

@@ -223,7 +223,11 @@ class Runtime:
         if key not in self.loaded:
             self._meet(call)
             with _own_autograd():
-                found = self._load(module, args, dict(sorted(kwargs.items())), trains)
+                kwargs = dict(sorted(kwargs.items()))
+                graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
+                if (plan := self._of_first_stages(graph, trains)) is None:
+                    plan = self.plan(graph, self._pins(module, graph), trains)
+                found = self._load(module, graph, plan)
             # without stages, microbatches and a loss function, one program does for both ways of running
             is_for_both = isinstance(found, Loaded) and self.loss_fn is None
             self.loaded.update(
@@ -250,10 +254,8 @@ class Runtime:
         meet(self.mesh, f"autopar/{self.name}/{self.num_met}", wait_s)
         agree_on_call(self.mesh, call)
 
-    def _load(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Loaded | Trainer:
-        """Trace, plan and load; the first time, also take over the model's tensors."""
-        graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
-        plan = self._plan(module, graph, trains)
+    def _load(self, module: nn.Module, graph: Graph, plan: Plan | StagedPlan) -> Loaded | Trainer:
+        """The program of a plan; the first time, also take over the model's tensors."""
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
         program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
@@ -323,11 +325,11 @@ class Runtime:
         for fqn, tensor in tensors.items():
             mark_replaced(tensor, fqn)
 
-    def _plan(self, module: nn.Module, graph: Graph, trains: bool) -> Plan | StagedPlan:
-        """The plan for a graph: where parameters lie on some stages already, with the same stages."""
+    def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
+        """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""
         first = self.first
         if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
-            return self.plan(graph, self._pins(module, graph), trains)
+            return None
         if not trains:
             raise AutoparError(
                 f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}:"

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -93,16 +94,27 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
         arrived = store.add(place, 0)
 
 
-def on_first_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
-    """The result of `work` on the first rank, on every rank; if it fails there, every rank raises the same error.
+@dataclass
+class OfFirstRank:
+    """A value that the first rank sets, where `is_here`, and every rank has after `of_first_rank`."""
 
-    `what` names the work.
+    is_here: bool
+    value: Any = None
+
+
+@contextmanager
+def of_first_rank(mesh: DeviceMesh, what: str) -> Iterator[OfFirstRank]:
+    """A context in which the first rank does the work called `what` for all; if it fails there, every rank raises the
+    same error.
     """
-    result, error = _attempt(what, work) if is_first(mesh) else (None, None)
-    result, told = from_first(mesh, (result, error))
+    shared, error = OfFirstRank(is_first(mesh)), None
+    try:
+        yield shared
+    except Exception as raised:
+        error = _told(what, raised)
+    shared.value, told = from_first(mesh, (shared.value, error))
     if told is not None:
         raise error or told
-    return result
 
 
 def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Result:
@@ -122,12 +134,17 @@ def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Re
 def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, AutoparError | None]:
     try:
         return work(), None
-    except AutoparError as error:
-        return None, error
     except Exception as error:
-        wrapped = AutoparError(f"{what} failed: {type(error).__name__}: {error}")
-        wrapped.__cause__ = error
-        return None, wrapped
+        return None, _told(what, error)
+
+
+def _told(what: str, error: Exception) -> AutoparError:
+    """The error as other ranks are told it: AutoparErrors as they are, others as the failure of `what`."""
+    if isinstance(error, AutoparError):
+        return error
+    wrapped = AutoparError(f"{what} failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -23,6 +23,7 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
 from autopar.planner.pipeline import search_stages
 from autopar.planner.pipeline.search_rank import RankTask, SolvedStages
+from autopar.planner.pipeline.wanted_stages import StagePlans, Stages
 from autopar.planner.request import PlanRequest
 from autopar.search.deadline import Deadline
 
@@ -117,15 +118,14 @@ def test_a_deadline_between_ranks_that_share_a_parameter_leaves_a_plan(
     graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch
 ):
     """GPT-2's first and last stage share the embedding: searched on one, it may be stored otherwise than by hand."""
-    solve, solved = search_stages._solve_rank, []
+    plans_of, solved = search_stages._solved, []
 
-    def solve_and_end(at: RankTask, numbers: Sequence[int]) -> SolvedStages:
-        solved.append(numbers)
-        plans = solve(at, numbers)
+    def solved_and_ended(at: RankTask, stages: Stages, best: StagePlans) -> SolvedStages:
+        solved.append(stages)
         at.budget.deadline.stop()
-        return plans
+        return plans_of(at, stages, best)
 
-    monkeypatch.setattr(search_stages, "_solve_rank", solve_and_end)
+    monkeypatch.setattr(search_stages, "_solved", solved_and_ended)
     asked = {"num_microbatches": 4, "schedule": "interleaved"}
     plan = choose_plan(
         graph("gpt2", layers=4),

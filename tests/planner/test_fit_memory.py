@@ -3,14 +3,15 @@ made-up peaks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.mesh import parse_mesh
+from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
-from autopar.planner.fit_memory import Candidate, best_fitting, fitting
+from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
 from autopar.planner.request import PlanRequest
 from tests.planner.cases import CPU, traced
 
@@ -41,6 +42,20 @@ def missed_by(factor: float) -> Callable[[Made], tuple[int, ...]]:
     return lambda plan: tuple(round(factor * size) for size in plan.memory_bytes)
 
 
+def fitting(make: Callable[[float], Made], limit: float, predict: Predict) -> Made:
+    """The plan of `make` that fits, as the planner looks for one."""
+    first = make(limit)
+    fit = Fit[Made](limit, predict, Budget.of(), waiting=[LimitedSearch([limit] * len(first.memory_bytes), first)])
+    for search in fit.searches():
+        try:
+            fit.waiting.append(replace(search, plan=make(min(search.allowed_bytes))))
+        except InfeasibleError as error:
+            fit.reasons.append(str(error))
+    if fit.best is None:
+        raise fit.refusal("so would others")
+    return fit.best
+
+
 @pytest.mark.parametrize("factor", [0.7, 1.0])
 def test_a_plan_that_fits_is_taken_as_it_is(factor: float):
     found = fitting(make, LIMIT, missed_by(factor))
@@ -61,14 +76,23 @@ def test_only_ranks_above_the_limit_lower_it():
 def test_the_next_best_is_taken_where_the_best_does_not_fit():
     heavy, light = Made((1000,)), Made((800,))
     peaks = {1000: (1100,), 800: (900,)}
-    found = best_fitting(
-        [Candidate(one, lambda _: None) for one in (light, heavy)], LIMIT, lambda plan: peaks[plan.memory_bytes[0]]
+    found = Fit[Made](
+        LIMIT,
+        lambda plan: peaks[plan.memory_bytes[0]],
+        Budget.of(),
+        waiting=[LimitedSearch([LIMIT], one) for one in (light, heavy)],
     )
-    assert found.memory_bytes == light.memory_bytes
+    assert [search.number for search in found.searches()] == [1] and found.best.memory_bytes == light.memory_bytes
     again = Made((900,))  # faster than the light one, and fits
-    candidates = [Candidate(light, lambda _: None), Candidate(heavy, lambda _: again)]
-    found = best_fitting(candidates, LIMIT, lambda plan: peaks.get(plan.memory_bytes[0], (950,)))
-    assert found.memory_bytes == again.memory_bytes
+    fit = Fit[Made](
+        LIMIT,
+        lambda plan: peaks.get(plan.memory_bytes[0], (950,)),
+        Budget.of(),
+        waiting=[LimitedSearch([LIMIT], one) for one in (light, heavy)],
+    )
+    for search in fit.searches():
+        fit.waiting.append(replace(search, plan=again))
+    assert fit.best.memory_bytes == again.memory_bytes
 
 
 def test_what_no_lower_limit_makes_fit_is_refused():

@@ -1,8 +1,7 @@
 """Search on meshes of too many axes to list all strategies: around the plan of a coarser mesh."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import floor_s
@@ -11,63 +10,68 @@ from autopar.ir.folding.segments import ends_apart, segmented
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.layouts.optimizer_offload import search_on_host
+from autopar.planner.layouts.optimizer_offload import host_search
 from autopar.planner.layouts.refine_mesh import lift
-from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored, solve_mesh
-from autopar.planner.problem import Problem, Setting
+from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored
+from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
-from autopar.sbp.assignment import Assignment
 
 # On four axes an op may have 2,000 strategies and a pair of ops 4 million; on three, 343 and 0.1 million.
 MOST_AXES = 3
 _MOST_ROUNDS = 6
 
 
-def solve_any_mesh(
-    graph: Graph,
-    mesh: Mesh,
-    cluster: Cluster,
-    request: PlanRequest,
-    *,
-    starts: Iterable[Assignment] = (),
-    budget: Budget,
-) -> Solved:
-    """The result of `solve_mesh`; on more than `MOST_AXES` axes the best plan of a coarser mesh, improved.
+@dataclass(frozen=True)
+class MeshSearch:
+    """One of the meshes from coarse to fine, with the request and the budget of its search."""
 
-    It is improved as long as changes on few axes help. Its lower bound is then that of the work alone (`floor_s`).
+    mesh: Mesh
+    request: PlanRequest
+    budget: Budget
+
+
+def coarse_to_fine(mesh: Mesh, request: PlanRequest, budget: Budget) -> tuple[MeshSearch, ...]:
+    """The searches of a mesh: of coarser meshes of at most `MOST_AXES` axes and more, then of the mesh itself.
+
+    The plan of each is improved on the next (`refined`). A mesh of few axes is searched alone.
     """
-    if sum(size > 1 for size in mesh.shape) <= MOST_AXES:
-        return solve_mesh(graph, mesh, cluster, request, starts=starts, budget=budget)
-    coarse = _merged(mesh)
-    unpinned = replace(request, pins={}, stored={})  # layouts are for this mesh
-    first = solve_any_mesh(graph, coarse, cluster, unpinned, budget=budget.part(0.5))
+    steps = [MeshSearch(mesh, request, budget)]
+    while sum(size > 1 for size in steps[0].mesh.shape) > MOST_AXES:
+        unpinned = replace(request, pins={}, stored={})  # layouts are for this mesh
+        steps.insert(0, MeshSearch(_merged(steps[0].mesh), unpinned, steps[0].budget.part(0.5)))
+    return tuple(steps)
+
+
+def refined(coarse: Solved, graph: Graph, cluster: Cluster, step: MeshSearch) -> Solved:
+    """The best plan found around that of a coarser mesh, improved as long as changes on few axes help.
+
+    Its lower bound is that of the work alone (`floor_s`).
+    """
+    mesh, request, budget = step.mesh, step.request, step.budget
     folded = fold_stored(graph, request)
     classes = segmented(folded, graph, ends_apart(folded))
-    best, cost_s = lift(first.assignment, coarse, mesh), math.inf
+    best, cost_s = lift(coarse.assignment, coarse.mesh, mesh), math.inf
     for _ in range(_MOST_ROUNDS):
         setting = Setting(graph, mesh, cluster, request, budget, near=best)
         problem = setting.problem(classes)
         start = problem.encode(best)
-        found, found_s = _search(setting, problem, [] if start is None else [start])
+        starts = [] if start is None else [start]
+        try:
+            choice = setting.search(problem, starts)
+            found, found_s = problem.decode(choice.strategies), choice.cost_s
+        except InfeasibleError:
+            on_host = host_search(setting, problem)
+            if on_host is None:
+                raise
+            moved = on_host.solved(on_host.setting.search(on_host.problem, starts))
+            found, found_s = moved.assignment, moved.step_s
         is_done = found_s >= cost_s * (1 - 1e-6) or budget.is_spent
         if found_s < cost_s:
             best, cost_s = found, found_s
         if is_done:
             break
     bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=request.training))
-    return Solved(mesh, best, cost_s, bound_s, ANY, first.hand, "search")
-
-
-def _search(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> tuple[Assignment, float]:
-    """(best assignment, seconds of its step), with optimizer state on the host if nothing fits otherwise."""
-    try:
-        choice = setting.search(problem, starts)
-    except InfeasibleError:
-        on_host = search_on_host(setting, problem, starts)
-        if on_host is None:
-            raise
-        return on_host.assignment, on_host.step_s
-    return problem.decode(choice.strategies), choice.cost_s
+    return Solved(mesh, best, cost_s, bound_s, ANY, coarse.hand, "search")
 
 
 def _merged(mesh: Mesh) -> Mesh:

@@ -16,7 +16,6 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate, with_state_on_host
 from autopar.costmodel.state_offload import hostable, moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
-from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.layouts.least_cover import least_cover
@@ -144,7 +143,8 @@ def is_worth_moving(table: CostTable, choice: Choice, cluster: Cluster) -> bool:
 def with_moves(setting: Setting, problem: Problem) -> Problem:
     """`problem` with the price of its bytes added to its seconds, and with bytes without optimizer state."""
     trained = frozenset(item.value.name for item in hostable(setting.graph))
-    away = replace(setting, request=replace(setting.request, state_on_host=trained)).repriced(problem)
+    given = replace(setting.request.given, state_on_host=trained)
+    away = replace(setting, request=replace(setting.request, given=given)).repriced(problem)
     here, there, price = problem.priced.table, away.priced.table, s_per_byte(setting.cluster)
     known: dict[tuple[int, int], np.ndarray] = {}  # shared arrays stay shared
 
@@ -160,33 +160,48 @@ def with_moves(setting: Setting, problem: Problem) -> Problem:
 
 
 @dataclass(frozen=True)
-class OnHost:
-    """A plan that fits with its optimizer state on the host; `lower_bound_s`: of plans with and without such state."""
+class Solution:
+    """A plan with its step and the lower bound that the search proved. `found_by`: as in `Plan`."""
 
     assignment: Assignment
     step_s: float
     lower_bound_s: float
+    found_by: str = "search"
 
 
-def search_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]]) -> OnHost | None:
-    """The best plan that has optimizer state on the host, or that uses all of the memory limit without it.
+@dataclass(frozen=True)
+class HostSearch:
+    """The search for the best plan that has optimizer state on the host, or that uses all of the memory limit.
 
-    None if no state can be on the host. InfeasibleError if nothing fits even with all of it there.
+    Its lower bound is that of plans with and without such state. `setting.search(problem, starts)` raises
+    InfeasibleError if nothing fits even with all of the state on the host.
     """
-    request = setting.request
-    if not (setting.cluster.host_bandwidth_bytes_per_s and request.training.state_bytes and hostable(setting.graph)):
+
+    setting: Setting
+    problem: Problem
+
+    def solved(self, choice: Choice) -> Solution:
+        """The plan of a choice of `problem`."""
+        request, place = self.setting.request, (self.setting.mesh, self.setting.cluster)
+        part = AssignedGraph(self.setting.graph, self.problem.decode(choice.strategies), request.training)
+        found = fill([part], *place, request.limit_bytes)
+        # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
+        (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
+        bound_s = choice.lower_bound_s - _s_of_limit(self.setting)
+        return Solution(part.assignment, part.known.step_s, max(0.0, bound_s))
+
+
+def host_search(setting: Setting, problem: Problem) -> HostSearch | None:
+    """The search of `problem` with optimizer state on the host; None if no state can be there."""
+    if not (
+        setting.cluster.host_bandwidth_bytes_per_s and setting.request.training.state_bytes and hostable(setting.graph)
+    ):
         return None
-    both = with_moves(setting, problem)
-    price = s_per_byte(setting.cluster) * request.limit_bytes
-    try:
-        choice = replace(setting, to_beat_s=setting.to_beat_s + price).search(both, starts)
-    except InfeasibleError as error:
-        raise InfeasibleError(f"with all of the optimizer's state on the host: {error}") from error
-    part, place = (
-        AssignedGraph(setting.graph, both.decode(choice.strategies), request.training),
-        (setting.mesh, setting.cluster),
-    )
-    found = fill([part], *place, request.limit_bytes)
-    # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
-    (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
-    return OnHost(part.assignment, part.known.step_s, max(0.0, choice.lower_bound_s - price))
+    to_beat_s = setting.to_beat_s + _s_of_limit(setting)
+    away = replace(setting, to_beat_s=to_beat_s, what="with all of the optimizer's state on the host: ")
+    return HostSearch(away, with_moves(setting, problem))
+
+
+def _s_of_limit(setting: Setting) -> float:
+    """Seconds by which the problems of `with_moves` exceed a step that uses all of the memory limit."""
+    return s_per_byte(setting.cluster) * setting.request.limit_bytes

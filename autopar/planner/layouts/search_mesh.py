@@ -1,7 +1,9 @@
 """`solve_mesh`: the best plan on one mesh, by pricing and searching; again with groups of layers if memory binds."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.errors import InfeasibleError
@@ -11,12 +13,12 @@ from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.handwritten.hand_plan import hand_plans
-from autopar.planner.layouts.optimizer_offload import is_worth_moving, search_on_host
+from autopar.planner.layouts.optimizer_offload import Solution, host_search, is_worth_moving
 from autopar.planner.layouts.two_groups import can_mix, mixture, two_groups
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
-from autopar.sbp.assignment import Assignment
+from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.search.table import Choice, cost_of, memory_of
 
 # The plans for which a lower bound is proven.
@@ -39,6 +41,19 @@ class Solved:
     hand: Mapping[str, HandCosts]
     found_by: str
 
+    def or_faster(self, other: Solution, **changes: Any) -> "Solved":
+        """The faster of this plan and `other`, of the same search with these `changes`."""
+        if other.step_s >= self.cost_s:
+            return self
+        return replace(
+            self,
+            assignment=other.assignment,
+            cost_s=other.step_s,
+            lower_bound_s=other.lower_bound_s,
+            found_by=other.found_by,
+            **changes,
+        )
+
 
 def solve_mesh(
     graph: Graph,
@@ -58,65 +73,61 @@ def solve_mesh(
     if no plan satisfies the request.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
-    folded = budget.run("fold", lambda: fold_stored(graph, request))
+    with budget.timed("fold"):
+        folded = fold_stored(graph, request)
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
-    hand = budget.run("hand plans", lambda: hand_plans(graph, problem.folded, problem.everything, mesh))
+    with budget.timed("hand plans"):
+        hand = hand_plans(graph, problem.folded, problem.everything, mesh)
     by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
-    given = [found for start in starts if (found := problem.encode(start)) is not None]
+    known = [*(found for start in starts if (found := problem.encode(start)) is not None), *by_hand.values()]
+    best = _unsolved(mesh, folded, problem, by_hand)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
-    known, table = [*given, *by_hand.values()], problem.priced.table
-    costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
-    bound_of = ALIKE if folded.repeats else ANY
     try:
         choice = setting.search(problem, known, is_brief=is_mixed)
     except InfeasibleError:
-        found = None if budget.is_spent else search_on_host(setting, problem, known)
-        if found is None:
+        on_host = None if budget.is_spent else host_search(setting, problem)
+        if on_host is None:
             raise
-        return Solved(mesh, found.assignment, found.step_s, found.lower_bound_s, bound_of, costs, "search")
-    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
-    best = Solved(
-        mesh, problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, bound_of, costs, found_by
-    )
-    if is_worth_moving(table, choice, cluster) and not budget.is_spent:
-        best = _or_on_host(setting, problem, known, best)
+        return best.or_faster(on_host.solved(on_host.setting.search(on_host.problem, known)))
+    best = best.or_faster(_solution(problem, choice, by_hand))
+    if is_worth_moving(problem.priced.table, choice, cluster) and not budget.is_spent:
+        on_host = host_search(replace(setting, to_beat_s=min(to_beat_s, best.cost_s)), problem)
+        if on_host is not None:
+            best = best.or_faster(on_host.solved(on_host.setting.search(on_host.problem, known)))
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and not budget.is_spent:
-        return _in_groups(setting, folded, problem, choice, best)
+        groups, mixed = _in_groups(setting, folded, problem, choice, best.assignment)
+        found = _solution(groups, setting.search(groups, mixed), {})
+        bound_s = min(best.lower_bound_s, found.lower_bound_s)
+        best = replace(best, lower_bound_s=bound_s).or_faster(found, bound_of=GROUPS)
     return best
 
 
-def _or_on_host(setting: Setting, problem: Problem, starts: list[tuple[int, ...]], best: Solved) -> Solved:
-    """The faster of `best` and the best plan with optimizer state on the host."""
-    found = search_on_host(replace(setting, to_beat_s=min(setting.to_beat_s, best.cost_s)), problem, starts)
-    if found is None or found.step_s >= best.cost_s:
-        return best
-    return replace(
-        best, assignment=found.assignment, cost_s=found.step_s, lower_bound_s=found.lower_bound_s, found_by="search"
-    )
-
-
-def _in_groups(setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Solved) -> Solved:
-    """The better of `best` and the best plan with two groups of interior copies."""
+def _in_groups(
+    setting: Setting, folded: Folded, alike: Problem, choice: Choice, best: Assignment
+) -> tuple[Problem, list[tuple[int, ...]]]:
+    """The problem with two groups of interior copies, and starts of its search, with `best` among them."""
     assert choice.around is not None, "the limit binds"
     over_bytes, within_bytes = (memory_of(alike.priced.table, end) for end in choice.around)
     limit = setting.request.limit_bytes
     segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
     problem = setting.problem(segmented(folded, setting.graph, segments))
     above, within = (alike.decode(end) for end in choice.around)
-    known = (mixture(setting.graph, folded, segments, above, within), best.assignment, above, within)
-    starts = [start for assignment in known if (start := problem.encode(assignment)) is not None]
-    found = setting.search(problem, starts)
-    if found.cost_s >= best.cost_s:
-        return replace(best, lower_bound_s=min(best.lower_bound_s, found.lower_bound_s))
-    return replace(
-        best,
-        assignment=problem.decode(found.strategies),
-        cost_s=found.cost_s,
-        lower_bound_s=found.lower_bound_s,
-        bound_of=GROUPS,
-        found_by="search",
-    )
+    known = (mixture(setting.graph, folded, segments, above, within), best, above, within)
+    return problem, [start for assignment in known if (start := problem.encode(assignment)) is not None]
+
+
+def _solution(problem: Problem, choice: Choice, by_hand: Mapping[str, tuple[int, ...]]) -> Solution:
+    """The plan of a choice; `by_hand`: name of each hand plan -> its choice."""
+    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
+    return Solution(problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, found_by)
+
+
+def _unsolved(mesh: Mesh, folded: Folded, problem: Problem, by_hand: Mapping[str, tuple[int, ...]]) -> Solved:
+    """The mesh before the search, with the costs of the hand plans."""
+    table = problem.priced.table
+    costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
+    return Solved(mesh, NO_CHOICES, math.inf, 0.0, ALIKE if folded.repeats else ANY, costs, "search")
 
 
 def fold_stored(graph: Graph, request: PlanRequest) -> Folded:

@@ -13,8 +13,9 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
+from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
 from autopar.planner.handwritten.tune import Tried, Tuned, tuned
-from autopar.planner.layouts.many_axes import solve_any_mesh
+from autopar.planner.layouts.many_axes import coarse_to_fine, refined
 from autopar.planner.layouts.mesh_shapes import as_used, factorise
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
@@ -23,6 +24,10 @@ from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER
 
+# Stages and microbatches change the training loop: they are chosen if they gain more than this share of a step.
+WORTH = 0.05
+# The share of a plan's time for its first search; the rest is for further ones, if its plan does not fit.
+_SHARE_OF_FIRST = 0.5
 # The most meshes that are searched for an open mesh.
 _MOST_MESHES = 4
 # A mesh is not searched if its best hand plan takes this many times as long as the best of all (or this many times its
@@ -34,7 +39,6 @@ _NEARLY = 1.25
 _SHARE = 0.6
 
 
-@rarely_collected()
 def make_plan(
     graph: Graph,
     mesh: Mesh | Devices,
@@ -43,21 +47,56 @@ def make_plan(
     *,
     to_beat_s: float = math.inf,
     budget: Budget | None = None,
+    predict: Predict | None = None,
 ) -> Plan:
     """The best plan within the budget, never worse than a hand plan that satisfies the pins and the memory limit.
 
     `mesh`: for `Devices`, the promising meshes of `factorise` are searched, most promising first, and the plan has the
-    best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less.
-    `budget`: by default the time limit of the request. PinError, InfeasibleError or MeshError if no plan satisfies the
-    request.
+    best of them. `to_beat_s`: an open mesh is not searched if no hand plan, without regard to memory, takes less; a
+    plan that takes longer is returned without a prediction. `budget`: by default the time limit of the request.
+    `predict`: as in `choose_plan`. PinError, InfeasibleError or MeshError if no plan satisfies the request.
     """
     request, budget = request.on(cluster), budget or Budget.of(request.time_limit_s)
     check_mesh(cluster, mesh.num_devices)
-    if isinstance(mesh, Mesh):
-        found = {mesh: solve_any_mesh(graph, mesh, cluster, request, budget=budget)}
-    else:
-        cluster = as_used(mesh, cluster)
-        found = _solve_all(graph, mesh, cluster, request, to_beat_s, budget)
+    cluster = as_used(mesh, cluster) if isinstance(mesh, Devices) else cluster
+    fit, bound_s = Fit[Plan](request.limit_bytes, predict, budget), math.inf
+    fit.waiting.append(LimitedSearch((request.limit_bytes,)))
+    with rarely_collected():
+        for search in fit.searches():
+            is_first, allowed_bytes = not search.number, min(search.allowed_bytes)
+            if not is_first and budget.is_spent and allowed_bytes < request.limit_bytes:
+                fit.reasons.append(f"another plan was not looked for, since planning was ended by {budget.ended_by}")
+                continue
+            within = replace(request, memory_limit_bytes=allowed_bytes)
+            # the first search leaves time for others in case its plan does not fit
+            part = budget.part(_SHARE_OF_FIRST) if is_first and predict else budget
+            try:
+                if isinstance(mesh, Devices):
+                    found = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
+                else:
+                    coarse, *finer = coarse_to_fine(mesh, within, part)
+                    solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, budget=coarse.budget)
+                    for step in finer:
+                        solved = refined(solved, graph, cluster, step)
+                    found = {mesh: solved}
+            except InfeasibleError as error:
+                if is_first:
+                    raise
+                fit.reasons.append(str(error))
+                continue
+            plan = _plan_of_best(graph, found, cluster, within, budget)
+            if is_first and plan.step_s > to_beat_s / (1 - WORTH):
+                return plan
+            bound_s = min(bound_s, plan.lower_bound_s) if is_first else bound_s
+            fit.waiting.append(replace(search, plan=plan))
+    if fit.best is None:
+        raise fit.refusal("so would others; raise it, or use more devices")
+    return replace(fit.best, lower_bound_s=min(bound_s, fit.best.lower_bound_s))
+
+
+def _plan_of_best(
+    graph: Graph, found: Mapping[Mesh, Solved], cluster: Cluster, request: PlanRequest, budget: Budget
+) -> Plan:
     best = min(found.values(), key=lambda solved: solved.cost_s)
     training, limit_bytes = request.training, request.limit_bytes
     return replace(
@@ -71,7 +110,7 @@ def make_plan(
     )
 
 
-def _solve_all(
+def _on_open_mesh(
     graph: Graph, devices: Devices, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
 ) -> dict[Mesh, Solved]:
     """Mesh -> its best plan, for the promising meshes, most promising first, and that of the best hand plan if better.
@@ -80,33 +119,12 @@ def _solve_all(
     starts from the plans of the meshes that it refines. Without time the best hand plan is returned. InfeasibleError of
     the last mesh if there is no plan.
     """
-    if request.pins:
-        raise PinError(
-            f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or"
-            " 'dp=8,tp=8'"
-        )
-    limit, training = request.limit_bytes, request.training
-    has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
-    deadline = budget.deadline if has_other else NEVER
-    by_hand = budget.run(
-        "hand plans",
-        lambda: tuned(
-            graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline
-        ),
-    )
-    if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
-        raise InfeasibleError(
-            f"no plan without stages and microbatches takes less than {to_beat_s} s; a plan with them is better"
-        )
-    if budget.is_spent and by_hand.best is None and has_other:
-        raise InfeasibleError(
-            f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched"
-        )
+    by_hand = _by_hand(graph, devices, cluster, request, to_beat_s, budget)
     if budget.is_spent and by_hand.best is not None:
-        return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, training)}
+        return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, request.training)}
     found: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
-    meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, limit)
+    meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, request.limit_bytes)
     for mesh in meshes:
         if budget.is_spent and (found or failure):
             break
@@ -117,7 +135,14 @@ def _solve_all(
             found[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
         except InfeasibleError as error:
             failure = error
-    found |= _on_mesh_by_hand(found, by_hand, graph, cluster, request, budget)
+    best, best_s = by_hand.best, min((solved.cost_s for solved in found.values()), default=math.inf)
+    if best is not None and best.costs.step_s < best_s and budget.is_spent:
+        found[best.mesh] = _as_written(by_hand, graph, cluster, request.training)
+    elif best is not None and best.costs.step_s < best_s:
+        # Its mesh has few axes, mostly one or two: the search takes little, ends with this plan or a better one, and
+        # gives a lower bound.
+        part, starts = budget.part(1.0, where=f"mesh {best.mesh}: "), by_hand.starts
+        found[best.mesh] = solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)
     if not found:
         raise failure or InfeasibleError(
             f"no mesh of {devices.num_devices} devices lies within the cluster's link levels"
@@ -125,22 +150,31 @@ def _solve_all(
     return found
 
 
-def _on_mesh_by_hand(
-    found: Mapping[Mesh, Solved], by_hand: Tuned, graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
-) -> dict[Mesh, Solved]:
-    """The best plan on the mesh of the best hand plan, if that plan is faster than all that were found.
-
-    Such a mesh has few axes, mostly one or two: its search takes little, ends with this plan or a better one, and
-    gives a lower bound.
-    """
-    best, best_s = by_hand.best, min((solved.cost_s for solved in found.values()), default=math.inf)
-    if best is None or best.costs.step_s >= best_s:
-        return {}
-    if budget.is_spent:
-        return {best.mesh: _as_written(by_hand, graph, cluster, request.training)}
-    part = budget.part(1.0, where=f"mesh {best.mesh}: ")
-    starts = by_hand.starts
-    return {best.mesh: solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)}
+def _by_hand(
+    graph: Graph, devices: Devices, cluster: Cluster, request: PlanRequest, to_beat_s: float, budget: Budget
+) -> Tuned:
+    """The hand plans of an open mesh; InfeasibleError if none can beat `to_beat_s`, or for lack of time."""
+    if request.pins:
+        raise PinError(
+            f"pins place tensors on mesh axes, but the mesh of {devices} is left open; write a mesh, e.g. '8x8' or"
+            " 'dp=8,tp=8'"
+        )
+    limit, training = request.limit_bytes, request.training
+    has_other = to_beat_s < math.inf  # the caller has another plan, so that none need be found here
+    deadline = budget.deadline if has_other else NEVER
+    with budget.timed("hand plans"):
+        by_hand = tuned(
+            graph, fold(graph), devices, cluster, memory_limit_bytes=limit, training=training, deadline=deadline
+        )
+    if min(one.costs.step_s for one in by_hand.tried) > to_beat_s:
+        raise InfeasibleError(
+            f"no plan without stages and microbatches takes less than {to_beat_s} s; a plan with them is better"
+        )
+    if budget.is_spent and by_hand.best is None and has_other:
+        raise InfeasibleError(
+            f"planning was ended by {budget.ended_by} before a plan without stages and microbatches was searched"
+        )
+    return by_hand
 
 
 def _as_written(by_hand: Tuned, graph: Graph, cluster: Cluster, training: Training) -> Solved:

@@ -3,7 +3,7 @@ the plan of one can be renamed for the other.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from autopar.ir.folding.match_blocks import wire
@@ -21,15 +21,19 @@ def wiring_of(graph: Graph) -> Any:
 
 
 def requested_of(graph: Graph, request: PlanRequest) -> Any:
-    """Equal for requests that ask the same of graphs wired alike, but for what is in flight."""
-    inputs = tuple(
-        (request.pins.get(x.fqn), request.stored.get(x.fqn), request.crossing.get(x.value.name)) for x in graph.inputs
-    )
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    each = (request.recomputed, request.offloaded)
-    regions = tuple(tuple((position[region[0]], len(region)) for region in found) for found in each)
-    sent = tuple(request.crossing.get(value.name) if isinstance(value, Value) else None for value in graph.outputs)
-    return inputs, regions, sent
+    """A key that is equal for requests that ask the same of isomorphic graphs, but for what is in flight.
+
+    It has every field of the request, those about inputs, ops or values of `graph` by position.
+    """
+    numbers = {name: number for number, name in enumerate(graph_names(graph))}
+    of_graph = {
+        "pins": tuple(request.pins.get(item.fqn) for item in graph.inputs),
+        "stored": tuple(request.stored.get(item.fqn) for item in graph.inputs),
+        "crossing": frozenset((numbers[name], layout) for name, layout in request.crossing.items()),
+        "given": request.given.key(numbers),
+        "training": replace(request.training, num_in_flight=1, num_waiting=0),
+    }
+    return tuple(of_graph.get(each.name, getattr(request, each.name)) for each in fields(request))
 
 
 def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:

@@ -1,9 +1,8 @@
 """`plan_in_stages`: the best plan with stages and microbatches, by a sweep of hand plans and a search of the best."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import floor_s
@@ -13,7 +12,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.fit_memory import Candidate, Predict, Recorded, above_estimate, best_fitting
+from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
 from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
@@ -28,8 +27,6 @@ from autopar.plans.staged_plan import PIPELINE, StagedPlan, sub_mesh
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
-
-Searches = Sequence[tuple[CutTask, StageCache]]  # each with other boundary layouts
 
 # The most points of the sweep that are searched, if they are nearly as fast as the best: the search gains about the
 # same on each.
@@ -64,9 +61,8 @@ def sweep_stages(
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)
-    found = budget.run(
-        "stages by hand",
-        lambda: sweep(
+    with budget.timed("stages by hand"):
+        found = sweep(
             model,
             meshes,
             cluster,
@@ -75,8 +71,7 @@ def sweep_stages(
             num_microbatches=counts,
             schedules=schedules,
             deadline=budget.part(_SHARE_OF_SWEEP).deadline,
-        ),
-    )
+        )
     budget.show("stages by hand", tuple(found))
     return found
 
@@ -113,92 +108,98 @@ def plan_in_stages(
     there is no `cutoff_s`, a few points are tried after it, since a late plan is better than none. InfeasibleError,
     with the least memory that would do, if none fits. `predict`: as in `choose_plan`.
     """
-    best, recorded, limit_bytes = None, Recorded(predict), request.limit_bytes
+    fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
     by_hand: list[Staged] = []
     model = model_in_stages(graph, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break
-        factor = min(_LOWERED, recorded.least_ratio) if budget.is_spent else _LOWERED
+        factor = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
         within = replace(request, memory_limit_bytes=limit_bytes * factor**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
-        found = by_hand
-        for lighter in _lighter(within, cluster):
-            found = found or sweep_stages(model, mesh, cluster, lighter, budget)
-        points = _worth_searching(found, cutoff_s)
+        points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), cutoff_s)
         if by_hand and not points:
             return None
-        candidates = _candidates(model, points, graph, cluster, within, budget)
-        if not candidates and not number:
+        for point in points:
+            if fit.waiting and budget.is_spent:
+                break
+            _search_point(fit, point, model, graph, cluster, within)
+        if not fit.waiting and not number:
             break
-        best = best_fitting(candidates, limit_bytes, predict and recorded)
-        if best is not None:
+        for search in fit.searches():
+            plan = None if budget.is_spent else _searched(search.source, search.allowed_bytes, budget)
+            fit.waiting += [] if plan is None else [replace(search, plan=plan)]
+        if fit.best is not None:
             break
-    if best is None and recorded.first is not None:
+    if fit.best is None and fit.first is not None:
         ended = f" (planning was ended by {budget.ended_by})" if budget.is_spent else ""
-        raise above_estimate(recorded, limit_bytes, f"so would those with less{ended}; raise it, or use more devices")
-    if best is None:
+        raise fit.refusal(f"so would those with less{ended}; raise it, or use more devices")
+    if fit.best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, request, budget.deadline)
-    bound_s = min(floor_s(model.graph, best.mesh, cluster, training=request.training), best.step_s)
-    best = replace(best, hand=_shown(by_hand), lower_bound_s=bound_s, timings=budget.timings)
+    bound_s = min(floor_s(model.graph, fit.best.mesh, cluster, training=request.training), fit.best.step_s)
+    best = replace(fit.best, hand=_shown(by_hand), lower_bound_s=bound_s, timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
 
 
-def _lighter(request: PlanRequest, cluster: Cluster) -> Iterator[PlanRequest]:
-    """Relaxed requests for the sweep, whose points seed the search though they do not fit.
+def _above_limit(
+    model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
+) -> list[Staged]:
+    """The points of the sweep under relaxed requests, which seed the search though they do not fit.
 
     Without optimizer state, the search of each stage finds how much of it must be offloaded; under a higher limit, the
     search may make a point fit that nearly does.
     """
+    found: list[Staged] = []
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
+        training = replace(request.training, optimizer="none")
         for factor in (1.0, _NEARLY):
-            training = replace(request.training, optimizer="none")
-            yield replace(request, training=training, memory_limit_bytes=factor * request.limit_bytes)
-
-
-def _candidates(
-    model: Model, points: Sequence[Staged], graph: Graph, cluster: Cluster, request: PlanRequest, budget: Budget
-) -> list[Candidate]:
-    """The searched plans of the points, as many as there is time for.
-
-    Each gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
-    """
-    found: list[Candidate[StagedPlan]] = []
-    for point in points:
-        if found and budget.is_spent:
-            break
-        part = budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
-        cut = cut_as(model, point)
-        part.show("stages", cut)
-        chosen = choose_crossing(cut, point, point.mesh, cluster, request, part)
-        crossings = [crossing_layouts(cut)] + [chosen] * (chosen != crossing_layouts(cut))
-        # With optimizer state offloaded where that pays, and with all of it on the device.
-        offloading, keeping = (
-            [
-                (CutTask(cut, point, point.mesh, cluster, request, crossing, may_move_state=moves), StageCache())
-                for crossing in crossings
-            ]
-            for moves in (True, False)
-        )
-        limits_bytes = [request.limit_bytes] * point.schedule.num_ranks
-        plan = _searched(offloading, keeping, graph, part, limits_bytes)
-        # the time was up, or the best plan of each stage is not the best for the pipeline
-        if plan is None or plan.step_s > point.step_s:
-            late = budget.part(0.0)
-            by_hand = CutTask(cut, point, point.mesh, cluster, request, crossing_layouts(cut))
-            plans = [plan, *_solved([(by_hand, StageCache())], graph, late, limits_bytes)]
-            plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-        again = partial(_again, budget, partial(_searched, offloading, keeping, graph, budget))
-        found += [] if plan is None else [Candidate(plan, again)]
+            lighter = replace(request, training=training, memory_limit_bytes=factor * request.limit_bytes)
+            found = found or sweep_stages(model, mesh, cluster, lighter, budget)
     return found
 
 
-def _again(
-    budget: Budget, make: Callable[[Sequence[float]], StagedPlan | None], allowed_bytes: Sequence[float]
-) -> StagedPlan | None:
-    return None if budget.is_spent else make(allowed_bytes)
+@dataclass(frozen=True)
+class _PointSearch:
+    """The searches of the stages of a point, one for each choice of boundary layouts, with their caches.
+
+    `keeping`: those with all optimizer state on the device.
+    """
+
+    graph: Graph
+    offloading: tuple[tuple[CutTask, StageCache], ...]
+    keeping: tuple[tuple[CutTask, StageCache], ...] = ()
+
+
+def _search_point(
+    fit: Fit[StagedPlan], point: Staged, model: Model, graph: Graph, cluster: Cluster, request: PlanRequest
+) -> None:
+    """Add the searched plan of a point, if there is one.
+
+    It gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
+    """
+    part = fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
+    cut = cut_as(model, point)
+    part.show("stages", cut)
+    by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
+    crossings = [by_hand] + [chosen] * (chosen != by_hand)
+    offloading, keeping = (
+        tuple(
+            (CutTask(cut, point, point.mesh, cluster, request, crossing, may_move_state=moves), StageCache())
+            for crossing in crossings
+        )
+        for moves in (True, False)
+    )
+    searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
+    plan = _searched(searches, limits_bytes, part)
+    # the time was up, or the best plan of each stage is not the best for the pipeline
+    if plan is None or plan.step_s > point.step_s:
+        written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
+        plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))]
+        plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
+    if plan is not None:
+        fit.waiting.append(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, plan, searches))
 
 
 def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
@@ -210,39 +211,30 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
 
 
-def _searched(
-    offloading: Searches, keeping: Searches, graph: Graph, budget: Budget, allowed_bytes: Sequence[float]
-) -> StagedPlan | None:
-    """The best plan of a point over searches with different boundary layouts, within `allowed_bytes` of each rank.
+def _searched(searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget) -> StagedPlan | None:
+    """The best plan of a point within these limits of each rank; once the budget is spent, the first that is found.
 
-    `keeping`: searches that leave optimizer state on the device.
+    If optimizer state is offloaded, plans that keep it are searched too: a stage gains by offloaded state in each
+    microbatch, the pipeline only if the stage is the slowest, and it waits for the state once a step.
     """
-    plans = _solved(offloading, graph, budget, allowed_bytes)
-    if any(stage.assignment.state_on_host for plan in plans for stage in plan.stages) and not budget.is_spent:
-        # A stage gains by offloaded state in each microbatch, the pipeline only if the stage is the slowest, and it
-        # waits for the state once a step.
-        plans += _solved(keeping, graph, budget, allowed_bytes)
-    return min(plans, key=lambda plan: plan.step_s, default=None)
-
-
-def _solved(searches: Searches, graph: Graph, budget: Budget, allowed_bytes: Sequence[float]) -> list[StagedPlan]:
-    """The plans of all searches that find one; once the budget is spent, of the first that does."""
-    found = []
-    for task, cache in searches:
-        if found and budget.is_spent:
+    plans: list[StagedPlan] = []
+    for task, cache in (*searches.offloading, *searches.keeping):
+        if plans and budget.is_spent:
             break
-        point, request = task.point, task.request
-        mesh, training = _whole_mesh(point), replace(request.training, num_microbatches=point.schedule.num_microbatches)
+        if not task.may_move_state and not any(one.assignment.state_on_host for plan in plans for one in plan.stages):
+            break
         try:
-            solved = solve_stages(task, cache, allowed_bytes, budget)
+            solved = solve_stages(task, cache, limits_bytes, budget)
         except InfeasibleError:
             continue
-        limit, starts, stages = request.limit_bytes, task.cut.starts, solved.plans
+        point, request = task.point, task.request
+        training = replace(request.training, num_microbatches=point.schedule.num_microbatches)
+        place, limit, starts = (_whole_mesh(point), task.cluster), request.limit_bytes, task.cut.starts
         found_by = "search" if solved.is_searched else f"hand plan {point.name}"
-        found.append(
-            StagedPlan(mesh, task.cluster, training, limit, graph, point.schedule, starts, stages, found_by=found_by)
+        plans.append(
+            StagedPlan(*place, training, limit, searches.graph, point.schedule, starts, solved.plans, found_by=found_by)
         )
-    return found
+    return min(plans, key=lambda plan: plan.step_s, default=None)
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:

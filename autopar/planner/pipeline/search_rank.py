@@ -131,7 +131,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
     for asked in _ways(at.task, stages):
         if at.is_late or (at.budget.is_spent and (best or failure)):
             break
-        is_last_resort = all(len(one.request.recomputed) == one.most_saved for one in asked)
+        is_last_resort = all(len(one.request.given.recomputed) == one.most_saved for one in asked)
         # Nothing is where ranks alike with hardly more memory could not be made to fit.
         is_hopeless = not is_last_resort and at.cache.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
         if is_hopeless and not at.task.can_move_state:
@@ -173,7 +173,7 @@ def as_written(at: RankTask, stages: Stages) -> StagePlans | None:
         if any(stored[fqn] != layout for fqn, layout in (*one.request.pins.items(), *one.request.stored.items())):
             return None
         regions = one.regions[: one.most_saved]
-        asked.append(replace(one, request=replace(one.request, recomputed=regions)))
+        asked.append(_with_saved(one, "recomputed", regions))
         parts.append((one.graph, replace(own, recomputed=regions)))
     written = StagePlans(tuple(parts), math.inf, is_searched=False)
     filled = _filled(at, [written], tuple(asked))
@@ -204,7 +204,7 @@ def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float) -> 
     it is the slowest rank that counts.
     """
     if _fits(at, free):
-        return replace(free, is_free=not any(one.request.recomputed or one.request.offloaded for one in stages))
+        return replace(free, is_free=not any(one.num_saved for one in stages))
     known = at.cache.known.setdefault(key_of(stages), [])
     alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
     fitting = [one for one in (_priced(at, other.of_others(stages), stages) for other in alike) if _fits(at, one)]
@@ -310,19 +310,19 @@ def _setting(at: RankTask, one: Wanted) -> Setting:
 def _problem(at: RankTask, one: Wanted) -> Problem:
     """The stage's table; the latest ones are kept."""
     request = one.request
-    saved = len(request.recomputed or request.offloaded)
-    key = one.number, saved, bool(request.offloaded), request.training, tuple(request.stored.items())
+    key = one.number, one.num_saved, bool(request.given.offloaded), request.training, tuple(request.stored.items())
     if key not in at.cache.problems:
         if len(at.cache.problems) >= _MOST_KEPT:
             del at.cache.problems[next(iter(at.cache.problems))]
         folded = fold_of_stage(at.task.cut.folded, one.graph, request.crossing)
-        at.cache.problems[key] = _setting(at, one).problem(segmented(folded, one.graph, segments(folded, saved)))
+        at.cache.problems[key] = _setting(at, one).problem(
+            segmented(folded, one.graph, segments(folded, one.num_saved))
+        )
     return at.cache.problems[key]
 
 
 def _with_saved(stage: Wanted, kind: str, regions: Regions) -> Wanted:
     """The stage with its `regions` "recomputed", or else "offloaded"."""
-    request = stage.request
-    is_recomputed = kind == "recomputed"
-    asked = replace(request, recomputed=regions) if is_recomputed else replace(request, offloaded=regions)
-    return replace(stage, request=asked)
+    given = stage.request.given
+    given = replace(given, recomputed=regions) if kind == "recomputed" else replace(given, offloaded=regions)
+    return replace(stage, request=replace(stage.request, given=given))

@@ -1,5 +1,6 @@
 """The best layouts of each stage of a pipeline that is cut already, rank by rank on the stages' own mesh."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.pipeline.cut_stages import Cut
 from autopar.planner.pipeline.search_rank import CutTask, RankTask, SolvedStages, StageCache, as_written, best_plans
 from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.wanted_stages import Wanted, pressure_of
+from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, pressure_of
 from autopar.plans.plan import plan_of
 from autopar.sbp.placement import format_layout
 
@@ -22,23 +23,25 @@ def solve_stages(task: CutTask, cache: StageCache, limits_bytes: Sequence[float]
     rank may store a tied parameter in another layout than the hand plan; then all ranks take the hand plan.
     InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should.
     """
-    try:
-        return _solve_all(task, cache, limits_bytes, budget)
-    except InfeasibleError:
-        if not (budget.is_spent and any(one.is_searched for one in cache.solved.values())):
-            raise
-        cache.solved, cache.tied = {}, {}
-        return _solve_all(task, cache, limits_bytes, budget)
-
-
-def _solve_all(task: CutTask, cache: StageCache, limits_bytes: Sequence[float], budget: Budget) -> SolvedStages:
+    order = _tightest_first(task, limits_bytes)
+    left, is_again = deque(order), False
     of_rank: dict[int, SolvedStages] = {}
-    for rank in _tightest_first(task, limits_bytes):
-        at = RankTask(task, cache, limits_bytes[rank], budget)
-        key = rank, limits_bytes[rank]
-        if key not in cache.solved:
-            cache.solved[key] = _solve_rank(at, task.point.schedule.stages_of(rank))
-        of_rank[rank] = cache.solved[key]
+    while left:
+        rank = left.popleft()
+        key, numbers = (rank, limits_bytes[rank]), task.point.schedule.stages_of(rank)
+        try:
+            if key not in cache.solved:
+                at = RankTask(task, cache, limits_bytes[rank], budget)
+                _tie_within(task, numbers, cache.tied)
+                stages = tuple(_wanted(task, number, cache.tied) for number in numbers)
+                best = (as_written(at, stages) if budget.is_spent else None) or best_plans(at, stages)
+                cache.solved[key] = _solved(at, stages, best)
+            of_rank[rank] = cache.solved[key]
+        except InfeasibleError:
+            if is_again or not (budget.is_spent and any(one.is_searched for one in cache.solved.values())):
+                raise
+            cache.solved, cache.tied = {}, {}
+            left, is_again = deque(order), True
     plans = {
         number: plan
         for rank, solved in of_rank.items()
@@ -58,16 +61,12 @@ def _tightest_first(task: CutTask, limits_bytes: Sequence[float]) -> list[int]:
     return sorted(range(len(pressures)), key=lambda rank: -pressures[rank])
 
 
-def _solve_rank(at: RankTask, numbers: Sequence[int]) -> SolvedStages:
-    """The plans of the stages `numbers` of a rank; the cache learns the layouts of their tied parameters."""
-    task, tied = at.task, at.cache.tied
-    _tie_within(task, numbers, tied)
-    stages = tuple(_wanted(task, number, tied) for number in numbers)
-    best = (as_written(at, stages) if at.budget.is_spent else None) or best_plans(at, stages)
-    plans = []
-    for one, (graph, assignment), costs in zip(stages, best.parts, best.costs or [None] * len(numbers)):
+def _solved(at: RankTask, stages: Stages, best: StagePlans) -> SolvedStages:
+    """The plans of the stages of a rank; the cache learns the layouts of their tied parameters."""
+    task, plans = at.task, []
+    for one, (graph, assignment), costs in zip(stages, best.parts, best.costs or [None] * len(stages)):
         for item in (item for item in graph.of_kind("parameter") if item.fqn in task.shared):
-            tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
+            at.cache.tied.setdefault(item.fqn, format_layout(assignment.layouts[item.value.name]))
         asked = {"training": one.request.training, "memory_limit_bytes": at.limit_bytes}
         plan = plan_of(graph, assignment, task.mesh, task.cluster, costs=costs, **asked)
         plans.append(replace(plan, found_by="search"))

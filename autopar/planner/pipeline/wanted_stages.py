@@ -37,6 +37,11 @@ class Wanted:
         """A key that is equal for stages that differ only in what is in flight."""
         return self.wiring, requested_of(self.graph, self.request)
 
+    @property
+    def num_saved(self) -> int:
+        """The number of blocks that are recomputed or offloaded."""
+        return len(self.request.given.recomputed or self.request.given.offloaded)
+
 
 Stages = tuple[Wanted, ...]  # of one rank
 

@@ -19,11 +19,12 @@ from autopar.explain.memory_savings import costs_without
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, s_per_byte, search_on_host
+from autopar.planner.layouts.optimizer_offload import AssignedGraph, Solution, fill, host_search, s_per_byte
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.sbp.assignment import NO_CHOICES
 from tests.costmodel.build import layer_stack, unfolded
 from tests.planner.cases import CPU, MESH, by_hand, hand_made, traced
 
@@ -89,7 +90,7 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
     cluster = replace(CPU, host_bandwidth_bytes_per_s=host_bandwidth)
 
     def setting(limit: float, names: frozenset[str] = frozenset()) -> Setting:
-        request = PlanRequest({}, {}, limit, TRAINING, state_on_host=names)
+        request = PlanRequest({}, {}, limit, TRAINING, given=replace(NO_CHOICES, state_on_host=names))
         return Setting(graph, mesh, cluster, request, Budget.of(60.0))
 
     problem = setting(math.inf).problem(unfolded(graph))
@@ -100,9 +101,9 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
         each = [_best(setting(limit, names), problem) for names in subsets(graph)]
         if min(each) == math.inf:
             with pytest.raises(InfeasibleError, match="state on the host"):
-                search_on_host(setting(limit), setting(limit).repriced(problem), [])
+                _on_host(setting(limit), problem)
             continue
-        found = search_on_host(setting(limit), setting(limit).repriced(problem), [])
+        found = _on_host(setting(limit), problem)
         assert evaluate(graph, found.assignment, mesh, cluster).total_memory_bytes <= limit
         brought_s = s_per_byte(cluster) * 2 * 64 * 64 * 4
         num_chosen += bool(found.assignment.state_on_host)
@@ -111,6 +112,11 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
         # looked at
         assert min(found.step_s, each[0]) <= (min(each) + brought_s) * 1.005
     assert bool(num_chosen) == (host_bandwidth > 1e6)
+
+
+def _on_host(setting: Setting, problem: Problem) -> Solution:
+    search = host_search(setting, setting.repriced(problem))
+    return search.solved(search.setting.search(search.problem, []))
 
 
 def _best(setting: Setting, problem: Problem) -> float:
