@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.mesh import Mesh, as_mesh, parse_mesh
+from autopar.mesh import Devices, Mesh, as_mesh, parse_mesh
 from autopar.planner import problem
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
@@ -20,8 +20,6 @@ from tests.planner.cases import CPU, traced
 from tests.zoo import build
 
 MOST, MOST_WITH_STAGES = 8, 13
-# `compile`, and what makes all ranks plan alike, stand above `choose_plan`.
-ABOVE = 3
 
 
 @pytest.fixture
@@ -58,7 +56,6 @@ def test_compile_is_few_functions_above_the_search(stacks: list[list[str]], mesh
 @pytest.mark.parametrize(
     ("name", "mesh", "share", "most"),
     [
-        ("gpt2", "2x2", 1.0, MOST),
         ("layers", "2x2", 0.6, MOST),  # two groups of layers, and optimizer state on the host
         ("mlp", "2x2x2x2", 1.0, MOST),  # around the plan of a coarser mesh
         ("mlp", "16", 1.0, MOST),
@@ -76,4 +73,5 @@ def test_all_searches_are_few_functions_below_the_choice_of_a_plan(
 
     planned(share * max(planned(math.inf).memory_bytes) if share < 1.0 else math.inf)
     depth = max(len(stack[stack.index("choose_plan") :]) for stack in stacks)
-    assert depth + ABOVE <= most, max(stacks, key=len)
+    above = 2 if isinstance(as_mesh(mesh), Devices) else 3  # functions of `compile`, as the test above shows
+    assert depth + above <= most, max(stacks, key=len)
