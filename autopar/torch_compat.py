@@ -6,7 +6,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _RecvInfo
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
@@ -46,6 +48,7 @@ __all__ = [
     # whether two tensors share memory, without keeping it; torch's own reductions use it so
     "StorageWeakRef",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
+    "as_torch_does",
     "backward_hooks_of_all_modules",
     "below_autograd",
     "default_store",
@@ -53,6 +56,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "function_modes",
     "functions_applied_by",
+    "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
     "has_hooks_of_all_modules",
     "has_pipeline_stages",
     "is_in_backward",
@@ -62,6 +66,7 @@ __all__ = [
     # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
     # in all torch versions that autopar supports
     "pytree",
+    "root_of",
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
@@ -93,6 +98,7 @@ MEMBERS = {
     "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
     "_scaled_dot_product_efficient_attention": "the fused kernels, of which only the private ops say what they keep",
     "_scaled_dot_product_flash_attention": "as _scaled_dot_product_efficient_attention",
+    "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_schema": "argument names and aliases of an op",
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
@@ -177,6 +183,27 @@ def wants_whole_state() -> str:
                 return frame.f_code.co_name
         frame = frame.f_back
     return ""
+
+
+def handle_dtensor_ops(handlers: Mapping[OpOverload, Callable[[OpOverload, tuple, dict], Any]]) -> None:
+    """Compute these ops of DTensors by `handler(op, args, kwargs)`, as torch itself does for ops that no rule says."""
+    of_torch: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
+    of_torch.update(handlers)
+
+
+@contextmanager
+def as_torch_does(op: OpOverload) -> Iterator[None]:
+    """Inside, `op` of DTensors is not computed by the handler that `handle_dtensor_ops` was given."""
+    handler = DTensor._op_dispatcher._custom_op_handlers.pop(op)
+    try:
+        yield
+    finally:
+        DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` is a slice of, or itself."""
+    return mesh._get_root_mesh()
 
 
 def has_pipeline_stages() -> bool:

@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar import torch_compat
 from autopar.errors import AutoparError
+from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.pipeline import run_schedule
 from autopar.schedule.orders import Schedule
 from autopar.torch_compat import pytree
@@ -213,6 +216,23 @@ def test_pipelines_are_refused_where_torch_has_no_stages_for_them(monkeypatch) -
     monkeypatch.setattr(run_schedule, "has_pipeline_stages", lambda: False)
     with pytest.raises(AutoparError, match=r"torch 2\.12 or newer"):
         run_schedule.StageRunner(Schedule("1f1b", 2, 2, 2), (), object(), torch.device("cpu"))
+
+
+def test_ops_of_dtensors(tmp_path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        assert torch_compat.root_of(mesh["b"]) == mesh == torch_compat.root_of(mesh)
+        op = torch.ops.aten._local_scalar_dense.default
+        x = distribute_tensor(torch.tensor(3.0), mesh["b"], [Replicate()])
+        torch_compat.handle_dtensor_ops({op: lambda *_: 5.0})
+        assert x.item() == 5
+        with torch_compat.as_torch_does(op):
+            assert x.item() == 3
+        assert x.item() == 5
+    finally:
+        handle_scalars_and_random_ops()
+        dist.destroy_process_group()
 
 
 def test_every_member_is_here() -> None:

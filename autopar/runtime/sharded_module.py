@@ -2,8 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.dtensor_state import owners, put, whole_state, with_parts, without_data
@@ -74,6 +75,15 @@ class ShardedModule(nn.Module):
                 " whole state by model.load_state_dict"
             )
         return super().named_parameters(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As of any module; AutoparError with stages, of which this rank has some only."""
+        if self._autopar.elsewhere:
+            raise AutoparError(
+                "this rank holds the parameters of its own stages only, those of all others are None: call"
+                " model.apply(...) before autopar.compile"
+            )
+        return super().apply(fn)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of
@@ -137,6 +147,7 @@ def shard_module(
     """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
     then.
     """
+    handle_scalars_and_random_ops()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
     whole = without_data(model, mesh)

@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-THEMES = ("loop", "state", "inputs", "modules", "writes", "autograd", "gradients", "hf", "compile", "habits")
+THEMES = (
+    "loop",
+    "training",
+    "by_hand",
+    "optimizers",
+    "state",
+    "inputs",
+    "modules",
+    "writes",
+    "autograd",
+    "gradients",
+    "hf",
+    "compile",
+    "habits",
+)
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"
 SETTINGS = (DP, DP_TP, FREE, PP)
@@ -22,6 +36,7 @@ DDP, FSDP2 = "DDP", "FSDP2"
 PEERS = (DDP, FSDP2)
 
 Numbers = dict[str, torch.Tensor]
+TOLERANCE = 1e-4  # relative to the largest entry, in float32
 
 
 class Run:
@@ -52,6 +67,10 @@ class Run:
         """All buffers, whole, by FQN."""
         return {fqn: self.whole(b.detach()).clone() for fqn, b in model.named_buffers()}
 
+    def inner(self, model: nn.Module) -> nn.Module:
+        """The user's own module, whatever was put around it."""
+        return model
+
     def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Parameters under the names that they have on one device."""
         return list(model.named_parameters())
@@ -64,8 +83,8 @@ class Run:
 @dataclass(frozen=True)
 class Case:
     """`title` says in a line what people do. `refused`: setting -> pattern of the error; in all others of `on` the
-    numbers are those of one device. `wrong`: setting -> why the case is known to fail there. `peers`: whether it is
-    tried under DDP and FSDP2 too.
+    numbers are those of one device, up to `tolerance` of the largest entry. `wrong`: setting -> pattern of how the case
+    is known to fail there. `peers`: whether it is tried under DDP and FSDP2 too.
     """
 
     function: Callable[[Run], Numbers]
@@ -75,6 +94,7 @@ class Case:
     refused: Mapping[str, str] = field(default_factory=dict)
     wrong: Mapping[str, str] = field(default_factory=dict)
     peers: bool = True
+    tolerance: float = TOLERANCE
 
     @property
     def name(self) -> str:
@@ -88,6 +108,7 @@ def case(
     refused: str | Mapping[str, str] = "",
     wrong: str | Mapping[str, str] = "",
     peers: bool = True,
+    tolerance: float = TOLERANCE,
 ) -> Callable[[Callable[[Run], Numbers]], Case]:
     """Make a function a case; its docstring is the title. `refused`, `wrong`: a text for all settings, or for some."""
 
@@ -97,14 +118,14 @@ def case(
     def made(function: Callable[[Run], Numbers]) -> Case:
         title = " ".join((function.__doc__ or function.__name__).split())
         theme = function.__module__.rpartition(".")[2]
-        return Case(function, theme, title, on, by_setting(refused), by_setting(wrong), peers)
+        return Case(function, theme, title, on, by_setting(refused), by_setting(wrong), peers, tolerance)
 
     return made
 
 
 def module_of(theme: str) -> ModuleType:
     """The file of a theme."""
-    return importlib.import_module(f"tests.journey.{theme}")
+    return importlib.import_module(f"tests.journey.cases.{theme}")
 
 
 def cases_of(theme: str) -> dict[str, Case]:

@@ -20,11 +20,11 @@ from autopar.ir.folding.fold import fold
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.plan import plan_of
 from autopar.sbp.candidates import annotate
-from tests.journey.case import DDP, DP, DP_TP, FREE, FSDP2, PP, Numbers, Run, cases_of
+from tests.journey.case import DDP, DP, DP_TP, FREE, FSDP2, PP, TOLERANCE, Numbers, Run, cases_of
 from tests.journey.stack import BATCH
-from tests.workers import device_mesh
+from tests.workers import RankError, Ranks, device_mesh
 
-TOLERANCE = 1e-4  # relative to the largest entry, in float32
+LEAST_S, EACH_S = 40.0, 10.0  # that a call may take: in all, and for each case on a machine that is busy
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,9 @@ class Peer(Run):
         dist.all_reduce(loss)
         return loss / dist.get_world_size()
 
+    def inner(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
     def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return [(fqn.removeprefix("module."), p) for fqn, p in model.named_parameters()]
 
@@ -123,6 +126,17 @@ class Peer(Run):
 def _own_part(x: torch.Tensor) -> torch.Tensor:
     """Of tensors whose first dim is the batch's."""
     return x.chunk(dist.get_world_size())[dist.get_rank()] if x.ndim and len(x) == BATCH else x
+
+
+def outcomes_of(ranks: Ranks, theme: str, names: tuple[str, ...], setting: str) -> dict[str, list[Outcome]]:
+    """What each rank saw of the cases, run in one call; where one ended the ranks, each in a call of its own."""
+    try:
+        results = ranks.run(run_on_rank, theme, names, setting, timeout_s=LEAST_S + EACH_S * len(names))
+    except RankError as error:
+        if len(names) == 1:
+            return {names[0]: [Outcome({}, f"the ranks ended: {error}")]}
+        return {name: outcomes_of(ranks, theme, (name,), setting)[name] for name in names}
+    return {name: [result[name] for result in results] for name in names}
 
 
 def run_on_rank(theme: str, names: tuple[str, ...], setting: str) -> dict[str, Outcome]:
@@ -149,7 +163,7 @@ def _outcome(theme: str, name: str, setting: str) -> Outcome:
             return Outcome({}, f"{type(error).__name__}: {error}", refusal)
 
 
-def difference(outcomes: list[Outcome], expected: Numbers) -> str:
+def difference(outcomes: list[Outcome], expected: Numbers, tolerance: float = TOLERANCE) -> str:
     """In what the ranks' numbers are not those of one device; "" if in nothing. Each rank of a pipeline has some."""
     for rank, outcome in enumerate(outcomes):
         if outcome.error:
@@ -165,6 +179,6 @@ def difference(outcomes: list[Outcome], expected: Numbers) -> str:
                 return f"rank {rank}: {key} has shape {tuple(x.shape)}, expected {tuple(expected[key].shape)}"
             scale = max(float(expected[key].abs().max()), least) if x.numel() else 1.0
             gap = float((x - expected[key]).abs().max()) / scale if x.numel() else 0.0
-            if not gap < TOLERANCE:
+            if not gap < tolerance:
                 return f"rank {rank}: {key} is off by {gap:.2g} of its largest entry"
     return ""

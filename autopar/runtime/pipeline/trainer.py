@@ -15,6 +15,7 @@ from autopar.ir.call_args import call
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.interpret import run_constants
+from autopar.ir.op_facts import is_random
 from autopar.mesh import mesh_of
 from autopar.plans.staged_plan import PIPELINE, StagedPlan, stage_graphs
 from autopar.runtime.accumulate import close_step, open_step
@@ -94,7 +95,8 @@ class LoadedStage:
 class Trainer:
     """The stages of this rank, and the training steps of a plan on them.
 
-    `graph`: of the whole batch. `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks.
+    `graph`: of the whole batch. `draws`: whether it has random ops, so that each step takes a seed.
+    `tied`: FQN of each parameter that several ranks of the pipeline hold -> those ranks.
     `meeting`: of the ranks of the whole mesh.
     """
 
@@ -106,6 +108,7 @@ class Trainer:
     group: dist.ProcessGroup | None
     tied: Mapping[str, tuple[int, ...]]
     meeting: Meeting
+    draws: bool
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
@@ -128,7 +131,7 @@ class Trainer:
         Under torch.no_grad, forward alone.
         """
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
-        seed = draw_seed()
+        seed = draw_seed() if self.draws else 0  # of other models the random state stays, as on one device
         with failing_together(self.meeting):
             given = self._given(leaves)
             opened = [(part, open_step(part.loaded)) for part in self.parts]
@@ -280,9 +283,9 @@ def make_trainer(
         local.append(_local_stage(number, stage.receives, loaded))
     loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
     runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
-    return Trainer(
-        plan, graph, micro, tuple(parts), runner, group, _tied(plan), Meeting(place, mesh.mesh.flatten().tolist())
-    )
+    meeting = Meeting(place, mesh.mesh.flatten().tolist())
+    draws = any(is_random(op) for op in graph.ops)
+    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan), meeting, draws)
 
 
 def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalStage:

@@ -189,7 +189,7 @@ def check_off_with_inputs_that_differ_in_the_last_bit(run: Run) -> Numbers:
     return {"loss": run.step(model, x, y)}
 
 
-@case(refused=dict.fromkeys(SETTINGS, "blocks.0.up.weight on rank 1 differs.*load the same"), peers=False)
+@case(refused=dict.fromkeys(SETTINGS, "blocks.0.up.weight on rank 1 differs.*load the same"))
 def load_other_tensors_on_each_rank(run: Run) -> Numbers:
     """load_state_dict of tensors that differ between ranks"""
     state = Stack().state_dict()
@@ -199,7 +199,7 @@ def load_other_tensors_on_each_rank(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(refused=dict.fromkeys(SETTINGS, "this tensor was parameter .* until autopar.compile"), peers=False)
+@case(refused=dict.fromkeys(SETTINGS, "this tensor was parameter .* until autopar.compile"))
 def optimizer_made_before(run: Run) -> Numbers:
     """An optimizer made of the model before it is compiled"""
     model = Stack()
@@ -211,7 +211,7 @@ def optimizer_made_before(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(refused=dict.fromkeys(SETTINGS, "this tensor was parameter .* until autopar.compile"), peers=False)
+@case(refused=dict.fromkeys(SETTINGS, "this tensor was parameter .* until autopar.compile"))
 def parameter_held_from_before(run: Run) -> Numbers:
     """A parameter that somebody took out of the model before it was compiled"""
     model = Stack()
@@ -222,7 +222,7 @@ def parameter_held_from_before(run: Run) -> Numbers:
     return {"norm": held.detach().norm()} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def original_kept_under_another_name(run: Run) -> Numbers:
     """A trainer that keeps the model it was given, and reads it after training"""
 
@@ -239,7 +239,7 @@ def original_kept_under_another_name(run: Run) -> Numbers:
     return found | run.parameters(trainer.model)
 
 
-@case(peers=False)
+@case()
 def submodule_held_from_before(run: Run) -> Numbers:
     """A submodule that somebody holds is the model's own after training"""
     model, args = Stack(), batch()
@@ -251,7 +251,7 @@ def submodule_held_from_before(run: Run) -> Numbers:
     return {f"block {name}": run.whole(p.detach()) for name, p in block.named_parameters() if p is not None}
 
 
-@case(peers=False)
+@case()
 def a_copy_keeps_the_model(run: Run) -> Numbers:
     """A deep copy is compiled, and the model itself stays as it was"""
     import copy

@@ -43,7 +43,7 @@ def causal_model_with_labels(run: Run) -> Numbers:
     return trained(run, gpt2(), input_ids=ids, labels=ids)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def padded_batch(run: Run) -> Numbers:
     """Llama with an attention mask and ignored labels"""
     ids = words()
@@ -71,7 +71,7 @@ def embeddings_given(run: Run) -> Numbers:
     return {"logits": logits.detach()} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def classifier(run: Run) -> Numbers:
     """BERT for sequence classification"""
     from transformers import BertConfig, BertForSequenceClassification

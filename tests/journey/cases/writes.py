@@ -27,7 +27,7 @@ class Positions(Block):
         return super().forward(x + table[: len(x)])
 
 
-@case(peers=False)
+@case()
 def sines_written_with_out(run: Run) -> Numbers:
     """torch.sin(x, out=table[:, 0::2]): a table of positions"""
     return stepped(run, Positions)
@@ -107,7 +107,7 @@ class Averaging(Block):
         return super().forward(x - self.mean)
 
 
-@case(refused={PP: "cannot be run on microbatches"}, peers=False)
+@case(refused={PP: "cannot be run on microbatches"})
 def buffer_replaced_by_one_of_the_same_shape(run: Run) -> Numbers:
     """self.mean = 0.9 * self.mean + ...: a buffer replaced by one of the same shape"""
     args = batch()

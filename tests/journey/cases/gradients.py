@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.journey.autograd import OwnLinearBlock, stepped
 from tests.journey.case import FORWARD, Numbers, Run, case
+from tests.journey.cases.autograd import OwnLinearBlock, stepped
 from tests.journey.stack import WIDTH, Block, Stack, batch
 
 

@@ -181,7 +181,7 @@ def arguments_not_in_a_tuple(run: Run) -> Numbers:
     return stepped(run, run.compile(Stack(), args=batch()[0]))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def evaluated_without_gradient(run: Run) -> Numbers:
     """model.eval() and torch.no_grad() or torch.inference_mode() between steps"""
     args = batch()
@@ -202,13 +202,13 @@ def class_and_attributes(run: Run) -> Numbers:
     args, model = batch(), Stack()
     model.name = "stack"
     model = run.compile(model, args=args)
-    inner = getattr(model, "module", model)
+    inner = run.inner(model)
     assert isinstance(inner, Stack) and inner.name == "stack" and len(inner.blocks) == 3
     assert isinstance(inner.blocks[1], Block) and inner.training
     return stepped(run, model, args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def saved_and_loaded(run: Run) -> Numbers:
     """torch.save and torch.load of a whole state dict"""
     args = batch()

@@ -30,7 +30,7 @@ def _trained(run: Run, between, steps: int = 3) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(refused={PP: r"this rank's stages only.*model.clip_grad_norm_"}, peers=False)
+@case(refused={PP: r"this rank's stages only.*model.clip_grad_norm_"})
 def clip_by_norm_of_torch(run: Run) -> Numbers:
     """torch.nn.utils.clip_grad_norm_"""
     return _trained(run, lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
@@ -49,13 +49,13 @@ def clip_by_norm_of_the_module(run: Run) -> Numbers:
     return _trained(run, clip)
 
 
-@case(peers=False)
+@case()
 def clip_by_value(run: Run) -> Numbers:
     """torch.nn.utils.clip_grad_value_"""
     return _trained(run, lambda model, optimizer: torch.nn.utils.clip_grad_value_(model.parameters(), 0.001))
 
 
-@case(refused={PP: "this rank's stages only"}, peers=False)
+@case(refused={PP: "this rank's stages only"})
 def norm_by_hand(run: Run) -> Numbers:
     """The norm of all gradients, summed by hand, for a log"""
     args = batch()
@@ -65,16 +65,16 @@ def norm_by_hand(run: Run) -> Numbers:
     return {"norm": run.whole(total.sqrt())}
 
 
-@case(peers=False)
+@case()
 def norms_of_single_gradients(run: Run) -> Numbers:
     """The norm of each gradient, for a log"""
     args = batch()
     model = run.compile(Stack(), args=args)
     run.step(model, *args)
-    return {fqn: run.whole(p.grad.norm()) for fqn, p in model.named_parameters()}
+    return {fqn: run.whole(p.grad.norm()) for fqn, p in run.named(model)}
 
 
-@case(peers=False)
+@case()
 def full_state_dict(run: Run) -> Numbers:
     """get_model_state_dict(full_state_dict=True) after a step"""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

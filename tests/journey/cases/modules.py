@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.journey.case import FORWARD, PP, Numbers, Run, case
+from tests.journey.cases.writes import stepped
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
-from tests.journey.writes import stepped
 
 
 class Tied(nn.Module):
@@ -59,7 +59,7 @@ class Unused(Stack):
         self.unused = nn.Linear(WIDTH, WIDTH)
 
 
-@case(peers=False)
+@case()
 def weights_without_use(run: Run) -> Numbers:
     """Weights that forward does not use: no gradient"""
     args = batch()
@@ -76,13 +76,13 @@ class BatchNormed(Block):
         return super().forward(self.norm(x))
 
 
-@case(refused={PP: "cannot be run on microbatches"}, peers=False)
+@case(refused={PP: "cannot be run on microbatches"})
 def batch_norm(run: Run) -> Numbers:
     """Batch norm in training: statistics of the whole batch, running means"""
     return stepped(run, BatchNormed)
 
 
-@case(peers=False)
+@case()
 def batch_norm_in_eval_mode(run: Run) -> Numbers:
     """Batch norm with its running statistics"""
     args = batch()
@@ -215,7 +215,7 @@ def teacher_without_gradient(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case()
+@case(refused={PP: "1 blocks .* on pp=2"})
 def forward_hooks(run: Run) -> Numbers:
     """register_forward_hook and register_forward_pre_hook before compile, which change what they see"""
     args, model = batch(), Stack()
@@ -270,7 +270,7 @@ class Frequencies(Block):
         return super().forward(torch.fft.irfft(torch.fft.rfft(x) * 0.5, n=WIDTH))
 
 
-@case()
+@case(refused={PP: "fft_rfft.* cannot be run on microbatches: there is no rule"})
 def fourier_transform(run: Run) -> Numbers:
     """torch.fft along the features"""
     return stepped(run, Frequencies)

@@ -39,11 +39,11 @@ def two_steps(run: Run, model: nn.Module, change) -> Numbers:
     model = run.compile(model, args=args)
     first = run.step(model, *args)
     model.zero_grad()
-    change(model)
+    change(run.inner(model))
     return {"first": first, "second": run.step(model, *args)} | run.gradients(model)
 
 
-@case(refused={PP: "changed after the model was cut into stages"}, peers=False)
+@case(refused={PP: "changed after the model was cut into stages"})
 def dropout_p_changed(run: Run) -> Numbers:
     """The rate of a dropout is changed after a step"""
 
@@ -53,7 +53,7 @@ def dropout_p_changed(run: Run) -> Numbers:
     return two_steps(run, Stack(Dropping), change)
 
 
-@case(peers=False)
+@case()
 def attribute_changed(run: Run) -> Numbers:
     """A number that forward reads is changed after a step"""
 
@@ -63,7 +63,7 @@ def attribute_changed(run: Run) -> Numbers:
     return two_steps(run, Stack(Dropping), change)
 
 
-@case(refused={PP: "changed after the model was cut into stages"}, peers=False)
+@case(refused={PP: "changed after the model was cut into stages"})
 def attribute_that_hides_one_of_the_class(run: Run) -> Numbers:
     """A submodule gets a forward of its own after a step"""
 
@@ -73,18 +73,18 @@ def attribute_that_hides_one_of_the_class(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(peers=False)
+@case()
 def attribute_changed_and_back(run: Run) -> Numbers:
     """A number that forward reads is changed for one step of three"""
     args, found = batch(), {}
     model = run.compile(Stack(Dropping), args=args)
     for number, scale in enumerate((1.0, 0.5, 1.0, 0.5)):
-        model.blocks[0].scale = scale
+        run.inner(model).blocks[0].scale = scale
         found[f"loss {number}"] = run.step(model, *args)
     return found | run.gradients(model)
 
 
-@case(refused={PP: "changed after the model was cut into stages"}, peers=False)
+@case(refused={PP: "changed after the model was cut into stages"})
 def forward_hook_added(run: Run) -> Numbers:
     """A forward hook is registered on a submodule after a step"""
 
@@ -94,7 +94,7 @@ def forward_hook_added(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def forward_hook_removed(run: Run) -> Numbers:
     """A forward hook on a submodule is removed after a step"""
     model = Stack()
@@ -102,7 +102,7 @@ def forward_hook_removed(run: Run) -> Numbers:
     return two_steps(run, model, lambda model: handle.remove())
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def hook_of_the_module_itself(run: Run) -> Numbers:
     """A pre-hook on the module itself that scales its input, set before compile, then called in both modes"""
     model, args = Stack(), batch()
@@ -112,7 +112,7 @@ def hook_of_the_module_itself(run: Run) -> Numbers:
     return found | {"eval": model.eval()(*args).detach()} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def hook_of_the_module_itself_added(run: Run) -> Numbers:
     """A pre-hook on the module itself, set after a step"""
 
@@ -130,13 +130,13 @@ def hook_of_the_module_itself_with_stages(run: Run) -> Numbers:
     return {"loss": run.step(run.compile(model, args=args), *args)}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def frozen_after_a_step(run: Run) -> Numbers:
     """requires_grad_(False) of a block after a step"""
     return two_steps(run, Stack(), lambda model: model.blocks[1].requires_grad_(False))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def unfrozen_after_a_step(run: Run) -> Numbers:
     """A block that was frozen at compile is trained after a step"""
     model = Stack()
@@ -144,7 +144,7 @@ def unfrozen_after_a_step(run: Run) -> Numbers:
     return two_steps(run, model, lambda model: model.blocks[1].requires_grad_(True))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def unfrozen_bit_by_bit(run: Run) -> Numbers:
     """Layers are unfrozen one after the other, the last first"""
     model, args = Stack(), batch()
@@ -153,12 +153,12 @@ def unfrozen_bit_by_bit(run: Run) -> Numbers:
     model = run.compile(model, args=args)
     found = {}
     for number in (2, 1, 0):
-        model.blocks[number].requires_grad_(True)
+        run.inner(model).blocks[number].requires_grad_(True)
         found[f"loss {number}"] = run.step(model, *args)
     return found | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def head_replaced(run: Run) -> Numbers:
     """A new head is put in place of the old one after a step"""
 
@@ -180,7 +180,7 @@ def head_replaced_with_stages(run: Run) -> Numbers:
     return two_steps(run, Headed(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def head_without_parameters(run: Run) -> Numbers:
     """The head becomes an Identity after a step, to read features"""
 
@@ -190,7 +190,7 @@ def head_without_parameters(run: Run) -> Numbers:
     return two_steps(run, Headed(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def low_rank_adapters_added(run: Run) -> Numbers:
     """Frozen layers get adapters after compile, which alone are trained"""
 
@@ -212,7 +212,7 @@ def low_rank_adapters_added(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def parameter_replaced(run: Run) -> Numbers:
     """A plain parameter is put in place of a weight after a step"""
 
@@ -223,9 +223,7 @@ def parameter_replaced(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(
-    refused=dict.fromkeys(SETTINGS, "the .data of parameter blocks.*.weight was assigned.*load_state_dict"), peers=False
-)
+@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter blocks.*.weight was assigned.*load_state_dict"))
 def data_assigned(run: Run) -> Numbers:
     """param.data = a whole tensor"""
 
@@ -237,7 +235,7 @@ def data_assigned(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter .* was assigned"), peers=False)
+@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter .* was assigned"))
 def data_assigned_from_itself(run: Run) -> Numbers:
     """param.data = param.data * 0.5, as moving averages are written"""
 
@@ -248,7 +246,7 @@ def data_assigned_from_itself(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(peers=False)
+@case()
 def data_changed_in_place(run: Run) -> Numbers:
     """param.data.mul_(0.5) for every parameter"""
 
@@ -259,7 +257,7 @@ def data_changed_in_place(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def buffer_replaced(run: Run) -> Numbers:
     """A buffer is set anew after a step"""
 
@@ -277,7 +275,7 @@ def buffer_replaced(run: Run) -> Numbers:
     return two_steps(run, Stack(Scaled), change)
 
 
-@case(refused={PP: "changed after the model was cut into stages"}, peers=False)
+@case(refused={PP: "changed after the model was cut into stages"})
 def tensor_attribute_changed_in_place(run: Run) -> Numbers:
     """A tensor that is no buffer is changed in place after a step"""
 
@@ -295,7 +293,7 @@ def tensor_attribute_changed_in_place(run: Run) -> Numbers:
     return two_steps(run, Stack(Scaled), change)
 
 
-@case(peers=False)
+@case()
 def list_attribute_changed_in_place(run: Run) -> Numbers:
     """An entry of a list that forward reads is changed after a step"""
 
@@ -315,7 +313,7 @@ def list_attribute_changed_in_place(run: Run) -> Numbers:
     return two_steps(run, Weighted(), change)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def dtype_changed(run: Run) -> Numbers:
     """model.double() after a step in float32"""
     args = batch()
@@ -327,17 +325,17 @@ def dtype_changed(run: Run) -> Numbers:
     return {"first": first, "second": second} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def copied_and_changed(run: Run) -> Numbers:
     """A deep copy of the compiled module is changed; the module itself is not"""
     args = batch()
     model = run.compile(Stack(Dropping), args=args)
     copied = copy.deepcopy(model)
-    copied.blocks[0].scale = 0.5
+    run.inner(copied).blocks[0].scale = 0.5
     return {"copy": run.step(copied, *args), "model": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def forward_of_the_instance(run: Run) -> Numbers:
     """The instance has a forward of its own when it is compiled"""
     model, args = Stack(), batch()

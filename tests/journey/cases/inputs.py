@@ -225,7 +225,7 @@ class Labelled(Stack):
         return F.cross_entropy(self.body(x), labels)
 
 
-@case(peers=False)
+@case()
 def ignored_labels(run: Run) -> Numbers:
     """Labels of which some are ignored, on each rank others: the mean is over those of the whole batch"""
     labels = torch.tensor([0, 1, -100, -100, 2, 3, 4, -100])
@@ -237,7 +237,7 @@ class Chosen(Stack):
         return F.mse_loss(self.body(x), y, reduction=reduction)
 
 
-@case(peers=False)
+@case()
 def text(run: Run) -> Numbers:
     """A string among the arguments"""
     return called(run, Chosen(), *batch(), "sum")

@@ -1,0 +1,76 @@
+"""Ops on DTensors that torch computes from each rank's part alone: scalars that are read, and random numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.plans.staged_plan import PIPELINE
+from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
+
+aten = torch.ops.aten
+_WRITTEN = frozenset(
+    (
+        aten.normal_.default,
+        aten.uniform_.default,
+        aten.log_normal_.default,
+        aten.exponential_.default,
+        aten.geometric_.default,
+        aten.cauchy_.default,
+        aten.bernoulli_.float,
+    )
+)
+_LIKE = frozenset(
+    (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
+)
+_OF_VALUES = frozenset((aten.bernoulli.default, aten.native_dropout.default, aten.multinomial.default))
+
+
+def handle_scalars_and_random_ops() -> None:
+    """From now on `read_scalar` and `draw` compute these ops of every DTensor of the process."""
+    handle_dtensor_ops(
+        dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw) | {aten._local_scalar_dense.default: read_scalar}
+    )
+
+
+def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`x.item()`, `float(x)`, `bool(x)` of a DTensor that every rank has whole; AutoparError for any other, of which
+    torch reads this rank's part.
+    """
+    x = args[0]
+    if all(placement.is_replicate() or size == 1 for placement, size in zip(x.placements, x.device_mesh.shape)):
+        return op(x.to_local(), **kwargs)
+    raise AutoparError(
+        f"a value of which each rank has a part, a DTensor of placements {tuple(x.placements)}, was read as a number"
+        " (item(), float(), bool(), if); torch reads this rank's part of it. Call x.full_tensor() first, on every rank"
+    )
+
+
+def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Random numbers for a DTensor: those of the whole tensor by the first rank's generator, of which each rank takes
+    its part, as on one device. On the CPU torch draws the same numbers in each part.
+
+    AutoparError where a pipeline's other ranks draw for tensors of their own.
+    """
+    x = args[0]
+    if PIPELINE in (root_of(x.device_mesh).mesh_dim_names or ()):
+        raise AutoparError(
+            "random numbers were drawn for a tensor of this rank's stages; a rank knows nothing of those of its own"
+            " stages that others draw, so that they would not be one device's. Initialise the model before"
+            " autopar.compile, or give whole tensors to model.load_state_dict"
+        )
+    if x.device_mesh.device_type != "cpu":
+        with as_torch_does(op):
+            return op(*args, **kwargs)
+    is_read = op in _OF_VALUES
+    whole = x.full_tensor() if is_read else torch.empty(x.shape, dtype=x.dtype)
+    drawn = op(whole, *args[1:], **kwargs)
+    placements = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    if op in _WRITTEN:
+        x.to_local().copy_(distribute_tensor(drawn, x.device_mesh, placements).to_local())
+        return x
+    outputs = drawn if isinstance(drawn, tuple) else (drawn,)
+    parts = tuple(distribute_tensor(output, x.device_mesh, placements) for output in outputs)
+    return parts if isinstance(drawn, tuple) else parts[0]

@@ -1,0 +1,183 @@
+"""Optimizers of torch over the compiled model's parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.journey.case import FORWARD, PP, Numbers, Run, case
+from tests.journey.cases.training import trained
+from tests.journey.stack import Stack, batch
+
+LAST = 3
+
+
+def by(run: Run, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Numbers:
+    """Three steps with such an optimizer."""
+    return trained(run, Stack(), lambda model: optimizer(model.parameters(), **options), steps=LAST)
+
+
+@case()
+def adam(run: Run) -> Numbers:
+    """Adam with amsgrad and weight decay"""
+    return by(run, torch.optim.Adam, lr=0.01, eps=1e-3, amsgrad=True, weight_decay=0.1)
+
+
+@case()
+def adamw_fused(run: Run) -> Numbers:
+    """AdamW(fused=True)"""
+    return by(run, torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True)
+
+
+@case()
+def adamw_one_by_one(run: Run) -> Numbers:
+    """AdamW(foreach=False)"""
+    return by(run, torch.optim.AdamW, lr=0.01, eps=1e-3, foreach=False)
+
+
+@case()
+def adamw_with_a_tensor_as_learning_rate(run: Run) -> Numbers:
+    """AdamW(lr=torch.tensor(0.01))"""
+    return by(run, torch.optim.AdamW, lr=torch.tensor(0.01), eps=1e-3)
+
+
+@case()
+def sgd_with_nesterov(run: Run) -> Numbers:
+    """SGD with Nesterov's momentum"""
+    return by(run, torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@case()
+def adagrad(run: Run) -> Numbers:
+    """Adagrad"""
+    return by(run, torch.optim.Adagrad, lr=0.1, eps=1e-3)
+
+
+@case()
+def rmsprop(run: Run) -> Numbers:
+    """RMSprop, centred, with momentum"""
+    return by(run, torch.optim.RMSprop, lr=0.01, eps=1e-3, momentum=0.9, centered=True)
+
+
+@case()
+def adadelta(run: Run) -> Numbers:
+    """Adadelta"""
+    return by(run, torch.optim.Adadelta, lr=1.0, eps=1e-3)
+
+
+@case()
+def adamax(run: Run) -> Numbers:
+    """Adamax"""
+    return by(run, torch.optim.Adamax, lr=0.01, eps=1e-3)
+
+
+@case()
+def nadam(run: Run) -> Numbers:
+    """NAdam"""
+    return by(run, torch.optim.NAdam, lr=0.01, eps=1e-3)
+
+
+@case()
+def radam(run: Run) -> Numbers:
+    """RAdam"""
+    return by(run, torch.optim.RAdam, lr=0.01, eps=1e-3)
+
+
+@case()
+def averaged_sgd(run: Run) -> Numbers:
+    """ASGD"""
+    return by(run, torch.optim.ASGD, lr=0.1)
+
+
+@case(wrong="aten.index_put_.default: in-place operations that require placement changes")
+def rprop(run: Run) -> Numbers:
+    """Rprop"""
+    return by(run, torch.optim.Rprop, lr=0.01)
+
+
+@case(refused="was read as a number|this rank's stages only")
+def adafactor(run: Run) -> Numbers:
+    """Adafactor: row and column means of squares, and the root mean square of each weight"""
+    return by(run, torch.optim.Adafactor, lr=0.1)
+
+
+@case(tolerance=2e-2)
+def muon(run: Run) -> Numbers:
+    """Muon over the matrices, in bfloat16: products of whole gradients"""
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1)
+
+    return trained(run, Stack(), optimizer)
+
+
+@case(on=FORWARD)
+def lbfgs(run: Run) -> Numbers:
+    """LBFGS with a closure"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(*args)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return {"loss": closure().detach()} | run.parameters(model)
+
+
+@case(on=(PP,), refused="this rank's stages only", peers=False)
+def lbfgs_with_stages(run: Run) -> Numbers:
+    """LBFGS with stages, whose products are of all gradients"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return run.step(model, *args)
+
+    optimizer.step(closure)
+    return run.parameters(model)
+
+
+@case()
+def closure_of_sgd(run: Run) -> Numbers:
+    """optimizer.step(closure)"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return run.step(model, *args)
+
+    losses = {str(i): optimizer.step(closure) for i in range(2)}
+    return losses | run.parameters(model)
+
+
+@case()
+def state_of_the_optimizer(run: Run) -> Numbers:
+    """optimizer.state[p]: the averages of Adam"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.step(model, *args)
+    optimizer.step()
+    named = run.named(model)
+    return {f"{key} of {fqn}": run.whole(optimizer.state[p][key]) for fqn, p in named for key in ("exp_avg", "step")}
+
+
+@case()
+def hooks_of_the_optimizer(run: Run) -> Numbers:
+    """register_step_pre_hook that scales gradients, and a post hook that clamps weights"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.mul_(0.5) for p in model.parameters()] and None)
+    optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.2, 0.2) for p in model.parameters()] and None)
+    run.step(model, *args)
+    optimizer.step()
+    return run.parameters(model)

@@ -1,0 +1,76 @@
+"""Scalars of DTensors that are read, and random numbers for them, are those of one device or refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
+from autopar.torch_compat import as_torch_does
+from tests.workers import Ranks, device_mesh
+
+LAYOUTS = ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()])
+DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "normal_": lambda x: x.normal_(1, 2),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "exponential_": lambda x: x.exponential_(),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float64),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "dropout": lambda x: nn.functional.dropout(x, 0.4),
+}
+
+
+def whole() -> torch.Tensor:
+    return torch.linspace(-1, 1, 48).view(8, 6)
+
+
+def drawn(name: str, number: int) -> torch.Tensor:
+    """On each rank, the whole of what is drawn for a tensor in parts; the ranks' own generators differ."""
+    handle_scalars_and_random_ops()
+    x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), LAYOUTS[number])
+    torch.manual_seed(torch.distributed.get_rank())
+    return DRAWS[name](x).full_tensor()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_those_of_one_device(ranks4: Ranks, name: str) -> None:
+    torch.manual_seed(0)
+    expected = DRAWS[name](whole())
+    for number in range(len(LAYOUTS)):
+        for found in ranks4.run(drawn, name, number):
+            assert torch.equal(found, expected)
+
+
+def read(has_mean: bool) -> list[object]:
+    handle_scalars_and_random_ops()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    parts = distribute_tensor(whole(), mesh, [Shard(0), Shard(1)])
+    replicated = distribute_tensor(whole(), mesh, [Replicate(), Replicate()])
+    found: list[object] = [replicated.mean().item(), bool((parts > 2).any().full_tensor())]
+    try:
+        found.append((parts.mean() if has_mean else parts.norm()).item())
+    except AutoparError as error:
+        found.append(str(error))
+    with as_torch_does(torch.ops.aten._local_scalar_dense.default):
+        return [*found, parts.sum().item()]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("has_mean", [False, True])
+def test_a_scalar_in_parts_is_not_read(ranks4: Ranks, has_mean: bool) -> None:
+    results = ranks4.run(read, has_mean)
+    for mean, is_larger, refusal, _ in results:
+        assert mean == pytest.approx(0, abs=1e-6) and is_larger is False
+        assert "full_tensor() first, on every rank" in refusal
+    assert len({own for *_, own in results}) > 1  # what torch alone reads
+
+
+def test_plain_tensors_are_left_alone() -> None:
+    handle_scalars_and_random_ops()
+    assert torch.ones(3).sum().item() == 3 and not isinstance(torch.rand_like(torch.ones(2)), DTensor)
