@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,9 +96,12 @@ def compile(
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
     batch: str | Sequence[str] = "global",
-    check: bool = True,
+    check: bool | Literal["strict"] = True,
 ) -> ShardedModule:
     """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
+
+    Parameters and buffers that differ between ranks get the values of the first rank, as DistributedDataParallel does;
+    ranks other than the first may have them on the meta device.
 
     The object and the names of its parameters stay, its parameters become DTensors. Optimizers and averages are made
     afterwards: what was a parameter before raises AutoparError at its next use. A copy.deepcopy keeps the model.
@@ -118,7 +121,8 @@ def compile(
         rows come back as those of the rank's part, and backward of a loss made of them trains on the mean of the ranks'
         losses, as under DistributedDataParallel; a loss that the model returns is that of the whole batch.
     `check`: compare between the ranks, in calls 1, 2, 4, 8, ..., the rows that they are given and the random state of
-        models that use it, and tensors that are loaded; False turns this off, docs/checks.md says what it costs.
+        models that use it, and tensors that are loaded; "strict" refuses weights that differ, too; False turns all this
+        off, also the first rank's values. docs/checks.md says what it costs.
     All others: as in `autopar.plan`. `train_step` of the result runs every plan; calling the result is for plans
         without stages.
     """
@@ -126,7 +130,7 @@ def compile(
     _check_not_parallel(model)
     check_no_gradient_hooks(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    _check_plan(plan, request, cluster)
+    _check_options(plan, request, cluster, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(
@@ -143,7 +147,9 @@ def compile(
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
     planner = _Planner(mesh, found, request, given, is_own)
-    module = shard_module(model, mesh, planner, loss_fn, parts=local_batch(mesh, batch), check=check)
+    module = shard_module(
+        model, mesh, planner, loss_fn, parts=local_batch(mesh, batch), check=bool(check), is_strict=check == "strict"
+    )
     if args is not None or kwargs is not None:
         try:
             module._autopar.prepare(module, *example, trains=True)
@@ -154,7 +160,7 @@ def compile(
     return module
 
 
-def _check_plan(plan: Any, request: PlanRequest, cluster: AnyCluster | None) -> None:
+def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, check: Any) -> None:
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
@@ -162,6 +168,8 @@ def _check_plan(plan: Any, request: PlanRequest, cluster: AnyCluster | None) -> 
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+    if check not in (True, False, "strict"):
+        raise AutoparError(f'check= expects True, False or "strict", found {check!r}')
 
 
 @dataclass

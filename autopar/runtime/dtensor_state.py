@@ -40,16 +40,16 @@ def without_data(module: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]
     """Put DTensors on the meta device in place of the parameters of `module`, so that each can later become its part of
     the real one in place: FQN -> what was there.
     """
-    taken: dict[str, torch.Tensor] = {}
+    places = owners(module)
+    taken: dict[str, torch.Tensor] = {
+        fqn: x for fqn, (owner, name) in places.items() if (x := owner._parameters.get(name)) is not None
+    }
     made: dict[int, nn.Parameter] = {}  # a tied one under all its names
-    for fqn, (owner, name) in owners(module).items():
-        parameter = owner._parameters.get(name)
-        if parameter is not None:
-            if id(parameter) not in made:
-                empty = _as_dtensor(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            taken[fqn] = parameter
-            _set(owner, name, made[id(parameter)])
+    for parameter in taken.values():
+        if id(parameter) not in made:
+            empty = _as_dtensor(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)
+            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    put(module, {fqn: made[id(parameter)] for fqn, parameter in taken.items()})
     return taken
 
 
@@ -118,6 +118,20 @@ def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, 
             if is_in_use and (old := owner._parameters.get(name)) is not None:
                 tensor = _in_place_of(old, tensor, fqn)
             _set(owner, name, tensor)
+
+
+@torch.no_grad()
+def fill_in(module: nn.Module, contents: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters and buffers of `module`, by FQN, these contents; those on the meta device are replaced."""
+    places = owners(module)
+    for fqn, content in contents.items():
+        old = held(*places[fqn])
+        assert old is not None, f"{fqn} is a tensor of the module"
+        if not old.is_meta:
+            old.copy_(content)
+            continue
+        new = nn.Parameter(content, old.requires_grad) if isinstance(old, nn.Parameter) else content
+        put(module, {same: new for same, place in places.items() if held(*place) is old})
 
 
 def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:

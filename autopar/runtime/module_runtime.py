@@ -29,6 +29,7 @@ from autopar.runtime.checks.replaced_parameter import mark_replaced
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.dtensor_state import (
     drop_others,
+    fill_in,
     held,
     holding,
     install,
@@ -51,6 +52,7 @@ from autopar.runtime.rank_agreement import (
     meet,
     on_every_rank,
     peers_alive,
+    take_from_first,
 )
 from autopar.runtime.run_program import run
 from autopar.sbp.placement import I, Layout, format_layout
@@ -75,6 +77,7 @@ class Runtime:
     loss_fn: LossFunction | None = None  # of train_step
     parts: LocalBatch | None = None  # None: every rank gives the whole batch
     check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
+    is_strict: bool = False  # weights must be equal on all ranks; otherwise the first rank's are taken
     is_in_use: bool = False  # somebody may hold the parameters
     # FQN of what only other ranks hold -> what it is like
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -298,12 +301,7 @@ class Runtime:
             self._take_over_new(module, graph, layouts)
             return
         with holding(module, self.whole):
-            if self.check is not None:
-                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-                remedy = (
-                    "seed alike or load the same checkpoint on every rank before autopar.compile, or give check=False"
-                )
-                check_weights(self.mesh, state, remedy)
+            self._make_equal(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         install(module, graph, parts, is_in_use=self.is_in_use)
         self.elsewhere = drop_others(module, graph)
@@ -318,12 +316,18 @@ class Runtime:
             return
         places = owners(module)
         tensors = {item.fqn: x for item in new.inputs if (x := held(*places[item.fqn])) is not None}
-        if self.check is not None:
-            check_weights(self.mesh, tensors, "put the same into the module on every rank, or give check=False")
+        self._make_equal(module, tensors)
         parts = on_every_rank(self.mesh, "sharding what is new", lambda: shard_model(module, new, layouts, self.mesh))
         install(module, new, parts, is_in_use=False)
         for fqn, tensor in tensors.items():
             mark_replaced(tensor, fqn)
+
+    def _make_equal(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give `tensors` of the module, by FQN, the content that the first rank has, or check that they have it."""
+        if self.is_strict:
+            check_weights(self.mesh, tensors, 'check="strict" wants the same seed or checkpoint on every rank')
+        elif self.check is not None:
+            fill_in(module, take_from_first(self.mesh, tensors))
 
     def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
         """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""

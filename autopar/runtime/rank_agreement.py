@@ -189,11 +189,46 @@ def check_weights(mesh: DeviceMesh, tensors: Mapping[str, torch.Tensor], remedy:
     """RankMismatch unless `tensors`, by FQN, are equal on every rank, as far as their sum and a sample of their entries
     tell.
     """
+    different = _different(mesh, tensors)
+    if different:
+        name, rank = next(iter(different.items()))
+        raise RankMismatch(f"{name} on rank {rank} differs from rank 0's; {remedy}")
+
+
+def take_from_first(mesh: DeviceMesh, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first rank's content of those of `tensors`, by FQN, that differ between ranks, on the mesh's device.
+
+    The tensors of all ranks have the same names, shapes and dtypes. RankMismatch where the first rank's has no data.
+    """
+    different = _different(mesh, tensors)
+    if absent := [name for name, x in zip(different, from_first(mesh, [tensors[n].is_meta for n in different])) if x]:
+        raise RankMismatch(
+            f"{absent[0]} on rank {different[absent[0]]} has data, and rank 0's is on the meta device; give rank 0 the"
+            " values, or all ranks a model on meta"
+        )
+    return {name: _from_first(mesh, tensors[name]) for name in different}
+
+
+def _from_first(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    content = torch.empty(x.shape, dtype=x.dtype, device=mesh.device_type)
+    if is_first(mesh):
+        content.copy_(x.detach())
+    raw = content.view(-1).view(torch.uint8)  # backends lack some dtypes
+    for axis in range(mesh.ndim):
+        with peers_alive():
+            dist.broadcast(raw, group=mesh.get_group(axis), group_src=0)
+    return content
+
+
+def _different(mesh: DeviceMesh, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """FQN of each of `tensors` that is not equal on all ranks -> the first rank whose tensor differs from rank 0's."""
     reports = gather(mesh, {name: _digest(x) for name, x in tensors.items()})
+    found: dict[str, int] = {}
     for rank, report in enumerate(reports):
-        different = next((name for name in {**report, **reports[0]} if report.get(name) != reports[0].get(name)), None)
-        if different is not None:
-            raise RankMismatch(f"{different} on rank {rank} differs from rank 0's; {remedy}")
+        for name in {**report, **reports[0]}:
+            if report.get(name) != reports[0].get(name):
+                found.setdefault(name, rank)
+    return found
 
 
 def _digest(x: torch.Tensor) -> str | int:

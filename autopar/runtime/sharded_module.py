@@ -143,6 +143,7 @@ def shard_module(
     *,
     parts: LocalBatch | None = None,
     check: bool = False,
+    is_strict: bool = False,
 ) -> ShardedModule:
     """`model` itself, made a module that plans itself at its first call and is sharded then; `unshard` undoes it until
     then.
@@ -156,7 +157,7 @@ def shard_module(
         model.__dict__[FORWARD] = model.__dict__.pop("forward")
     sharded = cast(ShardedModule, model)
     sharded._autopar = Runtime(
-        mesh, plan, original, name, whole, loss_fn, parts, InputCheck(mesh, parts) if check else None
+        mesh, plan, original, name, whole, loss_fn, parts, InputCheck(mesh, parts) if check else None, is_strict
     )
     return sharded
 

@@ -45,14 +45,20 @@ def other_weights() -> None:
     model = build("mlp").model
     if dist.get_rank() == 2:
         model.head.bias.data[3] += 1e-9
-    _compile(model=model)
+    _compile(model=model, check="strict")
 
 
 def other_buffers() -> None:
     model = build("resnet").model
     if dist.get_rank() == 1:
         model.stem[1].running_mean += 1
-    _compile("resnet", model=model)
+    _compile("resnet", model=model, check="strict")
+
+
+def other_dtype() -> None:
+    model = _mlp()
+    model.register_buffer("unused", torch.zeros(3, dtype=torch.int32 if dist.get_rank() == 3 else torch.int64))
+    _compile(model=model)
 
 
 def meta_on_one() -> None:
@@ -106,7 +112,8 @@ DIFFERENCES: dict[Callable[[], None], str] = {
     other_model: "rank 3 .*different models",
     other_weights: "head.bias on rank 2",
     other_buffers: "stem.1.running_mean on rank 1",
-    meta_on_one: "on rank 1",
+    other_dtype: "rank 3 .*different models",
+    meta_on_one: "on rank 1 has data, and rank 0's is on the meta device",
     other_pins: "rank 1 .*different plans, pins",
     other_plan: "rank 1 .*different plans",
     other_mode: "rank 1 .*modes",
