@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,16 @@ def test_imports_point_one_way(path):
         if name.split(".")[0] == "autopar" and there != here and (module_name(path), name) not in UPWARDS:
             same = levels[there] == levels[here] == 0
             assert levels[there] < levels[here] or same, f"{path}: {here} must not import {name}"
+
+
+def test_what_the_package_imports_is_installed_with_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]} | {"autopar"}
+    for path in PACKAGE:
+        known = installed | ({"spmd_types"} if path.name == "check_placements.py" else set())
+        # transformers only where a model of it is asked for
+        foreign = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - known - {"transformers"}
+        assert not foreign, f"{path} imports {foreign}, which pyproject.toml does not install"
 
 
 def test_search_knows_no_torch_and_no_graph():

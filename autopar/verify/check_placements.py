@@ -2,7 +2,7 @@
 
 The inferred placement is compared with the claimed layout. The checker knows S only as V (varying). It cannot know that
 a product contracted over a split dim is a pending sum, so a claim "P" turns an inferred V into P; every other
-disagreement is an error.
+disagreement is an error. Tests use it: `spmd_types` comes with autopar's extra "dev".
 """
 
 from collections.abc import Callable, Sequence
