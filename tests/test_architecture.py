@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 from types import FunctionType
@@ -60,8 +61,19 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the file."""
+    return tuple(ast.walk(tree(path)))
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -72,7 +84,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, Function)]
+    return [node for node in nodes(path) if isinstance(node, Function)]
 
 
 def length(function: Function) -> int:
@@ -165,7 +177,7 @@ def test_a_class_name_has_one_meaning() -> None:
     """Private and nested classes too; `_Name` and `Name` would be two meanings of one name."""
     places: dict[str, list[str]] = {}
     for path in PACKAGE:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name.strip("_"), []).append(f"{module_name(path)}:{node.lineno}")
     assert len(places) > 100
@@ -174,7 +186,7 @@ def test_a_class_name_has_one_meaning() -> None:
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_public_functions_are_documented_and_typed(path):
-    for node in ast.parse(path.read_text()).body:
+    for node in tree(path).body:
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
             continue
         assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
@@ -189,7 +201,7 @@ def test_public_functions_are_documented_and_typed(path):
 @pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
 def test_words(path):
     text = path.read_text()
-    names = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, Function | ast.ClassDef)]
+    names = [node.name for node in nodes(path) if isinstance(node, Function | ast.ClassDef)]
     vague = [name for name in [path.stem, *names] if VAGUE & set(name.lower().split("_"))]
     assert not vague, f"{path}: names that say nothing: {vague}"
     assert not UNFINISHED.search(text), f"{path}: unfinished: {UNFINISHED.search(text)[0]}"
@@ -199,8 +211,8 @@ def test_words(path):
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_docstrings_and_comments_speak_the_language_of_the_field(path: Path) -> None:
     text = path.read_text()
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, Function | ast.ClassDef | ast.Module)]
-    documents = [" ".join(document.split()) for node in nodes if (document := ast.get_docstring(node))]
+    scopes = [node for node in nodes(path) if isinstance(node, Function | ast.ClassDef | ast.Module)]
+    documents = [" ".join(document.split()) for node in scopes if (document := ast.get_docstring(node))]
     comments = " ".join(re.findall(r"# (.*)", text))
     for document in (*documents, comments):
         assert not (word := DIALECT.search(document)), f"{path}: {word[0]!r} in {document[:80]!r}; see docs/glossary.md"
@@ -210,7 +222,7 @@ def test_docstrings_and_comments_speak_the_language_of_the_field(path: Path) -> 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_caches_of_modules_are_bounded(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+    for node in tree(path).body:
         names = {ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())}
         if names & {"cache", "functools.cache"}:
             assert isinstance(node, Function) and not ast.unparse(node.args), (
