@@ -9,7 +9,7 @@ import torch
 
 from autopar.codegen.lower import lower
 from autopar.codegen.program import Program
-from autopar.costmodel.activations.count_storages import count_storages
+from autopar.costmodel.activations.count_storages import RunOp, count_storages
 from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Input
@@ -98,9 +98,9 @@ def predict_peak(
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
-        with without_data(device_type):
+        with without_data(device_type) as run_op:
             stage = DryStage(Rank.of(program, received, {}, device_type), is_first=not received)
-            return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split))
+            return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split), run_op)
 
     phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
     return _peak([(mesh, _laid_out(graph, assignment))], phases, training, batch, {}, _on_host(graph, assignment))
@@ -121,7 +121,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
     recordings = None if is_whole else _recordings(plan, receives)
     for rank, actions in enumerate(schedule_actions(plan.schedule)):
         state: dict[str, torch.Tensor] = {}
-        with without_data(plan.cluster.device_type if is_whole else "meta"):
+        with without_data(plan.cluster.device_type if is_whole else "meta") as run_op:
             stages = {
                 number: (
                     _replayed(plan, number, receives[number], state, recordings[number])
@@ -134,7 +134,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
             own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
             inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
-            found.append(_peak(inputs, _run(stages, step), plan.training, batch, slices, away))
+            found.append(_peak(inputs, _run(stages, step, run_op), plan.training, batch, slices, away))
     return tuple(found)
 
 
@@ -155,9 +155,9 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
 
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
-        with without_data(plan.cluster.device_type):
+        with without_data(plan.cluster.device_type) as run_op:
             stage = DryStage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
-            phases, found = run_two(stage, is_halved=is_halved)
+            phases, found = run_two(stage, is_halved=is_halved, run=run_op)
         handed.append(found)
         return phases
 
@@ -261,9 +261,9 @@ def _laid_out(graph: Graph, assignment: Assignment) -> Inputs:
     return tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
 
 
-def _run(stages: Mapping[int, DryStage], step: DryStep) -> Phases:
+def _run(stages: Mapping[int, DryStage], step: DryStep, run: RunOp) -> Phases:
     held = {id(x): x for stage in stages.values() for x in stage.rank.tensors()}
-    with count_storages(held.values()) as storages:
+    with count_storages(held.values(), run) as storages:
         return step.run(storages)
 
 

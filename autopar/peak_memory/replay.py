@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from autopar.costmodel.activations.count_storages import Storages, count_storages
+from autopar.costmodel.activations.count_storages import RunOp, Storages, count_storages, run_plain
 from autopar.ir.graph import Value, nameless
 from autopar.peak_memory.dry_run import DryStage, Tensors
 from autopar.plans.plan import Plan
@@ -75,13 +75,14 @@ class Handed(NamedTuple):
     drops_outputs: bool
 
 
-def run_two(stage: DryStage, *, is_halved: bool) -> tuple[list[tuple[str, np.ndarray]], Handed]:
+def run_two(stage: DryStage, *, is_halved: bool, run: RunOp = run_plain) -> tuple[list[tuple[str, np.ndarray]], Handed]:
     """(changes of each action, tensors that the second microbatch sends) from running two microbatches of a fresh
     stage.
 
     The actions are called "gather", "F0", "B0", ..., "reduce". `is_halved`: whether backward is split in two parts.
+    `run`: as in `count_storages`.
     """
-    with count_storages(stage.rank.tensors()) as storages:
+    with count_storages(stage.rank.tensors(), run) as storages:
         phases = [("gather", _changes(storages, stage.open)[0])]
         for number in range(2):
             changes, handed = _microbatch(stage, number, storages, is_halved=is_halved)

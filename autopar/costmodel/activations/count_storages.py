@@ -1,7 +1,7 @@
 """Counting of allocated bytes, as the storages of tensors are allocated and freed."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from autopar.torch_compat import (
-    TorchDispatchMode,
+    EagerDispatchMode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
     pytree,
 )
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # types without tensors inside
 
 
 class Storages:
@@ -57,15 +59,25 @@ class Storages:
         return found
 
 
+# Runs an op on its arguments and keyword arguments.
+RunOp = Callable[[Any, tuple, dict[str, Any]], Any]
+
+
+def run_plain(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of an op as it is."""
+    return func(*args, **kwargs)
+
+
 @contextmanager
-def count_storages(held: Iterable[torch.Tensor] = ()) -> Iterator[Storages]:
+def count_storages(held: Iterable[torch.Tensor] = (), run: RunOp = run_plain) -> Iterator[Storages]:
     """A context that counts the storages of `held` and of all tensors made inside: of any device, real, fake or meta.
 
-    For a DTensor its local tensor counts. Memory that kernels allocate and free themselves is not seen.
+    For a DTensor its local tensor counts. Memory that kernels allocate and free themselves is not seen. `run`: runs the
+    ops inside.
     """
     storages = Storages()
     storages.hold(plain for tensor in held for plain in plain_tensors(tensor))
-    with _StorageCounter(storages):
+    with _StorageCounter(storages, run):
         yield storages
 
 
@@ -79,15 +91,19 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)
 
 
-class _StorageCounter(TorchDispatchMode):
-    def __init__(self, storages: Storages) -> None:
+class _StorageCounter(EagerDispatchMode):
+    def __init__(self, storages: Storages, run: RunOp) -> None:
         super().__init__()
-        self.storages = storages
+        self.storages, self.run = storages, run
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # its ops on plain tensors come through here later
-        out = func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind not in _PLAIN and is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented  # its ops on plain tensors come through here later
+        out = self.run(func, args, kwargs or {})
+        if type(out) in _PLAIN:  # by far the most usual result, for which this is much faster
+            self.storages.hold((out,))
+            return out
         found = (
             x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and not is_traceable_wrapper_subclass(x)
         )

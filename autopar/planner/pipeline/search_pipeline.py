@@ -194,7 +194,7 @@ def _search_point(
     searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
     plan = _searched(searches, limits_bytes, part)
     # the time was up, or the best plan of each stage is not the best for the pipeline
-    if plan is None or plan.step_s > point.step_s:
+    if plan is None or (plan.step_s > point.step_s and plan.found_by == "search"):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
         plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)

@@ -20,8 +20,8 @@ from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
 
 # The number of meshes, each with a number of microbatches, that are tried after the deadline: even without time there
-# is a hand plan.
-_MOST_LATE = 8
+# is a hand plan. Once one is found, a few of them end the sweep at this multiple of its time.
+_MOST_LATE, _FEW_LATE, _LATEST = 8, 2, 1.5
 # Points slower than this multiple of the fastest are left out.
 _SHOWN = 1.5
 # The number of fastest points for which the plan with whole parameters is tried too.
@@ -82,9 +82,10 @@ def sweep(
 
     `meshes`: (ranks of the pipeline, sub-mesh). Tensors are split on the axis called "tp" if an axis is called "dp" or
     "tp", otherwise on every choice of inner axes. `num_microbatches`: the numbers to try, by default the powers of two
-    that fill the pipeline. The most promising points are tried first, and only a few after `deadline`.
+    that fill the pipeline. The most promising points are tried first, and a few of them after `deadline`.
     """
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, training, limit_bytes)
+    latest = Deadline.after(_LATEST * deadline.remaining_s)
     found: list[tuple[Staged, int]] = []
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
@@ -93,12 +94,13 @@ def sweep(
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         late += deadline.is_past and bool(plans)
-        if late > _MOST_LATE:
+        if late > (_FEW_LATE if found and latest.is_past else _MOST_LATE):
             break
         beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
         here = shared.on(plans, mesh, num_ranks, num, schedules, beat_s)
         found += ((one, number) for one in here)
-    found += [(one, len(usual)) for one in shared.with_whole_parameters(found)]
+    if not latest.is_past:
+        found += [(one, len(usual)) for one in shared.with_whole_parameters(found)]
     return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
 
 
