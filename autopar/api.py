@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, warn
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_no_gradient_hooks
@@ -247,16 +246,15 @@ def _warn_of_batch(graph: Graph, mesh: Mesh | Devices) -> None:
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
-            warnings.warn(
+            warn(
                 f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it"
-                " stays whole on every rank; pad the batch or drop its last part to split it",
-                stacklevel=3,
+                " stays whole on every rank; pad the batch or drop its last part to split it"
             )
 
 
 def _warn_of_plan(plan: Plan | StagedPlan) -> None:
     for note in notes(plan):
-        warnings.warn(note, stacklevel=3)
+        warn(note)
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:

@@ -1,4 +1,30 @@
-"""The exceptions that autopar raises on purpose; each message says what failed, where, why, and what to do."""
+"""The exceptions that autopar raises on purpose, and its warnings: what failed, where, why, and what to do."""
+
+import os
+import sys
+import sysconfig
+import warnings
+
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)
+
+
+def warn(message: str) -> None:
+    """Warn with a UserWarning at the user's line, the innermost that is neither of autopar nor of torch or Python
+    itself; if there is none, as in a command of autopar, at the outermost.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_users(path: str) -> bool:
+    packages = (sys.modules.get(name) for name in ("autopar", "torch"))
+    folders = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in packages if package is not None)
+    if path.startswith((*folders, "<")):
+        return False
+    return not path.startswith(_LIBRARY) or path.removeprefix(_LIBRARY).startswith(_INSTALLED)
 
 
 class AutoparError(Exception):

@@ -1,6 +1,5 @@
 """Whether the ranks were given the same batch, or parts of it as they said: compared by a digest in the first steps."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import RankMismatch
+from autopar.errors import RankMismatch, warn
 from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.rank_agreement import gather, peers_alive
 from autopar.runtime.seeded_rng import peek_seed
@@ -107,10 +106,9 @@ class InputCheck:
             and any(has_rows)
             and all(a == -b for a, b, is_part in zip(largest, least, has_rows) if is_part)
         ):
-            warnings.warn(
+            warn(
                 f"every rank gave the same rows, with batch={parts.axis_names}: the batch then has each of them"
-                f" {parts.num_parts} times; give each rank its own part, or leave batch='global'",
-                stacklevel=6,
+                f" {parts.num_parts} times; give each rank its own part, or leave batch='global'"
             )
 
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -27,7 +26,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, warn
 from autopar.search.deadline import Deadline
 from autopar.search.search_state import State, num_entries, proven
 from autopar.search.table import Choice, CostTable, cost_of, memory_of
@@ -208,4 +207,4 @@ def _started(worker: Sequence[str], problem: dict[str, Any]) -> Iterator["queue.
         if code and not is_running:
             log.seek(0)
             said = log.read()[-2000:].decode(errors="replace")
-            warnings.warn(f"the CP-SAT process ended with {code}; the plan may not be optimal:\n{said}", stacklevel=3)
+            warn(f"the CP-SAT process ended with {code}; the plan may not be optimal:\n{said}")
