@@ -18,6 +18,7 @@ from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import line_of_error
+from autopar.ir.kept_attributes import keeping_no_state
 from autopar.torch_compat import FakeTensor, pytree
 
 
@@ -33,15 +34,19 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         functions_kept(),
         losses_refused(model),
     ):
-        try:
-            return _export(model, args, kwargs)
-        except GuardOnDataDependentSymNode as error:
-            raise TraceError(_data_dependent(error)) from error
-        except Exception as error:
-            _check_signature(model, args, kwargs)
-            line, text = line_of_error(error)
-            where = f"{line}: `{text}`" if line else type(model).__name__
-            raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
+        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs))
+
+
+def _checked_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        return _export(model, args, kwargs)
+    except GuardOnDataDependentSymNode as error:
+        raise TraceError(_data_dependent(error)) from error
+    except Exception as error:
+        _check_signature(model, args, kwargs)
+        line, text = line_of_error(error)
+        where = f"{line}: `{text}`" if line else type(model).__name__
+        raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

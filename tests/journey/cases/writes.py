@@ -114,3 +114,76 @@ def buffer_replaced_by_one_of_the_same_shape(run: Run) -> Numbers:
     model = run.compile(Stack(Averaging), args=args)
     losses = {f"loss {number}": run.step(model, *args) for number in range(3)}
     return losses | run.gradients(model) | run.buffers(model)
+
+
+class Recurrent(Block):
+    """Its state is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x if self.state is None else 0.5 * self.state + x
+        self.state = state.detach()
+        return super().forward(state)
+
+
+@case(refused=r"writes.py:\d+: the forward keeps state in attribute blocks.0.state.*register it as a buffer")
+def state_in_a_plain_attribute(run: Run) -> Numbers:
+    """self.state = ..., a tensor that is no buffer and that the next call reads"""
+    return stepped(run, Recurrent)
+
+
+class Counted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+@case(refused=r"writes.py:\d+: the forward keeps state in attribute blocks.0.calls", peers=False)
+def calls_counted_in_a_number(run: Run) -> Numbers:
+    """self.calls += 1, a number by which forward divides"""
+    return stepped(run, Counted)
+
+
+class Remembering(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history.append(x.detach())
+        return super().forward(torch.stack(self.history).sum(0))
+
+
+@case(refused=r"writes.py:\d+: the forward keeps state in attribute blocks.0.history", peers=False)
+def state_in_a_list(run: Run) -> Numbers:
+    """self.history.append(x), summed in each call"""
+    return stepped(run, Remembering)
+
+
+class Cached(Block):
+    """Makes a table at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None or len(self.table) != len(x):
+            self.table = torch.arange(len(x))[:, None] / len(x)
+        self.last = x
+        return super().forward(x + self.table)
+
+
+@case(peers=False)
+def table_made_at_the_first_call(run: Run) -> Numbers:
+    """self.table = ... where it is None, and self.last = x"""
+    args = batch()
+    model = run.compile(Stack(Cached), args=args)
+    return {f"loss {number}": run.step(model, *args) for number in range(2)} | run.gradients(model)

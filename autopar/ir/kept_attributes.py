@@ -1,0 +1,225 @@
+"""Attributes that the forward sets: refused by name where the next call would read what this one has left in them.
+
+A generated program calls no modules: what a forward leaves in an attribute is there in no later call.
+"""
+
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.errors import TraceError, warn
+from autopar.torch_compat import pytree
+
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict)
+_GIVEN = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
+
+Export = Callable[[], ExportedProgram]
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute whose `value` is another after a forward; `tensors`: those it holds now and did not before."""
+
+    module: nn.Module
+    fqn: str
+    name: str
+    value: Any
+    tensors: tuple[torch.Tensor, ...]
+    was_there: bool
+
+    @property
+    def place(self) -> str:
+        """Its name from the model on."""
+        return f"{self.fqn}.{self.name}".removeprefix(".")
+
+
+class _Snapshot:
+    """The attributes of all modules of a model before a forward, containers with their items."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
+        self._items: list[tuple[Any, Any]] = []
+        for fqn, module in model.named_modules():
+            own = {name: x for name, x in module.__dict__.items() if name not in _OF_ALL_MODULES}
+            held = {name: x for name, x in own.items() if type(x) in _CONTAINERS}
+            self._before.append((fqn, module, own, {name: _leaves(x) for name, x in held.items()}))
+            self._items += [(x, x.copy()) for x in held.values()]
+
+    def changed(self) -> Iterator[_Attribute]:
+        """The attributes that hold other tensors or numbers now."""
+        for fqn, module, own, contents in self._before:
+            for name, x in module.__dict__.items():
+                if name in _OF_ALL_MODULES or name == "forward":
+                    continue
+                before = contents[name] if name in contents else [own.get(name)]
+                new = [y for y in _leaves(x) if not any(y is z for z in before)]
+                tensors = tuple(y for y in new if isinstance(y, torch.Tensor))
+                is_number = isinstance(x, _PLAIN) and name in own and isinstance(own[name], _PLAIN) and x != own[name]
+                if tensors or is_number:
+                    yield _Attribute(module, fqn, name, x, tensors, name in own)
+
+    def restore(self) -> None:
+        """Give every module the attributes that it had."""
+        for _, module, own, _ in self._before:
+            for name in [name for name in module.__dict__ if name not in _OF_ALL_MODULES and name not in own]:
+                del module.__dict__[name]
+            module.__dict__.update(own)
+        for container, items in self._items:
+            if not _same_items(container, items):
+                container.clear()
+                container.extend(items) if isinstance(container, list) else container.update(items)
+
+
+def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
+    """`export()`, which runs the forward of `model` once; TraceError for an attribute that holds state.
+
+    State is a tensor that depends on parameters, buffers or arguments and is read by the next call, or a number with
+    which the next call runs other ops. Of what else a program does not set, a user is told if it was there before.
+    """
+    program, changed = _exported(model, export, read=set())
+    with_tensors = tuple(attribute for attribute in changed if attribute.tensors)
+    if with_tensors:
+        read: set[str] = set()
+        dependent = _dependent(_exported(model, export, read, returned=with_tensors)[0])
+        for attribute in with_tensors:
+            if attribute.place in read & dependent:
+                raise _refusal(attribute)
+        changed = [x for x in changed if not x.tensors or x.place in dependent]
+    numbers = tuple(attribute for attribute in changed if not attribute.tensors)
+    if numbers and _exported(model, export, set(), starting=numbers)[0].graph_module.code != program.graph_module.code:
+        raise _refusal(numbers[0])
+    if told := [attribute for attribute in changed if attribute.was_there]:
+        warn(
+            f"{_line_of(told[0])}the forward sets attribute {', '.join(x.place for x in told[:3])}; a compiled model"
+            " leaves it as it is: return what you read later, or register it as a buffer"
+        )
+    return program
+
+
+def _refusal(attribute: _Attribute) -> TraceError:
+    return TraceError(
+        f"{_line_of(attribute)}the forward keeps state in attribute {attribute.place}, which the next call reads, and a"
+        " plan would not keep it: register it as a buffer with the shape and dtype that it has later, or hand it in as"
+        " an argument and return it"
+    )
+
+
+def _exported(
+    model: nn.Module,
+    export: Export,
+    read: set[str],
+    *,
+    returned: tuple[_Attribute, ...] = (),
+    starting: tuple[_Attribute, ...] = (),
+) -> tuple[ExportedProgram, list[_Attribute]]:
+    """The program and the attributes that the forward changed, which are restored.
+
+    `returned`: attributes whose tensors the program returns besides; the places of those that the forward reads before
+    it sets them are added to `read`. `starting`: attributes that begin as the forward has left them before.
+    """
+    snapshot, changed = _Snapshot(model), list[_Attribute]()
+
+    def note(module: nn.Module, args: Any, output: Any) -> Any:
+        changed.extend(snapshot.changed())
+        places = {attribute.place for attribute in returned}
+        return (output, {x.place: list(x.tensors) for x in changed if x.place in places}) if returned else None
+
+    with ExitStack() as stack:
+        stack.callback(snapshot.restore)
+        for module in {id(attribute.module): attribute.module for attribute in returned}.values():
+            names = {x.name: x.place for x in returned if x.module is module}
+            stack.enter_context(_reads_noted(module, names, read))
+        for attribute in starting:
+            attribute.module.__dict__[attribute.name] = attribute.value
+        stack.callback(model.register_forward_hook(note).remove)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # torch's own, of which this file tells more
+        return export(), changed
+
+
+@contextmanager
+def _reads_noted(module: nn.Module, places: Mapping[str, str], read: set[str]) -> Iterator[None]:
+    """A context in which the attributes in `places` that are read before they are set are added to `read`."""
+    kind, is_set = type(module), set[str]()
+
+    class Noted(kind):
+        def __getattribute__(self, name: str) -> Any:
+            if name in places and name not in is_set:
+                read.add(places[name])
+            return super().__getattribute__(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_set.add(name)
+            super().__setattr__(name, value)
+
+    Noted.__name__, Noted.__qualname__ = kind.__name__, kind.__qualname__
+    module.__class__ = Noted
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
+def _dependent(program: ExportedProgram) -> set[str]:
+    """The places of attributes, returned beside the output, that depend on what the model is given."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _GIVEN}
+    outputs = [x.arg for x in program.graph_signature.output_specs if x.kind == OutputKind.USER_OUTPUT]
+    assert program.call_spec.out_spec is not None, "an exported program knows its outputs"
+    _, attributes = pytree.tree_unflatten(outputs, program.call_spec.out_spec)
+    return {place for place, own in attributes.items() if any(_reaches(nodes[x.name], given) for x in own)}
+
+
+def _reaches(node: torch.fx.Node, names: set[str]) -> bool:
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if node.name in names:
+            return True
+        new = [x for x in node.all_input_nodes if x not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    pairs = zip(a, b) if isinstance(a, list) else zip((*a, *a.values()), (*b, *b.values()))
+    return len(a) == len(b) and all(x is y for x, y in pairs)
+
+
+def _leaves(x: Any) -> list[Any]:
+    """The items of a container of plain containers, or `x` alone."""
+    if type(x) not in (*_CONTAINERS, tuple):
+        return [x]
+    return [leaf for item in (x.values() if isinstance(x, dict) else x) for leaf in _leaves(item)]
+
+
+def _line_of(attribute: _Attribute) -> str:
+    """`model.py:41: ` of the last line that sets the attribute outside __init__, or ""."""
+    writes = re.compile(rf"\b\w+\.{attribute.name}\b(\[.*\])?\s*([-+*/|]?=[^=]|\.(append|extend|insert|update)\()")
+    for kind in type(attribute.module).__mro__:
+        try:
+            lines, first = inspect.getsourcelines(kind)
+        except (OSError, TypeError):
+            continue
+        function, place = "", ""
+        for number, line in enumerate(lines, first):
+            if start := re.match(r"\s*(?:async )?def (\w+)", line):
+                function = start[1]
+            if function != "__init__" and writes.search(line):
+                place = f"{os.path.basename(inspect.getfile(kind))}:{number}: "
+        if place:
+            return place
+    return ""
