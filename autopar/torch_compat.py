@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import dict_version
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
@@ -53,6 +54,8 @@ __all__ = [
     "backward_hooks_of_all_modules",
     "below_autograd",
     "default_store",
+    # changes with each write to a dict; Python shows it to C alone, and torch.compile watches modules by it
+    "dict_version",
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",

@@ -238,6 +238,14 @@ def test_every_test_that_is_named_as_thorough_or_long_is_there(listing: Path) ->
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_warnings_point_to_the_line_of_the_user(path: Path) -> None:
+    if path != ROOT / "autopar" / "errors.py":
+        assert not re.search(r"warnings\.warn\w*\(|import warn\b.*warnings", path.read_text()), (
+            f"{path}: use autopar.errors.warn, which finds the user's line"
+        )
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
 def test_only_one_file_touches_what_is_private_in_torch(path: Path) -> None:
     if path.name != "torch_compat.py":
         private = re.findall(

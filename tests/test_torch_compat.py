@@ -155,6 +155,25 @@ def test_members_of_modules() -> None:
     assert recurrent._flat_weights[0] is recurrent.weight_ih_l0 is recurrent._flat_weight_refs[0]()
 
 
+def test_writes_to_dicts_are_counted() -> None:
+    module = nn.BatchNorm1d(2)
+    handle = module.register_forward_hook(lambda *_: None)
+
+    def versions() -> list[int]:
+        return [torch_compat.dict_version(x) for x in (vars(module), module._buffers, module._forward_hooks)]
+
+    for write, position in (
+        (lambda: setattr(module, "eps", 0.5), 0),
+        (lambda: delattr(module, "momentum"), 0),
+        (lambda: setattr(module, "running_mean", torch.ones(2)), 1),
+        (handle.remove, 2),
+    ):
+        before = versions()
+        assert versions() == before
+        write()
+        assert [i for i, (x, y) in enumerate(zip(before, versions())) if x != y] == [position]
+
+
 def test_members_of_tensors() -> None:
     x = torch.ones(4)
     view, version = x[:2], x._version

@@ -1,6 +1,5 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, PlanError, warn
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
@@ -23,9 +22,10 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.call_key import CONSTANTS, Key, describe_call
+from autopar.runtime.call_key import Key, describe_call, example_of
+from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.checks.module_changes import FORWARD, Changes
-from autopar.runtime.checks.replaced_parameter import mark_replaced
+from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.dtensor_state import (
     drop_others,
@@ -90,6 +90,8 @@ class Runtime:
     last: Loaded | Trainer | None = None
     num_met: int = 0  # how often all ranks loaded a program
     changes: Changes = field(default_factory=Changes)
+    calls: Calls = field(default_factory=Calls)
+    replaced: ReplacedBuffers = field(default_factory=ReplacedBuffers)
 
     def current(self) -> Loaded | Trainer:
         """The program last used."""
@@ -107,7 +109,8 @@ class Runtime:
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
-        return replace(self, loaded=loaded, name=name, num_copies=0, num_met=0, first=first, last=last, changes=changes)
+        own = {"num_copies": 0, "num_met": 0, "changes": changes, "calls": Calls(), "replaced": ReplacedBuffers()}
+        return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
         """`names`, by default FQNs of this rank's parameters whose optimizer state the plan has on the host: the caller
@@ -136,11 +139,10 @@ class Runtime:
             return
         self.num_trained += 1
         if self.num_trained > 1:
-            warnings.warn(
+            warn(
                 f"the plan counts on the optimizer's state of {len(self._state_on_host() - self.offloaded)} parameters"
                 " being on the host, else it may not fit: call autopar.offload_optimizer(optimizer, model) once,"
-                " before training",
-                stacklevel=4,
+                " before training"
             )
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -193,8 +195,7 @@ class Runtime:
         if self.check is None or not self.check.is_due():
             return
         last = self.current()
-        loaded = [part.loaded for part in last.parts] if isinstance(last, Trainer) else [last]
-        draws = any(each.program.has_random_ops for each in loaded)
+        draws = last.draws if isinstance(last, Trainer) else last.program.has_random_ops
         arguments = zip(last.graph.arguments, flat_arguments(last.graph.argument_spec, args, kwargs))
         self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
 
@@ -215,6 +216,8 @@ class Runtime:
     @torch.compiler.disable
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+        self.calls.num_begun += 1
+        self.replaced.check()
         # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
         cut = self._cut()
         with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
@@ -224,7 +227,7 @@ class Runtime:
         call, key = describe_call(self.changes.modes(module), args, kwargs)
         key = (*key, self.changes.generation, trains)
         if key not in self.loaded:
-            self._meet(call)
+            self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
             with _own_autograd():
                 kwargs = dict(sorted(kwargs.items()))
                 graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
@@ -238,6 +241,9 @@ class Runtime:
             )
             self.first = self.first or found
             self.changes.take(module)
+            self.replaced.mark(fqn for fqn, _ in found.graph.mutations)
+        elif self.check is not None:
+            self.calls.passed(self)
         self.last = self.loaded[key]
 
     def _cut(self) -> Trainer | None:
@@ -248,14 +254,18 @@ class Runtime:
         """Forget the programs of states of the module that are forgotten too."""
         self.loaded = {key: found for key, found in self.loaded.items() if key[-2] in self.changes.states}
 
-    def _meet(self, call: Key) -> None:
-        """All ranks load a program now, for the same call. The first time they may come as far apart as process groups
-        allow.
-        """
+    def _meet(self, call: Key, changed: str) -> None:
+        """All ranks load a program now, the first time as far apart as process groups allow. `changed`: in the module."""
         wait_s = LATER_WAIT_S if self.first else dist.default_pg_timeout.total_seconds()
+        cut, calls = self._cut(), None if self.check is None else self.calls
+        with failing_together(cut.meeting) if cut is not None else nullcontext():
+            meet(self.mesh, self.next_place(), wait_s, calls, changed)
         self.num_met += 1
-        meet(self.mesh, f"autopar/{self.name}/{self.num_met}", wait_s)
         agree_on_call(self.mesh, call)
+
+    def next_place(self) -> str:
+        """The key in the store under which all ranks meet next, to load a program."""
+        return f"autopar/{self.name}/{self.num_met + 1}"
 
     def _load(self, module: nn.Module, graph: Graph, plan: Plan | StagedPlan) -> Loaded | Trainer:
         """The program of a plan; the first time, also take over the model's tensors."""
@@ -303,8 +313,10 @@ class Runtime:
         with holding(module, self.whole):
             self._make_equal(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         install(module, graph, parts, is_in_use=self.is_in_use)
         self.elsewhere = drop_others(module, graph)
+        self.replaced.add(buffers, dict(module.named_buffers(remove_duplicate=False)))
         for fqn, parameter in self.whole.items():
             mark_replaced(parameter, fqn)
         self.whole.clear()
@@ -364,20 +376,8 @@ class Runtime:
             for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
                 hooks.clear()
         put(bare, self.elsewhere)
-        return traced(bare, self.loss_fn if trains else None, *pytree.tree_map(self._as_example, (args, kwargs)))
-
-    def _as_example(self, leaf: Any) -> Any:
-        """The example for an argument in tracing; AutoparError if it is neither a tensor nor a plain constant."""
-        if isinstance(leaf, torch.Tensor):
-            shape = leaf.shape if self.parts is None else self.parts.whole_shape(leaf)
-            return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-        if isinstance(leaf, CONSTANTS):
-            return leaf
-        raise AutoparError(
-            f"an argument of the model holds a {type(leaf).__module__}.{type(leaf).__qualname__}; expected tensors,"
-            " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
-            " the call"
-        )
+        examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
+        return traced(bare, self.loss_fn if trains else None, *examples)
 
     def _pins(self, module: nn.Module, graph: Graph) -> dict[str, str]:
         """Layouts in which the parameters and buffers are already stored."""

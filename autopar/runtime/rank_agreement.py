@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
+from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.seeded_rng import peek_seed
 from autopar.torch_compat import CONNECTION_FAILED, default_store
 
@@ -73,8 +74,9 @@ def from_first(mesh: DeviceMesh, item: Any) -> Any:
     return box[0]
 
 
-def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
-    """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them.
+def meet(mesh: DeviceMesh, place: str, wait_s: float, calls: Calls | None = None, changed: str = "") -> None:
+    """Return once every rank of the mesh has come to `place`; RankMismatch after `wait_s` without all of them, or once
+    one of them has made this call without coming, if `calls` are counted. `changed`: what of this rank's module.
 
     Counted in the store that set up the process groups: a rank that does not come may be inside a collective of the
     model, and another one on its groups would meet that.
@@ -82,7 +84,11 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float) -> None:
     store = default_store()
     arrived, pause_s = store.add(place, 1), 0.001
     deadline = time.monotonic() + wait_s
+    if calls is not None and arrived < mesh.size():
+        calls.wait_at(place)
     while arrived < mesh.size():
+        if calls is not None:
+            calls.check_others(place, changed)
         if time.monotonic() > deadline:
             raise RankMismatch(
                 f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived}"

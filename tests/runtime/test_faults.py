@@ -1,6 +1,7 @@
 """Ranks that differ, fail or die: every rank raises, soon, and says why."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,46 @@ def die(when: str, folder: str) -> None:
         error = met
     (Path(folder) / str(dist.get_rank())).write_text(f"{time.monotonic() - start}\n{type(error).__name__}\n{error}")
     os._exit(0)
+
+
+def change_alone(kind: str, folder: str) -> None:
+    """Rank 2 changes its module between two steps; all write what they met and after how long."""
+    model, (x,) = _compile(pins=PINS), build("mlp").args
+    for _ in range(3):
+        model(x).sum().backward()
+    if dist.get_rank() == 2:
+        if kind == "attribute":
+            model.blocks[0].slope = 0.5
+        else:
+            model.blocks[0].requires_grad_(False)
+    start = time.monotonic()
+    error: Exception | None = None
+    try:
+        for _ in range(3):
+            model(x).sum().backward()
+    except Exception as met:
+        error = met
+    (Path(folder) / str(dist.get_rank())).write_text(f"{time.monotonic() - start}\n{type(error).__name__}\n{error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "gradient"])
+def test_module_changed_on_one_rank_is_met_soon_by_all(tmp_path: Path, kind: str) -> None:
+    ranks = Ranks(4)
+    try:
+        with pytest.raises(RankError, match="died"):
+            ranks.run(change_alone, kind, str(tmp_path))
+        deadline = time.monotonic() + SOON_S
+        while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        ranks.stop()
+    found = {path.name: path.read_text().split("\n", 2) for path in tmp_path.iterdir()}
+    assert found.keys() == {"0", "1", "2", "3"}, f"only {sorted(found)} met an error"
+    assert all(float(seconds) < SOON_S for seconds, *_ in found.values()), found
+    assert found["2"][1] == RankMismatch.__name__, found["2"]
+    assert re.search(r"rank 2 needs a new program for this call.*changed on this rank \(blocks\.0", found["2"][2])
+    assert all(found[rank][1] in (PeerFailed.__name__, "RuntimeError") for rank in "013"), found
 
 
 class _Deadly:

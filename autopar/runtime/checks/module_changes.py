@@ -1,20 +1,20 @@
 """`ModuleWatch`: the state of a module that its program was made from, so that the next call notices changes.
 
-A `ModuleWatch` compares objects by identity, at every call; only if one differs, two results of `describe` are
-compared.
+A `ModuleWatch` looks at every call for writes and compares objects by identity; only if one differs, two results of
+`describe` are compared.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, warn
+from autopar.torch_compat import dict_version, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.
@@ -28,6 +28,7 @@ MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
 _mode_of = itemgetter("training")
+_needs_grad = attrgetter("requires_grad")
 
 
 @dataclass
@@ -97,15 +98,18 @@ class Changes:
     def _warn(self, changed: list[str]) -> None:
         self.num_changes += 1
         if self.num_changes == MANY:
-            warnings.warn(
+            warn(
                 f"{', '.join(changed[:3])} changed since the last call, and the module is traced anew for the {MANY}th"
-                " time; what changes in each step is better an argument, a buffer or no attribute of the module",
-                stacklevel=6,
+                " time; what changes in each step is better an argument, a buffer or no attribute of the module"
             )
 
 
 class ModuleWatch:
-    """The module as it was: `has_changed()` says whether anything that a program depends on differs, but the mode."""
+    """The module as it was: `has_changed()` says whether anything that a program depends on differs, but the mode.
+
+    Python counts the writes to each dict, so that the attributes and hooks of a module are compared only after a write
+    to one of its dicts. Tensors, and containers and objects that are attributes, are compared at every call.
+    """
 
     @torch.no_grad()
     def __init__(self, module: nn.Module) -> None:
@@ -113,43 +117,65 @@ class ModuleWatch:
         dicts = [each.__dict__ for _, each in named]
         self._dicts = dicts
         self._lengths = list(map(len, dicts))
-        names = [[name for name in found if name not in _COMMON] for found in dicts]
-        self._read = [(itemgetter(*found), d) for found, d in zip(names, dicts) if found]
+        names = [[name for name in attributes if name not in _COMMON] for attributes in dicts]
+        self._read = [(itemgetter(*own), d) for own, d in zip(names, dicts) if own]
         self._values = [read(d) for read, d in self._read]
-        changeable = {id(d[name]): d[name] for found, d in zip(names, dicts) for name in found}.values()
-        held = [d[name] for d in dicts for name in _CONTENTS]
+        changeable = {id(d[name]): d[name] for own, d in zip(names, dicts) for name in own}.values()
+        contents = [d[name] for d in dicts for name in _CONTENTS]
         hooks = [d[name] for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
-        self._filled = [found for found in (*held, *hooks) if found]
-        self._empty = [found for found in (*held, *hooks) if not found]
-        self._contents = [tuple(found.values()) for found in self._filled]
+        tables = (*contents, *hooks)
+        self._filled = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        self._contents = [tuple(table.values()) for table in self._filled]
         self._mutable = [(x, _copied(x)) for x in changeable if not isinstance(x, (*_PLAIN, tuple)) and _copied(x)]
         self.tensors = dict(_tensors(module))
         self._parameters = [x for x in self.tensors.values() if isinstance(x, nn.Parameter)]
-        self._needs_grad = [x.requires_grad for x in self._parameters]
-        self._storages = [_storage(x) for x in self._parameters]
         self._memory = list(map(_memory, self._parameters))
+        with without_function_modes():  # asking for them takes longer than the attributes themselves
+            self._needs_grad = list(map(_needs_grad, self._parameters))
+            # kept, so that no other storage gets its address
+            self._storages = list(map(torch.Tensor.untyped_storage, self._parameters))
+        self._written = [*dicts, *self._filled]
+        self._see_modes()
 
     def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training."""
-        return tuple(map(_mode_of, self._dicts))
+        """Which modules are in training, as of the last `has_changed()`."""
+        return self._modes
 
     def has_changed(self) -> bool:
         """Whether an attribute, a hook below the root, a module, a tensor or what needs a gradient is another now."""
+        if any(self._empty) or self._tensors_differ() or any(_copied(x) != before for x, before in self._mutable):
+            return True
+        if list(map(dict_version, self._written)) == self._versions:
+            return False
+        if self._attributes_differ():
+            return True
+        self._see_modes()
+        return False
+
+    def _see_modes(self) -> None:
+        self._versions = list(map(dict_version, self._written))
+        self._modes = tuple(map(_mode_of, self._dicts))
+
+    def _tensors_differ(self) -> bool:
+        with without_function_modes():
+            return (
+                list(map(_needs_grad, self._parameters)) != self._needs_grad
+                or list(map(torch.Tensor.untyped_storage, self._parameters)) != self._storages
+            )
+
+    def _attributes_differ(self) -> bool:
         return (
-            any(self._empty)
-            or list(map(len, self._dicts)) != self._lengths
+            list(map(len, self._dicts)) != self._lengths
             or not _same([read(d) for read, d in self._read], self._values)
-            or not _same([tuple(found.values()) for found in self._filled], self._contents)
-            or any(_copied(x) != before for x, before in self._mutable)
-            or [x.requires_grad for x in self._parameters] != self._needs_grad
-            or list(map(_storage, self._parameters)) != self._storages
+            or not _same([tuple(table.values()) for table in self._filled], self._contents)
         )
 
     @torch.no_grad()
     def check_data(self) -> None:
         """AutoparError for a parameter whose `.data` was assigned: of a DTensor that changes nothing."""
         for (fqn, x), storage, memory in zip(self._named_parameters(), self._storages, self._memory):
-            if isinstance(x, DTensor) and _storage(x) != storage and _memory(x) == memory:
+            if isinstance(x, DTensor) and x.untyped_storage()._cdata != storage._cdata and _memory(x) == memory:
                 raise AutoparError(
                     f"the .data of parameter {fqn} was assigned; it is a DTensor, whose content stays as it was. Write"
                     f" into it under torch.no_grad() with a DTensor of its layout (x.copy_(distribute_tensor(new,"
@@ -200,10 +226,6 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _memory(x: torch.Tensor) -> int:

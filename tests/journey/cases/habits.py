@@ -222,6 +222,45 @@ def parameter_held_from_before(run: Run) -> Numbers:
     return {"norm": held.detach().norm()} | run.gradients(model)
 
 
+@case(on=FORWARD, refused=dict.fromkeys(FORWARD, "this tensor was buffer 'norm.running_mean' until"), peers=False)
+def statistics_held_from_before(run: Run) -> Numbers:
+    """A buffer that forward writes, taken out of the model before it was compiled"""
+    model, (x, _) = Normed(), batch()
+    held = model.norm.running_mean
+    model = run.compile(model, args=(x,))
+    model(x).sum().backward()
+    return {"mean": held.clone()}
+
+
+class Masked(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x) * self.mask
+
+
+@case(on=FORWARD, refused=dict.fromkeys(FORWARD, "was written to that was buffer 'mask' until"), peers=False)
+def buffer_written_that_was_held_from_before(run: Run) -> Numbers:
+    """A buffer, taken out of the model before it was compiled, is written to after a step"""
+    model, args = Masked(), batch()
+    held = model.mask
+    model = run.compile(model, args=args)
+    run.step(model, *args)
+    held[0] = 0.0
+    return {"loss": run.step(model, *args)}
+
+
+@case(peers=False)
+def constant_buffer_held_from_before(run: Run) -> Numbers:
+    """A buffer that nobody writes, taken out of the model before it was compiled, is read after a step"""
+    model, args = Masked(), batch()
+    held = model.mask
+    model = run.compile(model, args=args)
+    return {"loss": run.step(model, *args), "mask": held * 2} | run.gradients(model)
+
+
 @case()
 def original_kept_under_another_name(run: Run) -> Numbers:
     """A trainer that keeps the model it was given, and reads it after training"""

@@ -1,9 +1,10 @@
 """The training loop as people write it."""
 
 import torch
+import torch.nn.functional as F
 
 from tests.journey.case import PP, Numbers, Run, case
-from tests.journey.stack import Stack, batch
+from tests.journey.stack import Block, Stack, batch
 
 
 @case()
@@ -99,3 +100,27 @@ def full_state_dict_of_the_optimizer(run: Run) -> Numbers:
     optimizer.step()
     get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     return {}
+
+
+@case(peers=False)
+def numbers_drawn_after_a_step(run: Run) -> Numbers:
+    """torch.randn after a step of a model without random ops"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    loss = run.step(model, *args)
+    return {"loss": loss, "drawn": torch.randn(4)} | run.gradients(model)
+
+
+@case(peers=False)
+def random_op_in_the_first_block_only(run: Run) -> Numbers:
+    """Dropout, of which all is dropped, in the first block only"""
+
+    class Dropped(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + F.dropout(x, 1.0)
+
+    args, model = batch(), Stack()
+    model.blocks[0] = Dropped()
+    model = run.compile(model, args=args)
+    found = {f"loss {number}": run.step(model, *args) for number in range(2)}
+    return found | run.gradients(model)

@@ -1,0 +1,112 @@
+"""What `ModuleWatch` notices of a module, and how long it takes where nothing changed."""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.runtime.checks.module_changes import ModuleWatch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.act, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1)
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.later = nn.ModuleList()
+        self.norm = nn.BatchNorm1d(4)
+        self.scales, self.config = [1.0, 2.0], SimpleNamespace(rate=0.1)
+        self.factor = torch.ones(3)
+        self.handle = self.blocks[1].register_forward_hook(lambda *_: None)
+
+
+def _write(table: dict, name: str, item: object) -> None:
+    table[name] = item
+
+
+def _data(model: Model) -> None:
+    model.blocks[1].first.weight.data = torch.zeros(4, 4)
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "attribute set": lambda m: setattr(m.blocks[0].dropout, "p", 0.5),
+    "attribute added": lambda m: setattr(m.blocks[0], "new", 1),
+    "attribute added to the root": lambda m: setattr(m, "new", 1),
+    "attribute deleted": lambda m: delattr(m.blocks[0].dropout, "inplace"),
+    "attribute written into the dict": lambda m: _write(vars(m.blocks[0].dropout), "p", 0.5),
+    "attribute of an object": lambda m: setattr(m.config, "rate", 0.5),
+    "item of a list": lambda m: _write(m.scales, 1, 3.0),
+    "tensor attribute in place": lambda m: m.factor.mul_(2),
+    "module replaced": lambda m: setattr(m.blocks[1], "act", nn.GELU()),
+    "module added": lambda m: m.blocks[0].add_module("new", nn.ReLU()),
+    "module deleted": lambda m: delattr(m.blocks[0], "act"),
+    "module inserted into an empty list": lambda m: m.later.insert(0, nn.ReLU()),
+    "module put into a list": lambda m: _write(m.blocks, 0, Block()),
+    "parameter replaced": lambda m: setattr(m.norm, "weight", nn.Parameter(torch.ones(4))),
+    "parameter added": lambda m: m.blocks[0].act.register_parameter("new", nn.Parameter(torch.ones(1))),
+    "parameter removed": lambda m: setattr(m.blocks[0].first, "bias", None),
+    "parameter written into the table": lambda m: _write(m.norm._parameters, "weight", nn.Parameter(torch.ones(4))),
+    "buffer replaced": lambda m: setattr(m.norm, "running_mean", torch.ones(4)),
+    "buffer added": lambda m: m.blocks[0].register_buffer("new", torch.ones(4)),
+    "needs no gradient": lambda m: m.blocks[1].first.weight.requires_grad_(False),
+    "data assigned": _data,
+    "hook added": lambda m: m.blocks[0].first.register_forward_hook(lambda *_: None),
+    "hook before forward": lambda m: m.blocks[0].first.register_forward_pre_hook(lambda *_: None),
+    "hook on gradients": lambda m: m.blocks[0].first.register_full_backward_hook(lambda *_: None),
+    "hook removed": lambda m: m.handle.remove(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_is_noticed_at_once_and_again(name: str) -> None:
+    model = Model()
+    watch = ModuleWatch(model)
+    assert not watch.has_changed()
+    CHANGES[name](model)
+    assert watch.has_changed() and watch.has_changed()
+    assert not ModuleWatch(model).has_changed()
+
+
+def test_mode_and_what_is_written_as_it_was_are_no_changes() -> None:
+    model = Model()
+    watch = ModuleWatch(model)
+    assert all(watch.modes())
+    model.blocks[0].eval()
+    model.blocks[1].dropout.p = float("0.1")
+    model.norm.weight = model.norm.weight
+    model.scales[0] = 1.0
+    model.norm.running_mean.add_(1)
+    assert not watch.has_changed()
+    assert watch.modes() == tuple(module.training for module in model.modules()) and not all(watch.modes())
+
+
+def test_root_may_get_hooks_of_its_own() -> None:
+    model = Model()
+    watch = ModuleWatch(model)
+    model.register_forward_hook(lambda *_: None)
+    assert not watch.has_changed()
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(300):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def test_cost_where_nothing_changed() -> None:
+    """6 times a loop that reads one attribute of each module; comparing all of them takes 16 times as long."""
+    model = Model(100)
+    watch, modules = ModuleWatch(model), list(model.modules())
+    reading = _least_s(lambda: [module.training for module in modules])
+    assert len(modules) > 500 and _least_s(watch.has_changed) < 11 * reading
