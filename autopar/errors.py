@@ -1,5 +1,6 @@
 """The exceptions that autopar raises on purpose, and its warnings: what failed, where, why, and what to do."""
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -13,8 +14,8 @@ def warn(message: str) -> None:
     """Warn with a UserWarning at the user's line, the innermost that is neither of autopar nor of torch or Python
     itself; if there is none, as in a command of autopar, at the outermost.
     """
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

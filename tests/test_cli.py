@@ -120,7 +120,7 @@ def test_explain_prints_stages_their_timeline_and_memory(file, capsys):
     out = capsys.readouterr().out
     assert "Schedule: 1f1b, 2 stages on 2 ranks, 4 microbatches" in out
     assert re.search(r"^rank 0 \|[0-9a-j.]{100}\|$", out, re.MULTILINE) and re.search(
-        r"^0 +most, [0-9.]+ [um]s +2 ", out, re.MULTILINE
+        r"^0 +peak, [0-9.]+ [um]s +2 ", out, re.MULTILINE
     )
 
 

@@ -8,7 +8,7 @@ from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
 from autopar.units import format_bytes, format_seconds
 
-FROM_FILE = "Taken from the plan's file"
+FROM_FILE = "From the plan's file"
 
 
 def table(lines: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
@@ -25,7 +25,7 @@ def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> s
     """The line with the step, how the plan was found, and its bound, marked as a claim if it is from a file."""
     step = f"Step {format_seconds(step_s)}"
     if is_from_file:
-        return f"{step}. {FROM_FILE}, not proven here: {printable('; '.join(filter(None, (found, bound))))}."
+        return f"{step}. {FROM_FILE}, not verified by this run: {printable('; '.join(filter(None, (found, bound))))}."
     return f"{', '.join(filter(None, (step, printable(found))))}; {printable(bound)}."
 
 
@@ -36,8 +36,8 @@ def on_host_lines(num_parameters: int, num_bytes: int) -> Iterator[str]:
     """
     if num_parameters:
         yield (
-            f"Optimizer state of {num_parameters} parameters, {format_bytes(num_bytes)} a device, waits on the host:"
-            " call autopar.offload_optimizer(optimizer, model) before training."
+            f"Optimizer state of {num_parameters} parameters, {format_bytes(num_bytes)} per device, is offloaded to the"
+            " host: call autopar.offload_optimizer(optimizer, model) before training."
         )
 
 
@@ -58,16 +58,16 @@ def hand_table(
         memory = format_bytes(costs.memory_bytes) + unfit(costs.memory_bytes, limit_bytes)
         lines.append([printable(name), format_seconds(costs.step_s), ratio, memory])
     above = (
-        f"{FROM_FILE}, plans written by hand beside it"
+        f"{FROM_FILE}, compared with hand plans"
         if is_from_file
-        else "Beside plans written by hand, priced alike"
+        else "Compared with hand plans, priced by the same cost model"
     )
     return f"{above}:\n{table(lines, ['plan', 'step', 'ratio', 'memory'])}"
 
 
 def unfit(num_bytes: float, limit_bytes: float | None) -> str:
     """A remark that `num_bytes` exceed the limit (None: no limit), or ""."""
-    return ", does not fit" if limit_bytes is not None and num_bytes > limit_bytes else ""
+    return ", exceeds the limit" if limit_bytes is not None and num_bytes > limit_bytes else ""
 
 
 def timings_line(timings_s: Mapping[str, float]) -> str:

@@ -15,10 +15,10 @@ from autopar.schedule.orders import Schedule
 
 # Fields of an assignment that save memory where they are not empty, with what they decide.
 _DECISIONS = {
-    "recomputed": "blocks recomputed",
-    "offloaded": "what blocks keep moved to the host",
-    "state_on_host": "optimizer state on the host",
-    "regathered": "parameters gathered again in backward",
+    "recomputed": "activation checkpointing",
+    "offloaded": "activation offload",
+    "state_on_host": "optimizer offload",
+    "regathered": "regathered parameters",
 }
 
 

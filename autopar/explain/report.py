@@ -126,7 +126,7 @@ def report(plan: Plan) -> Report:
             "communication backward": costs.communication_s("backward"),
             "optimizer": costs.optimizer_s,
             **{
-                f"waiting for the host {phase}": seconds
+                f"exposed host transfers, {phase}": seconds
                 for phase, seconds in costs.waiting_s.items()
                 if costs.moved_bytes or seconds
             },

@@ -28,7 +28,7 @@ def format_staged(plan: StagedPlan) -> str:
         _crossing(plan),
         _hand(plan),
     ]
-    note = "What each op of a stage does: plan.stages[number].explain()."
+    note = "Ops and layouts of one stage: plan.stages[number].explain()."
     return "\n\n".join(section for section in (*sections, note, timings_line(plan.timings)) if section)
 
 
@@ -67,9 +67,9 @@ def _moments_json(plan: StagedPlan, rank: int) -> list[dict[str, Any]]:
 
 def _head(plan: StagedPlan) -> str:
     bound = (
-        f"no plan takes less than {format_seconds(plan.lower_bound_s)}, the work shared evenly"
+        f"no plan takes less than {format_seconds(plan.lower_bound_s)} (total work divided evenly over the devices)"
         if plan.lower_bound_s
-        else "no bound"
+        else "no lower bound"
     )
     num_on_host = sum(len(stage.assignment.state_on_host) for stage in plan.stages)
     host_bytes = sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
@@ -79,8 +79,8 @@ def _head(plan: StagedPlan) -> str:
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", bound, is_from_file=plan.is_from_file),
             (
-                f"Of it {format_seconds(plan.timeline.step_s)} run by the schedule; the rest gathers parameters,"
-                " reduces gradients, updates."
+                f"The schedule takes {format_seconds(plan.timeline.step_s)} of it; gathering parameters, reducing"
+                " gradients and the optimizer take the rest."
             ),
             *on_host_lines(num_on_host, host_bytes),
             *notes(plan),
@@ -107,8 +107,10 @@ def _stages(plan: StagedPlan) -> str:
                 *saved,
             ]
         )
-    headers = ["stage", "rank", "ops", "forward", "backward", "sends", "once a step", "in flight"]
-    return "Stages (times of one microbatch):\n" + table(lines, [*headers, "recomputed", "offloaded", "state on host"])
+    headers = ["stage", "rank", "ops", "forward", "backward", "p2p", "once per step", "in flight"]
+    return "Stages (times of one microbatch):\n" + table(
+        lines, [*headers, "recomputed", "offloaded", "state offloaded"]
+    )
 
 
 def _memory(plan: StagedPlan) -> str:
@@ -118,23 +120,22 @@ def _memory(plan: StagedPlan) -> str:
     kinds = list(dict.fromkeys(kind for stage in plan.stages for kind in stage.costs.memory_bytes))
     lines = [line for rank in ranks for line in _memory_lines(rank, over_time[rank], kinds)]
     limit = "" if plan.memory_limit_bytes == float("inf") else f" (limit {format_bytes(plan.memory_limit_bytes)})"
-    rows = table(lines, ["rank", "when", "in flight", *kinds, "all"]) + _peaks(plan)
+    rows = table(lines, ["rank", "when", "in flight", *kinds, "total"]) + _peaks(plan)
     counts = format_counts([[(x.start_s, x.in_flight) for x in row] for row in over_time], plan.timeline.step_s)
     return (
-        f"Memory of a device of each rank of the pipeline{limit}:\n{rows}\n\nMicrobatches in flight over the"
-        f" step:\n{counts}"
+        f"Memory per device, by rank of the pipeline{limit}:\n{rows}\n\nMicrobatches in flight over the step:\n{counts}"
     )
 
 
 def _peaks(plan: StagedPlan) -> str:
     peaks = ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(plan.peak_bytes))
     claim = origin(is_from_file=plan.is_from_file)
-    return f"\nThese are estimates; the most at one time, as the programs run{claim}: {peaks}." if peaks else ""
+    return f"\nThese are estimates; peaks in a dry run of the programs{claim}: {peaks}." if peaks else ""
 
 
 def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) -> Iterator[list[str]]:
     worst = max(moments, key=lambda moment: moment.total_bytes)
-    for when, found in (("start", moments[0]), (f"most, {format_seconds(worst.start_s)}", worst), ("end", moments[-1])):
+    for when, found in (("start", moments[0]), (f"peak, {format_seconds(worst.start_s)}", worst), ("end", moments[-1])):
         sizes = (format_bytes(found.bytes_by_kind.get(kind, 0)) for kind in kinds)
         yield [str(rank), when, str(found.in_flight), *sizes, format_bytes(found.total_bytes)]
 
@@ -142,14 +143,18 @@ def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) ->
 def _savings(plan: StagedPlan) -> str:
     """The section on the ablation of choices that save memory."""
     lines = [_saving_line(one) for one in memory_savings(plan)]
-    title = "What saves memory; a device, and a step of the whole plan, without it:"
-    return title + "\n" + table(lines, ["stage", "choice", "memory", "it saves", "step", "it costs"]) if lines else ""
+    title = "Ablation: memory per device and time per step of the plan without each choice that saves memory:"
+    return (
+        title + "\n" + table(lines, ["stage", "choice", "memory without", "saves", "step without", "costs"])
+        if lines
+        else ""
+    )
 
 
 def _saving_line(saving: MemorySaving) -> list[str]:
     saved, slower_s = saving.bytes_without - saving.num_bytes, saving.step_s - saving.step_s_without
-    saves = f"none, takes {format_bytes(-saved)}" if saved < 0 else format_bytes(saved)
-    costs = f"none, gains {format_seconds(-slower_s)}" if slower_s < 0 else format_seconds(slower_s)
+    saves = f"nothing, adds {format_bytes(-saved)}" if saved < 0 else format_bytes(saved)
+    costs = f"nothing, gains {format_seconds(-slower_s)}" if slower_s < 0 else format_seconds(slower_s)
     return [
         saving.where,
         saving.choice,
@@ -165,7 +170,7 @@ def _crossing(plan: StagedPlan) -> str:
     for number, stage in enumerate(plan.stages[:-1]):
         for value in dict.fromkeys(stage.graph.outputs):
             lines.append([f"{number} to {number + 1}", str(value), format_layout(stage.assignment.outputs[value.name])])
-    return "What is sent from stage to stage:\n" + table(lines, ["stages", "value", "layout"]) if lines else ""
+    return "Boundary tensors:\n" + table(lines, ["stages", "value", "layout"]) if lines else ""
 
 
 def _hand(plan: StagedPlan) -> str:

@@ -27,13 +27,13 @@ def format_report(report: Report) -> str:
 def _head(report: Report) -> str:
     found = f"found by {report.found_by}" if report.found_by else ""
     least = f"no {report.bound_of} takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})"
-    bound = least if report.lower_bound_s else "no bound"
+    bound = least if report.lower_bound_s else "no lower bound"
     return "\n".join(
         [
             title(report.mesh, report.cluster, report.cluster_source, report.optimizer),
             (
-                "Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum;"
-                " one a mesh axis."
+                "Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a"
+                " pending sum."
             ),
             step_line(report.step_s, found, bound, is_from_file=report.is_from_file),
             *report.notes,
@@ -46,7 +46,9 @@ def _ops(report: Report) -> str:
     shown = [row for row in report.ops if not row.is_quiet_view]
     note = f"Ops ({len(report.ops) - len(shown)} views that follow their input without communication are left out):"
     axes = [f"on {part}" for part in report.mesh.split(",")]
-    return note + "\n" + table([_op_line(row) for row in shown], ["op", "x", *axes, "collectives a step", "from"])
+    return (
+        note + "\n" + table([_op_line(row) for row in shown], ["op", "copies", *axes, "collectives per step", "source"])
+    )
 
 
 def _op_line(row: OpRow) -> list[str]:
@@ -69,9 +71,9 @@ def _cell(rows: Iterable[CollectiveRow]) -> str:
 
 def _inputs(report: Report) -> str:
     lines = [_input_line(row) for row in report.inputs]
-    headers = ["name", "x", "kind", "value", "layout", "collectives a step"]
+    headers = ["name", "copies", "kind", "value", "layout", "collectives per step"]
     return (
-        "Parameters, buffers, constants and arguments (gradients reduced together are at the first of them):\n"
+        "Parameters, buffers, constants and arguments (a bucket of gradients is listed at its first parameter):\n"
         + table(lines, headers)
     )
 
@@ -87,27 +89,27 @@ def _collectives(report: Report) -> str:
     ]
     if not lines:
         return "Collectives: none."
-    return "Collectives a step:\n" + table(lines, ["phase", "axis", "kind", "number", "bytes", "time"])
+    return "Collectives per step:\n" + table(lines, ["phase", "axis", "kind", "number", "bytes", "time"])
 
 
 def _memory(report: Report) -> str:
     total = sum(report.memory_bytes.values())
     peak = total if report.peak_bytes is None else report.peak_bytes
     most = total if report.is_from_file else peak
-    lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("all", total))]
+    lines = [[kind, format_bytes(size)] for kind, size in (*report.memory_bytes.items(), ("total", total))]
     claim = origin(is_from_file=report.is_from_file)
-    lines += [] if peak == total else [[f"at one time, as the program runs{claim}", format_bytes(peak)]]
+    lines += [] if peak == total else [[f"peak, in a dry run of the program{claim}", format_bytes(peak)]]
     limit = (
         ""
         if report.memory_limit_bytes is None
         else f" (limit {format_bytes(report.memory_limit_bytes)}{unfit(most, report.memory_limit_bytes)})"
     )
-    return f"Memory a device{limit}:\n" + table(lines, ["kind", "bytes"])
+    return f"Memory per device{limit}:\n" + table(lines, ["kind", "bytes"])
 
 
 def _time(report: Report) -> str:
     lines = [[kind, format_seconds(seconds)] for kind, seconds in (*report.time_s.items(), ("step", report.step_s))]
-    return "Time of a step:\n" + table(lines, ["kind", "time"])
+    return "Time per step:\n" + table(lines, ["kind", "time"])
 
 
 def _hand(report: Report) -> str:
@@ -119,21 +121,23 @@ def _meshes(report: Report) -> str:
     if len(report.meshes_s) < 2:
         return ""
     lines = [[mesh, format_seconds(cost_s)] for mesh, cost_s in report.meshes_s.items()]
-    return "Meshes searched (n: nodes, d: devices of a node):\n" + table(lines, ["mesh", "best step"])
+    return "Meshes searched (n: nodes, d: devices within a node):\n" + table(lines, ["mesh", "best step"])
 
 
 def _without_rule(report: Report) -> str:
     if not report.without_rule:
-        return "Every op has a rule."
+        return "Every op has a sharding rule."
     targets = {row.name: row.target for row in report.ops}
     lines = [[f"%{name}", targets[name], format_seconds(seconds)] for name, seconds in report.without_rule.items()]
-    return "Whole on every device for want of a rule:\n" + table(lines, ["op", "target", "costs a step"])
+    return "Ops without a sharding rule, replicated on every device:\n" + table(
+        lines, ["op", "target", "time per step"]
+    )
 
 
 def _not_divided(report: Report) -> str:
     if not report.not_divided:
-        return "Every mesh axis divides every dim it could split."
+        return "The size of every mesh axis divides every dim that it could split."
     lines = [[row["axis"], printable(row["name"]), str(row["dim"]), str(row["size"])] for row in report.not_divided]
     rest = f"\n... and {len(lines) - MOST_UNDIVIDED} more, all in the JSON" if len(lines) > MOST_UNDIVIDED else ""
-    rows = table(lines[:MOST_UNDIVIDED], ["axis", "of", "dim", "size"])
-    return "Never split, because the axis does not divide the dim:\n" + rows + rest
+    rows = table(lines[:MOST_UNDIVIDED], ["axis", "tensor", "dim", "size"])
+    return "Dims never split along an axis, because its size does not divide theirs:\n" + rows + rest

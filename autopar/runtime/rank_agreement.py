@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
     found = [item]
     for axis in reversed(range(mesh.ndim)):
         rows: list[Any] = [None] * mesh.size(axis)
-        with peers_alive():
+        with peers_alive(), warnings.catch_warnings():
+            # torch's own pickles of argument structures, read back, warn of what torch calls deprecated
+            warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec")
             dist.all_gather_object(rows, found, group=mesh.get_group(axis))
         found = [entry for row in rows for entry in row]
     return found

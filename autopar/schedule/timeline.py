@@ -17,7 +17,7 @@ WIDTH = 100  # columns of a row of text
 # A microbatch is drawn by its last digit: a forward as the digit, a backward as the letter of that position.
 LETTERS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "wwwwwwwwww"}
 DIGITS = string.digits + string.ascii_lowercase + "+"
-LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a weight gradient put off, . waiting"
+LEGEND = "0 to 9 forward of a microbatch (its last digit), a to j its backward, w a deferred weight gradient, . idle"
 
 
 class Action(NamedTuple):
@@ -85,10 +85,8 @@ def format_timeline(timeline: Timeline, width: int = WIDTH) -> str:
     ]
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for row in timeline.rows for span in row)]
     lines = [_times(timeline, rank, kinds) for rank in range(len(timeline.rows))]
-    table = tabulate(
-        lines, ["rank", "stages", *map(KINDS.__getitem__, kinds), "waits", "most of it"], disable_numparse=True
-    )
-    head = f"A step of {format_seconds(timeline.step_s)}, of which the ranks wait {timeline.bubble:.1%}:"
+    table = tabulate(lines, ["rank", "stages", *map(KINDS.__getitem__, kinds), "idle", "mostly"], disable_numparse=True)
+    head = f"Timeline of {format_seconds(timeline.step_s)}, bubble {timeline.bubble:.1%}:"
     return "\n".join([head, *drawn, f"({LEGEND})", "", table])
 
 

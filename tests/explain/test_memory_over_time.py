@@ -115,7 +115,7 @@ def test_microbatches_are_compared_with_the_plan_of_one_pass():
 
 def test_recomputed_blocks_save_what_the_plan_without_them_takes_more():
     plan = planned("pp=2", batch=4096, schedule="1f1b", memory_limit_bytes=9.2e6)
-    found = {int(one.where): one for one in memory_savings(plan) if one.choice == "blocks recomputed"}
+    found = {int(one.where): one for one in memory_savings(plan) if one.choice == "activation checkpointing"}
     assert found and found.keys() == {number for number, stage in enumerate(plan.stages) if stage.assignment.recomputed}
     for number, one in found.items():
         stage = plan.stages[number]

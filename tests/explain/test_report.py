@@ -17,11 +17,11 @@ from tests.zoo import ZOO
 
 GOLDEN = """\
 Plan for mesh dp=2,tp=2 on cluster cpu (SOURCE), optimizer adamw.
-Placements: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum; one a mesh axis.
-Step #; no bound.
+Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum.
+Step #; no lower bound.
 
 Ops (0 views that follow their input without communication are left out):
-op x on dp=2 on tp=2 collectives a step from
+op copies on dp=2 on tp=2 collectives per step source
 %linear 1 S(0) B* B* -> S(0) B S(0) S(0) -> S(1) blocks.0.0 LINE
 %gelu 1 S(0) -> S(0) S(1) -> S(1) blocks.0.1 LINE
 %linear_1 1 S(0) B* B* -> S(0) S(1) S(1) P -> P forward 1 all_reduce tp #, # blocks.0.2 LINE
@@ -32,8 +32,8 @@ op x on dp=2 on tp=2 collectives a step from
 %add_1 1 S(0) S(0) -> S(0) B B -> B backward 1 all_reduce tp #, # LINE
 %linear_4 1 S(0) B* B* -> S(0) B* S(0) S(0) -> S(1) head LINE
 
-Parameters, buffers, constants and arguments (gradients reduced together are at the first of them):
-name x kind value layout collectives a step
+Parameters, buffers, constants and arguments (a bucket of gradients is listed at its first parameter):
+name copies kind value layout collectives per step
 blocks.0.0.weight 1 parameter f64[128, 32] BS(0) backward 1 all_reduce dp #, #
 blocks.0.0.bias 1 parameter f64[128] BS(0)
 blocks.0.2.weight 1 parameter f64[32, 128] BS(1) backward 1 all_reduce dp #, #
@@ -46,22 +46,22 @@ head.weight 1 parameter f64[16, 32] BS(0)
 head.bias 1 parameter f64[16] BS(0)
 x 1 argument f64[8, 32] S(0)B
 
-Collectives a step:
+Collectives per step:
 phase axis kind number bytes time
 forward tp all_reduce 2 # #
 backward dp all_reduce 4 # #
 backward tp all_reduce 2 # #
 
-Memory a device:
+Memory per device:
 kind bytes
 parameters #
 gradients #
 optimizer #
 arguments #
 activations #
-all #
+total #
 
-Time of a step:
+Time per step:
 kind time
 compute forward #
 compute backward #
@@ -70,9 +70,9 @@ communication backward #
 optimizer #
 step #
 
-Every op has a rule.
+Every op has a sharding rule.
 
-Every mesh axis divides every dim it could split.
+The size of every mesh axis divides every dim that it could split.
 """
 
 
@@ -92,11 +92,11 @@ def test_sections_come_in_order():
             "Plan for",
             "Ops (",
             "Parameters,",
-            "Collectives a",
-            "Memory a",
-            "Time of",
+            "Collectives per",
+            "Memory per",
+            "Time per",
             "Every op",
-            "Every mesh",
+            "The size of every mesh",
         )
     ]
     assert starts == sorted(starts)
@@ -153,7 +153,9 @@ def test_ops_without_rule_are_listed_with_their_cost():
     )
     unruled = next(op.name for op in graph.ops if op.target == "aten.unheard.of")
     text = format_report(report(replace(plan, graph=graph, without_rule={unruled: 0.002})))
-    assert re.search(rf"for want of a rule:\n.*\n.*\n%{unruled} +aten\.unheard\.of +2 ms", text)
+    assert re.search(
+        rf"without a sharding rule, replicated on every device:\n.*\n.*\n%{unruled} +aten\.unheard\.of +2 ms", text
+    )
 
 
 def test_dims_an_axis_does_not_divide_are_listed():
@@ -165,16 +167,17 @@ def test_dims_an_axis_does_not_divide_are_listed():
 def test_hand_plans_are_compared():
     plan = hand_made("mlp")
     text = format_report(report(replace(plan, hand={"ddp": HandCosts(2 * plan.costs.step_s, 2**20)})))
-    assert re.search(r"this plan .* 1\.00 .*\nddp .* 2\.00 +1 MiB", text) and "does not fit" not in text
+    assert re.search(r"this plan .* 1\.00 .*\nddp .* 2\.00 +1 MiB", text) and "exceeds the limit" not in text
 
 
 def test_what_does_not_fit_says_so():
     plan = hand_made("mlp")
     most = plan.costs.total_memory_bytes
     text = format_report(report(replace(plan, memory_limit_bytes=most, hand={"ddp": HandCosts(1.0, most + 1)})))
-    assert re.search(r"\nddp .* does not fit", text) and text.count("does not fit") == 1
+    assert re.search(r"\nddp .* exceeds the limit", text) and text.count("exceeds the limit") == 1
     assert re.search(
-        r"Memory a device \(limit .*, does not fit\)", format_report(report(replace(plan, memory_limit_bytes=most - 1)))
+        r"Memory per device \(limit .*, exceeds the limit\)",
+        format_report(report(replace(plan, memory_limit_bytes=most - 1))),
     )
 
 

@@ -348,7 +348,7 @@ def check(plan: Plan | StagedPlan, case: Case, *, is_run: bool) -> None:
     assert plan.is_from_file and math.isfinite(plan.step_s) and 0 <= plan.lower_bound_s <= plan.step_s
     text = plan.explain()
     assert all(char.isprintable() or char == "\n" for char in text)
-    assert not plan.lower_bound_s or "Taken from the plan's file" in text
+    assert not plan.lower_bound_s or "From the plan's file" in text
     json.dumps(plan_json(plan), allow_nan=False)
     plan_trace(plan)
     for stage in plan.stages if isinstance(plan, StagedPlan) else (plan,):

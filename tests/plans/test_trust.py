@@ -61,7 +61,7 @@ def test_an_axis_name_of_a_file_is_never_run(ranks4: Ranks, tmp_path: Path, name
     axes = {"shape": [4, 1], "axis_names": [name.format(str(told)), "c"]}
     texts = ranks4.run(compile_with, write(tmp_path / "plan.json", forged(plan.dumps(), mesh=axes)))
     assert not told.exists()
-    assert all("Taken from the plan's file" in text if name.startswith("b;") else "mesh axis" in text for text in texts)
+    assert all("From the plan's file" in text if name.startswith("b;") else "mesh axis" in text for text in texts)
 
 
 def test_verify_refuses_a_file_with_code(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -163,22 +163,23 @@ def claiming() -> Plan:
 def test_what_a_file_claims_is_shown_as_its_claim() -> None:
     text = Plan.loads(claiming().dumps(), traced("mlp"), MESH).explain()
     assert (
-        r"Taken from the plan's file, not proven here: found by se\narch; no plan \x07 takes less than 0.001 us" in text
+        r"From the plan's file, not verified by this run: found by se\narch; no plan \x07 takes less than 0.001 us"
+        in text
     )
-    assert "Taken from the plan's file, plans written by hand beside it:" in text and r"ddp \x1b[2J\n" in text
-    assert "at one time, as the program runs (taken from the plan's file)" in text
+    assert "From the plan's file, compared with hand plans:" in text and r"ddp \x1b[2J\n" in text
+    assert "peak, in a dry run of the program (from the plan's file)" in text
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
 def test_what_this_run_planned_is_shown_as_proven() -> None:
     text = Plan.loads(claiming().dumps(), traced("mlp"), MESH, is_own=True).explain()
-    assert "found by se" in text and "priced alike" in text and "Taken from" not in text
+    assert "found by se" in text and "priced by the same cost model" in text and "the plan's file" not in text
 
 
 def test_what_another_version_claims_is_dropped() -> None:
     plan = Plan.loads(forged(claiming().dumps(), autopar="0.0.9"), traced("mlp"), MESH, is_own=True)
     assert (plan.lower_bound_s, plan.found_by, plan.hand, plan.peak_bytes) == (0.0, "", {}, ())
-    assert "no bound" in plan.explain() and plan.costs == hand_made("mlp").costs
+    assert "no lower bound" in plan.explain() and plan.costs == hand_made("mlp").costs
 
 
 def test_no_bound_exceeds_the_step() -> None:
@@ -190,7 +191,9 @@ def test_no_bound_exceeds_the_step() -> None:
 def test_a_peak_that_a_file_claims_makes_no_plan_fit() -> None:
     limit = hand_made("mlp").costs.total_memory_bytes - 1
     plan = Plan.loads(forged(claiming().dumps(), memory_limit_bytes=limit, peak_bytes=[1]), traced("mlp"), MESH)
-    assert ", does not fit" in next(line for line in plan.explain().splitlines() if line.startswith("Memory a device"))
+    assert ", exceeds the limit" in next(
+        line for line in plan.explain().splitlines() if line.startswith("Memory per device")
+    )
 
 
 def whose_claims(path: str) -> list[bool]:
@@ -284,7 +287,7 @@ def test_a_plan_that_recomputes_its_loss_is_explained() -> None:
     case = staged_case("1f1b")
     ops = list(case.content["stages"][1]["strategies"])
     plan = staged_plan.loads(with_stage(case, 1, recomputed=[ops[-3:]]), case.graph, case.mesh)
-    assert "blocks recomputed" in plan.explain() and ops[-1] not in {op.name for op in case.graph.ops}
+    assert "activation checkpointing" in plan.explain() and ops[-1] not in {op.name for op in case.graph.ops}
 
 
 def test_groups_of_channels_are_not_split_further_than_they_are() -> None:

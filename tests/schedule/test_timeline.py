@@ -12,15 +12,15 @@ from autopar.schedule.timeline import Action, Span, Timeline, format_timeline, t
 SHORT = simulate(Schedule("1f1b", 2, 2, 2), [StageTimes(1e-3, 2e-3)] * 2)
 
 TEXT = """\
-A step of 9 ms, of which the ranks wait 33.3%:
+Timeline of 9 ms, bubble 33.3%:
 rank 0 |0011....aaaa..bbbb|
 rank 1 |..00aaaa11bbbb....|
-(0 to 9 forward of a microbatch (its last digit), a to j its backward, w a weight gradient put off, . waiting)
+(0 to 9 forward of a microbatch (its last digit), a to j its backward, w a deferred weight gradient, . idle)
 
-rank    stages    forward    backward    waits    most of it
-------  --------  ---------  ----------  -------  ------------
-0       0         2 ms       4 ms        33.3%    for stage 1
-1       1         2 ms       4 ms        33.3%    for the end"""
+rank    stages    forward    backward    idle    mostly
+------  --------  ---------  ----------  ------  -----------
+0       0         2 ms       4 ms        33.3%   for stage 1
+1       1         2 ms       4 ms        33.3%   for the end"""
 
 
 def test_text_shows_who_computes_and_waits_when():

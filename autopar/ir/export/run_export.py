@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -100,8 +101,10 @@ def _without_dump() -> Iterator[None]:
 
     Other text on stderr is passed on.
     """
-    said, dump = io.StringIO(), ""
+    said, dump, log = io.StringIO(), "", logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
     try:
+        log.setLevel(logging.ERROR)  # it says that it finds no line of the user's, which the error names
         with redirect_stderr(said):
             yield
     except TraceError as error:
@@ -109,6 +112,7 @@ def _without_dump() -> Iterator[None]:
             dump = f"{graph}\n"
         raise
     finally:
+        log.setLevel(level)
         sys.stderr.write(said.getvalue().replace(dump, "") if dump else said.getvalue())
 
 

@@ -270,4 +270,4 @@ def test_optimizer_state_waits_on_the_host_where_nothing_else_fits() -> None:
     assert any(stage.assignment.state_on_host for stage in found.stages)
     assert loads(found.dumps(), graph, mesh).dumps() == found.dumps()
     text = found.explain()
-    assert "autopar.offload_optimizer(optimizer, model)" in text and "optimizer state on the host" in text
+    assert "autopar.offload_optimizer(optimizer, model)" in text and "optimizer offload" in text
