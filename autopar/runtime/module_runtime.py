@@ -255,7 +255,7 @@ class Runtime:
         self.loaded = {key: found for key, found in self.loaded.items() if key[-2] in self.changes.states}
 
     def _meet(self, call: Key, changed: str) -> None:
-        """All ranks load a program now, the first time as far apart as process groups allow. `changed`: in the module."""
+        """All ranks load a program now; the first time they may come far apart. `changed`: what of the module."""
         wait_s = LATER_WAIT_S if self.first else dist.default_pg_timeout.total_seconds()
         cut, calls = self._cut(), None if self.check is None else self.calls
         with failing_together(cut.meeting) if cut is not None else nullcontext():
