@@ -25,6 +25,7 @@ from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout
 from autopar.schedule.orders import IN_ROUNDS, Schedule
 from autopar.schedule.orders import actions as schedule_actions
+from autopar.schedule.simulate import generations
 from autopar.schedule.timeline import Action
 
 Inputs = tuple[tuple[Input, Layout], ...]
@@ -205,23 +206,14 @@ def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
     The ranks of torch's schedules in rounds advance together: a tensor sent in one step is received before the
     receiver's next step, even if it is needed later.
     """
-    rows, last = schedule_actions(schedule), schedule.num_stages - 1
-    at, done = [0] * len(rows), set()
-    found: list[dict[int, list[Action]]] = [{} for _ in rows]
-    while any(here < len(row) for here, row in zip(at, rows)):
-        ran = [
-            (rank, row[here])
-            for rank, (here, row) in enumerate(zip(at, rows))
-            if here < len(row) and _needs(row[here], last) <= done
-        ]
-        assert ran, f"{schedule}: no rank can continue"
-        for rank, action in ran:
-            at[rank] += 1
-            done.add(_sent(action))
-        for sent in (_sent(action) for _, action in ran):
-            if sent.kind != "W" and 0 <= sent.stage <= last:
+    num_ran, found = [0] * schedule.num_ranks, [{} for _ in range(schedule.num_ranks)]
+    for ran in generations(schedule):
+        for action in ran:
+            num_ran[schedule.rank_of(action.stage)] += 1
+        for sent in map(_sent, ran):
+            if sent.kind != "W" and 0 <= sent.stage < schedule.num_stages:
                 rank = schedule.rank_of(sent.stage)
-                found[rank].setdefault(at[rank], []).append(sent)
+                found[rank].setdefault(num_ran[rank], []).append(sent)
     return found
 
 
@@ -234,12 +226,6 @@ def _sent(action: Action) -> Action:
         if action.kind == "F"
         else Action("B", action.stage - 1, action.microbatch)
     )
-
-
-def _needs(action: Action, last: int) -> set[Action]:
-    if action.kind == "W" or action.stage == (0 if action.kind == "F" else last):
-        return set()
-    return {action._replace(kind="F" if action.kind == "F" else "B")}
 
 
 def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:

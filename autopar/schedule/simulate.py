@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
+import networkx as nx
 import numpy as np
 
 from autopar.schedule.orders import IN_ROUNDS, Row, Schedule, actions
@@ -44,28 +45,30 @@ class Order:
     kind: np.ndarray  # column of the durations and transfers
 
 
+def generations(schedule: Schedule) -> list[list[Action]]:
+    """The actions of all ranks in topological generations, at most one action of a rank in each.
+
+    The predecessors of an action, the previous one on its rank and the one whose result it reads, are in earlier
+    generations.
+    """
+    rows, graph = actions(schedule), nx.DiGraph()
+    for row in rows:
+        nx.add_path(graph, row)
+    graph.add_edges_from(
+        (source, action) for row in rows for action in row if (source := _source(schedule, action)) is not None
+    )
+    return [
+        sorted(found, key=lambda action: schedule.rank_of(action.stage)) for found in nx.topological_generations(graph)
+    ]
+
+
 def ordered(schedule: Schedule) -> Order:
     """The `Order` of `schedule`, which can be simulated with any times."""
-    rows = actions(schedule)
-    wave: dict[Action, int] = {}
-    before = {action: previous for row in rows for previous, action in zip((None, *row), row)}
-    pointers = [0] * len(rows)
-    while any(pointer < len(row) for pointer, row in zip(pointers, rows)):
-        for rank, row in enumerate(rows):
-            while pointers[rank] < len(row):
-                action = row[pointers[rank]]
-                needed = [x for x in (before[action], _source(schedule, action)) if x is not None]
-                if not all(x in wave for x in needed):
-                    break
-                wave[action] = max((wave[x] + 1 for x in needed), default=0)
-                pointers[rank] += 1
-    flat = tuple(sorted(wave, key=lambda action: (wave[action], schedule.rank_of(action.stage))))
-    return _as_arrays(schedule, flat, before, [wave[action] for action in flat])
-
-
-def _as_arrays(schedule: Schedule, flat: Row, before: dict, waves: list[int]) -> Order:
+    waves = generations(schedule)
+    flat = tuple(chain.from_iterable(waves))
+    before = {action: previous for row in actions(schedule) for previous, action in zip((None, *row), row)}
     index = {action: i for i, action in enumerate(flat)} | {None: len(flat)}
-    bounds = np.searchsorted(waves, range(waves[-1] + 2)).tolist()
+    bounds = accumulate(map(len, waves), initial=0)
     return Order(
         schedule,
         flat,

@@ -5,11 +5,13 @@ papers.
 import random
 import time
 
+import networkx as nx
 import numpy as np
 import pytest
 
 from autopar.schedule.orders import NAMES, Schedule, actions
-from autopar.schedule.simulate import StageTimes, as_array, ordered, simulate, step_s
+from autopar.schedule.simulate import StageTimes, as_array, generations, ordered, simulate, step_s
+from autopar.schedule.timeline import Action
 from tests.schedule.test_orders import schedules
 
 ONE = StageTimes(forward_s=1.0, backward_s=1.0, weight_s=1.0)
@@ -111,3 +113,25 @@ def test_a_thousand_sets_take_a_moment():
     start = time.process_time()
     step_s(order, times)
     assert time.process_time() - start < 0.5
+
+
+def test_generations_hold_each_action_once_behind_what_it_needs() -> None:
+    schedule = Schedule("interleaved", 4, 2, 4)
+    found = generations(schedule)
+    assert sorted(action for wave in found for action in wave) == sorted(
+        action for row in actions(schedule) for action in row
+    )
+    wave_of = {action: wave for wave, done in enumerate(found) for action in done}
+    for kind, stage, microbatch in wave_of:
+        if kind == "F" and stage:
+            assert wave_of[Action("F", stage - 1, microbatch)] < wave_of[Action("F", stage, microbatch)]
+    for row in actions(schedule):
+        assert [wave_of[action] for action in row] == sorted({wave_of[action] for action in row})
+
+
+def test_an_order_that_no_rank_can_begin_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank waits for the other: a simulation that only looked for an action that is ready would never end."""
+    rows = (Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0))
+    monkeypatch.setattr("autopar.schedule.simulate.actions", lambda _: rows)
+    with pytest.raises(nx.NetworkXUnfeasible):
+        generations(Schedule("gpipe", 2, 2, 1))
