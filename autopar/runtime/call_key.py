@@ -1,7 +1,12 @@
 """The keys of a call: the parts that all ranks must agree on, and those that a program depends on; and examples."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,7 +41,7 @@ def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict) -> tuple[K
     if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):
         register_types((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = (tuple(map(_describe, leaves)), spec, modes)
+    key = (tuple(map(_describe, leaves)), spec, modes, torch.get_default_dtype(), torch.is_grad_enabled())
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
     return (*key, placements), key
 
@@ -56,6 +61,40 @@ def example_of(leaf: Any, parts: LocalBatch | None) -> Any:
         " numbers, strings, None and tuples, lists, dicts and dataclasses of these; turn it into one of them before"
         " the call"
     )
+
+
+def program_keys(key: Key, *, in_both_grad_modes: bool, for_both_ways: bool) -> list[Key]:
+    """The keys of all calls that the program for `key`, (*key of the call, generation, trains), does for: with and
+    without gradients, and by train_step or alone.
+    """
+    *call, grad_mode, generation, trains = key
+    grad_modes = (True, False) if in_both_grad_modes else (grad_mode,)
+    ways = (True, False) if for_both_ways else (trains,)
+    return [(*call, mode, generation, way) for mode in grad_modes for way in ways]
+
+
+@dataclass
+class GradModeReads:
+    """Whether a forward asks whether gradients are recorded."""
+
+    found: bool = False
+
+
+@contextmanager
+def grad_mode_reads() -> Iterator[GradModeReads]:
+    """Inside, torch.is_grad_enabled() tells models, but neither torch nor autopar, what it says now, whatever a trace
+    needs.
+    """
+    mode, of_torch, reads = torch.is_grad_enabled(), torch.is_grad_enabled, GradModeReads()
+
+    def answer() -> bool:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autopar"):
+            return of_torch()
+        reads.found = True
+        return mode
+
+    with patch.object(torch, "is_grad_enabled", answer):
+        yield reads
 
 
 def _describe(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.call_key import Key, describe_call, example_of
+from autopar.runtime.call_key import Key, describe_call, example_of, grad_mode_reads, program_keys
 from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
@@ -228,7 +228,7 @@ class Runtime:
         key = (*key, self.changes.generation, trains)
         if key not in self.loaded:
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
-            with _own_autograd():
+            with grad_mode_reads() as reads, _own_autograd():
                 kwargs = dict(sorted(kwargs.items()))
                 graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
                 if (plan := self._of_first_stages(graph, trains)) is None:
@@ -236,9 +236,8 @@ class Runtime:
                 found = self._load(module, graph, plan)
             # without stages, microbatches and a loss function, one program does for both ways of running
             is_for_both = isinstance(found, Loaded) and self.loss_fn is None
-            self.loaded.update(
-                dict.fromkeys(((*key[:-1], way) for way in (True, False)) if is_for_both else (key,), found)
-            )
+            keys = program_keys(key, in_both_grad_modes=not reads.found, for_both_ways=is_for_both)
+            self.loaded.update(dict.fromkeys(keys, found))
             self.first = self.first or found
             self.changes.take(module)
             self.replaced.mark(fqn for fqn, _ in found.graph.mutations)

@@ -18,6 +18,7 @@ THEMES = (
     "training",
     "by_hand",
     "optimizers",
+    "effects",
     "state",
     "inputs",
     "modules",

@@ -1,10 +1,13 @@
-"""State that an export would lose silently: hooks on gradients and buffers that change shape are refused by name.
+"""State that an export would lose silently: hooks on gradients, hooks that only observe, buffers that change shape, and
+random numbers that are not torch's are refused by name.
 
 Other buffers that the forward replaces are written back.
 """
 
 import functools
 import os
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
 from autopar.torch_compat import backward_hooks_of_all_modules
@@ -26,6 +30,7 @@ _BACKWARD = (
     "torch.autograd.{} in forward is not recorded: return what is differentiated, and call"
     " torch.autograd.grad(..., create_graph=True) on what the compiled model gives"
 )
+_WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
 
 def check_no_gradient_hooks(model: nn.Module) -> None:
@@ -72,10 +77,92 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for name in ("grad", "backward"):
             stack.enter_context(patch.object(torch.autograd, name, _refusal(_BACKWARD.format(name))))
+        stack.enter_context(_observers_refused(model))
+        stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)
         stack.callback(register_module_buffer_registration_hook(buffers.note).remove)
         stack.callback(model.register_forward_hook(buffers.write_back).remove)
         yield
+
+
+@contextmanager
+def _other_randomness_refused(model: nn.Module) -> Iterator[None]:
+    """TraceError if the forward draws from the generators of Python or NumPy: each call would get the same numbers."""
+    before: dict[str, Any] = {}
+
+    def compare(*_: Any) -> None:
+        for name, state in _generators().items():
+            if state != before.get(name, state):
+                raise TraceError(
+                    f"the forward draws from {name}, and a program would have the same numbers in each call: draw by"
+                    " torch (torch.rand and torch.where; nn.Dropout), or outside and hand the number in as an argument"
+                )
+
+    handles = (
+        model.register_forward_pre_hook(lambda *_: before.update(_generators())),
+        model.register_forward_hook(compare),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the random generators that torch does not know, by name."""
+    numpy = sys.modules.get("numpy")
+    states = {} if numpy is None else {"numpy.random": repr(numpy.random.get_state(legacy=False))}
+    return states | {"Python's random": random.getstate()}
+
+
+@contextmanager
+def _observers_refused(model: nn.Module) -> Iterator[None]:
+    """TraceError for a forward hook that neither returns nor changes anything: it would run while the model is traced
+    and at no call.
+    """
+    with ExitStack() as stack:
+        for fqn, module in model.named_modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not model else ():
+                stack.callback(hooks.update, dict(hooks))
+                hooks.update({key: _acting(hook, module, fqn) for key, hook in hooks.items()})
+        yield
+
+
+def _acting(hook: Callable[..., Any], module: nn.Module, fqn: str) -> Callable[..., Any]:
+    """`hook`; TraceError once it turns out to do nothing that a program has."""
+
+    @functools.wraps(hook)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        before = _attributes(module)
+        with _Writes() as writes:
+            result = hook(*args, **kwargs)
+        if result is None and not writes.found and _attributes(module) == before:
+            raise TraceError(
+                f"module {fqn} has a forward hook that returns nothing, {_place(hook)}: it would run while the model is"
+                " traced, on tensors without values, and at no call. Remove it, and return what it reads from the"
+                " forward; or register it on the compiled model itself, where hooks run at every call"
+            )
+        return result
+
+    return checked
+
+
+class _Writes(TorchFunctionMode):
+    """Notes whether a tensor is written to."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.startswith("__")
+        self.found |= is_in_place or name in _WRITES or "out" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, int]]:
+    tables = (module.__dict__, module._parameters, module._buffers, module._modules)
+    return [(name, id(x)) for table in tables for name, x in table.items()]
 
 
 @dataclass

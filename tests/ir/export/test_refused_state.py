@@ -1,10 +1,13 @@
 """What an export would lose: refused in the model's line, or, of buffers that are replaced, written back."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.refused_state import check_no_gradient_hooks
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
@@ -107,3 +110,68 @@ def test_hooks_on_gradients_are_refused_by_name(set_hook, where: str) -> None:
             check_no_gradient_hooks(model)
     finally:
         handle.remove()
+
+
+def drawn_by_python(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x if random.random() < 0.5 else -x
+
+
+def drawn_by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.random.rand())
+
+
+@pytest.mark.parametrize(("function", "name"), [(drawn_by_python, "Python's random"), (drawn_by_numpy, "numpy.random")])
+def test_random_numbers_that_are_not_of_torch_are_refused(function, name: str) -> None:
+    with pytest.raises(TraceError, match=f"draws from {name}.*hand the number in"):
+        trace(Calls(function), (X,), {})
+
+
+SEEN: list[torch.Tensor] = []
+OBSERVERS = {
+    "keeps": lambda module, args, output: SEEN.append(output),
+    "prints": lambda module, args, output: print(output.shape),
+}
+
+
+def doubles(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def writes(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    output.mul_(2)
+
+
+def sets_an_item(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    output[0] = 5.0
+
+
+def needs_gradient(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    output.requires_grad_()
+
+
+def with_hook(hook) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].register_forward_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_a_hook_that_only_observes_is_refused(name: str) -> None:
+    model = with_hook(OBSERVERS[name])
+    with pytest.raises(TraceError, match=r"module 0 has a forward hook that returns nothing, .*test_refused_state.py"):
+        trace(model, (X,), {})
+    assert list(model[0]._forward_hooks.values()) == [OBSERVERS[name]], "tracing leaves the model as it was"
+
+
+@pytest.mark.parametrize("hook", [doubles, writes, sets_an_item, needs_gradient])
+def test_a_hook_that_acts_is_traced(hook) -> None:
+    model = with_hook(hook)
+    graph = trace(model, (X,), {})
+    state = {item.value.name: model.get_parameter(item.fqn) for item in graph.inputs if item.kind == "parameter"}
+    (found,), _ = run(graph, state | {graph.arguments[0]: X})
+    assert torch.allclose(found, model(X))
+
+
+def test_a_hook_that_sets_a_weight_is_traced() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
+    assert trace(model.eval(), (X,), {}).ops
