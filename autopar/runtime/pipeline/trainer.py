@@ -157,7 +157,7 @@ class Trainer:
         given = {
             name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
             for name, leaf in zip(self.graph.arguments, leaves)
-            if isinstance(name, str)
+            if isinstance(name, str) and isinstance(leaf, torch.Tensor)  # a constant may be a text too
         }
         counts = (count for count in self.micro.counts if self._reads(count.input))
         return given | {count.input.value.name: self._counted(count.graph, given) for count in counts}
