@@ -193,8 +193,8 @@ def wants_whole_state() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            found = frame.f_locals.get("info")
-            if found is not None and found.full_state_dict:
+            options = frame.f_locals.get("info")
+            if options is not None and options.full_state_dict:
                 return frame.f_code.co_name
         frame = frame.f_back
     return ""

@@ -270,8 +270,8 @@ def _by_hand(
     candidates = annotate(graph, mesh, folded)
     plan = parse_hand_plan(kind, mesh)
     assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
-    found = plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit)
-    return replace(found, found_by=f"hand plan {kind}")
+    by_hand = plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit)
+    return replace(by_hand, found_by=f"hand plan {kind}")
 
 
 def _pin(text: str) -> tuple[str, str]:

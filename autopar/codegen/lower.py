@@ -251,4 +251,4 @@ def _roles(strategy: Strategy) -> tuple[tuple[str, tuple[int, ...]], ...]:
     for axis, signature in enumerate(strategy.signatures):
         if signature.role:
             axes.setdefault(signature.role, []).append(axis)
-    return tuple((role, tuple(found)) for role, found in axes.items())
+    return tuple((role, tuple(own)) for role, own in axes.items())

@@ -78,10 +78,10 @@ def axis_names(mesh: Mesh, joint: Sequence[Axes]) -> dict[Axes, str]:
     """
     sets = [*((axis,) for axis in range(mesh.ndim)), *joint]
     plain = [re.sub("[^A-Za-z0-9_]", "_", name) for name in mesh.axis_names]
-    found = {axes: "axis_" + "_and_".join(plain[axis] for axis in axes) for axes in sets}
-    if len(set(found.values())) < len(found):
-        found = {axes: "axis_" + "_and_".join(map(str, axes)) for axes in sets}
-    return found
+    names = {axes: "axis_" + "_and_".join(plain[axis] for axis in axes) for axes in sets}
+    if len(set(names.values())) < len(names):
+        names = {axes: "axis_" + "_and_".join(map(str, axes)) for axes in sets}
+    return names
 
 
 def comment(text: str) -> str:

@@ -49,47 +49,47 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
     """
     others = tuple(0 if axis not in axes else slice(None) for axis in range(len(mesh_shape)))
     members = np.arange(math.prod(mesh_shape), dtype=np.int64).reshape(mesh_shape)[others].ravel()
-    found, inside, capacity = [], 1, 1
+    levels_spanned, inside, capacity = [], 1, 1
     for level in levels:
         capacity = capacity * level.size or int(members[-1]) + 1
         block_sizes = np.unique(members // capacity, return_counts=True)[1]
         # groups that fill their blocks unevenly are priced by the fullest block
         num_children = -(-int(block_sizes.max()) // inside)
         if num_children > 1:
-            found.append(GroupLevel(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
+            levels_spanned.append(GroupLevel(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
             inside *= num_children
-    return tuple(found)
+    return tuple(levels_spanned)
 
 
-def _flat_rate(found: tuple[GroupLevel, ...]) -> float:
+def _flat_rate(groups: tuple[GroupLevel, ...]) -> float:
     """Bytes/s of a ring over all members: one device of a block sends outwards at a time, with the shares of all."""
-    return min(span.bandwidth_bytes_per_s * span.num_inside for span in found)
+    return min(span.bandwidth_bytes_per_s * span.num_inside for span in groups)
 
 
-def _ring(found: tuple[GroupLevel, ...], size: int) -> Pieces:
+def _ring(groups: tuple[GroupLevel, ...], size: int) -> Pieces:
     """Half a ring all-reduce: n - 1 steps, each with the latency of its slowest link."""
-    return Pieces((size - 1) * max(span.latency_s for span in found), (size - 1) / size / _flat_rate(found))
+    return Pieces((size - 1) * max(span.latency_s for span in groups), (size - 1) / size / _flat_rate(groups))
 
 
-def _hierarchical(found: tuple[GroupLevel, ...]) -> Pieces:
+def _hierarchical(groups: tuple[GroupLevel, ...]) -> Pieces:
     """Half a hierarchical all-reduce: a ring at each level on the result of the reduce-scatter inside it."""
-    alpha = sum((span.num_children - 1) * span.latency_s for span in found)
-    beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in found)
+    alpha = sum((span.num_children - 1) * span.latency_s for span in groups)
+    beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in groups)
     return Pieces(alpha, beta)
 
 
-def _tree(found: tuple[GroupLevel, ...]) -> Pieces:
+def _tree(groups: tuple[GroupLevel, ...]) -> Pieces:
     """All-reduce by a pipelined double binary tree: up and down once, each byte over each link twice."""
-    alpha = sum(2 * (span.num_children - 1).bit_length() * span.latency_s for span in found)
-    return Pieces(alpha, 2 / _flat_rate(found))
+    alpha = sum(2 * (span.num_children - 1).bit_length() * span.latency_s for span in groups)
+    return Pieces(alpha, 2 / _flat_rate(groups))
 
 
-def _exchange(found: tuple[GroupLevel, ...]) -> Pieces:
+def _exchange(groups: tuple[GroupLevel, ...]) -> Pieces:
     """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level that joins them."""
-    size = found[-1].num_children * found[-1].num_inside
-    peers = [(span.num_children - 1) * span.num_inside for span in found]
-    alpha = sum(count * span.latency_s for count, span in zip(peers, found))
-    return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, found)))
+    size = groups[-1].num_children * groups[-1].num_inside
+    peers = [(span.num_children - 1) * span.num_inside for span in groups]
+    alpha = sum(count * span.latency_s for count, span in zip(peers, groups))
+    return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, groups)))
 
 
 def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
@@ -101,12 +101,12 @@ def algorithms(
     levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
 ) -> tuple[Pieces, ...]:
     """The times of the algorithms for collective `kind` on mesh axes with more than one device together."""
-    found = spans(levels, mesh_shape, axes)
+    groups = spans(levels, mesh_shape, axes)
     if kind == "all_to_all":
-        return (_exchange(found),)
-    half = (_ring(found, _num_members(mesh_shape, axes)), _hierarchical(found))
+        return (_exchange(groups),)
+    half = (_ring(groups, _num_members(mesh_shape, axes)), _hierarchical(groups))
     if kind == "all_reduce":
-        return tuple(Pieces(2 * p.alpha_s, 2 * p.beta_s_per_byte) for p in half) + (_tree(found),)
+        return tuple(Pieces(2 * p.alpha_s, 2 * p.beta_s_per_byte) for p in half) + (_tree(groups),)
     assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
     return half
 

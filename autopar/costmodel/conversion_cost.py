@@ -49,9 +49,9 @@ class _Patterns:
         return np.array([self.numbers[key] for key in keys], dtype=np.int64)
 
     def _add(self, keys: list[int], codes: list[list[int]]) -> None:
-        found = [self._numbers_of_kinds(tuple(row)) for row in codes]
-        width = max(self.rows.shape[1], *map(len, found))
-        rows = [row + [-1] * (width - len(row)) for row in found]
+        numbers_of_rows = [self._numbers_of_kinds(tuple(row)) for row in codes]
+        width = max(self.rows.shape[1], *map(len, numbers_of_rows))
+        rows = [row + [-1] * (width - len(row)) for row in numbers_of_rows]
         known = np.pad(self.rows, ((0, 0), (0, width - self.rows.shape[1])), constant_values=-1)
         self.rows = np.concatenate([known, np.array(rows, dtype=np.int64).reshape(len(rows), width)])
         self.numbers.update(zip(keys, range(len(self.numbers), len(self.numbers) + len(keys))))
@@ -81,9 +81,9 @@ def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> R
     first_equal = (pairs[:, :, None] == pairs[:, None, :]).argmax(axis=-1)
     renamed = np.where(pairs >= 0, first_equal, pairs)
     packed = (renamed - USED) @ (2 * ndim - USED) ** np.arange(2 * ndim)  # USED is the lowest code
-    found, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
+    distinct, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
     known = _patterns(mesh_shape)
-    numbers = known.number(found, renamed[examples])
+    numbers = known.number(distinct, renamed[examples])
     used = np.unique(known.rows[numbers])
     return Recipe(
         tuple(known.kinds),
@@ -108,16 +108,16 @@ def conversion_times(
     latency_share: float = 1.0,
 ) -> np.ndarray:
     """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
-    found = recipe(sources, targets, mesh_shape)
-    times = np.zeros(len(found.kinds) + 1)  # the last stays 0, for the padding
-    for position in found.used:
-        kind = found.kinds[position]
+    ways = recipe(sources, targets, mesh_shape)
+    times = np.zeros(len(ways.kinds) + 1)  # the last stays 0, for the padding
+    for position in ways.used:
+        kind = ways.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
             num_bytes = np.float64(value.num_bytes // kind.divisor)
             times[position] = collective_times(
                 cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share
             )
-    return times[found.rows].sum(axis=-1)[found.pattern]
+    return times[ways.rows].sum(axis=-1)[ways.pattern]
 
 
 def parameter_times(
@@ -215,10 +215,10 @@ def _accumulated_bytes(
 
     They are beyond the gradients in the stored layout, which are computed from these buffers one after the other.
     """
-    found = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
+    num_bytes = np.broadcast_to(_local_bytes(value, targets, mesh_shape), (len(sources), len(targets)))
     if is_stored:
-        return np.maximum(0.0, found - _local_bytes(value, sources, mesh_shape)[:, None])
-    return np.where(np.array([[src == dst for dst in targets] for src in sources]), 0.0, found)
+        return np.maximum(0.0, num_bytes - _local_bytes(value, sources, mesh_shape)[:, None])
+    return np.where(np.array([[src == dst for dst in targets] for src in sources]), 0.0, num_bytes)
 
 
 def _local_bytes(value: Value, layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:

@@ -227,11 +227,11 @@ def _memory_bytes(
 
 def _moved_bytes(graph: Graph, assignment: Assignment, step: StepCost) -> list[int]:
     """Bytes that each region offloads in a microbatch."""
-    places, found = _RegionNumbers.of(assignment), [0] * len(assignment.offloaded)
+    places, moved = _RegionNumbers.of(assignment), [0] * len(assignment.offloaded)
     for op in graph.ops:
         if is_moved(op, places.recomputed, places.offloaded):
-            found[places.offloaded[op.name]] += step.ops[op.name].saved_bytes
+            moved[places.offloaded[op.name]] += step.ops[op.name].saved_bytes
     for cost in step.all_conversions():
         if cost.saving.moved_in != NOWHERE:
-            found[cost.saving.moved_in] += cost.moved_bytes
-    return found
+            moved[cost.saving.moved_in] += cost.moved_bytes
+    return moved

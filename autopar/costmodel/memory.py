@@ -36,19 +36,19 @@ def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], traini
     stage and counts for each microbatch in flight.
     """
     held = local_bytes(item.value.shape, item.value.dtype.itemsize, layout, mesh_shape)
-    found = {item.kind + "s": held}
+    by_kind = {item.kind + "s": held}
     if item.kind == "argument":
-        found["arguments"] *= training.num_in_flight if item.value.needs_grad else training.num_microbatches
+        by_kind["arguments"] *= training.num_in_flight if item.value.needs_grad else training.num_microbatches
     if item.kind == "parameter" and item.value.needs_grad:
-        found["gradients"] = held
-        found["optimizer"] = held // item.value.dtype.itemsize * training.state_bytes
-    return found
+        by_kind["gradients"] = held
+        by_kind["optimizer"] = held // item.value.dtype.itemsize * training.state_bytes
+    return by_kind
 
 
 def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
     """Bytes that the optimizer reads and writes for an input: parameter and state twice, gradient once."""
-    found = input_bytes(item, layout, mesh_shape, training)
-    return 2 * (found["parameters"] + found["optimizer"]) + found["gradients"] if "gradients" in found else 0
+    by_kind = input_bytes(item, layout, mesh_shape, training)
+    return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] if "gradients" in by_kind else 0
 
 
 @lru_cache(maxsize=2**16)
@@ -68,8 +68,8 @@ def waiting_bytes(op: Op, outputs: Shapes) -> int:
 def saved_by_op(op: Op, strategy: Strategy, inputs: Shapes, outputs: Shapes, mesh_shape: tuple[int, ...]) -> int:
     """Bytes of results and internal tensors that `op` saves for backward, on the local shapes of `strategy`."""
     has_role = any(signature.role for signature in strategy.signatures)
-    if has_role and (found := saved_by_local_op(op, strategy, mesh_shape)) is not None:
-        return found
+    if has_role and (saved := saved_by_local_op(op, strategy, mesh_shape)) is not None:
+        return saved
     kept = sum(
         math.prod(outputs[index]) * op.outputs[index].dtype.itemsize for index in sorted(footprint(op).saved_outputs)
     )

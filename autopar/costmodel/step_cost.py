@@ -117,7 +117,7 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
     """The records of `assignment` in a step of `training`, in graph order."""
     known, regions = footprints(graph), (assignment.recomputed, assignment.offloaded)
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
-    found = savings(graph, known, *regions)
+    saved = savings(graph, known, *regions)
     largest = largest_transient(Sampled(graph), known, *regions, training.num_microbatches)
     ops = {op.name: op for op in graph.ops}
     transients = {}
@@ -126,7 +126,7 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
         transients[name] = share * transient_bytes(ops[name], *shapes, parameters)
     return StepCost(
         _op_costs(graph, assignment, mesh, cluster),
-        _conversion_costs(graph, assignment, mesh, training, found),
+        _conversion_costs(graph, assignment, mesh, training, saved),
         known,
         transients,
         largest.pending,

@@ -21,12 +21,12 @@ def title(mesh: str, cluster: str, source: str, optimizer: str) -> str:
     return f"Plan for mesh {mesh} on cluster {printable(cluster)} ({printable(source)}), optimizer {optimizer}."
 
 
-def step_line(step_s: float, found: str, bound: str, *, is_from_file: bool) -> str:
+def step_line(step_s: float, finder: str, bound: str, *, is_from_file: bool) -> str:
     """The line with the step, how the plan was found, and its bound, marked as a claim if it is from a file."""
     step = f"Step {format_seconds(step_s)}"
     if is_from_file:
-        return f"{step}. {FROM_FILE}, not verified by this run: {printable('; '.join(filter(None, (found, bound))))}."
-    return f"{', '.join(filter(None, (step, printable(found))))}; {printable(bound)}."
+        return f"{step}. {FROM_FILE}, not verified by this run: {printable('; '.join(filter(None, (finder, bound))))}."
+    return f"{', '.join(filter(None, (step, printable(finder))))}; {printable(bound)}."
 
 
 def on_host_lines(num_parameters: int, num_bytes: int) -> Iterator[str]:

@@ -70,11 +70,11 @@ def memory_over_time(plan: StagedPlan, rank: int) -> tuple[Moment, ...]:
     No moment exceeds `plan.memory_bytes[rank]`, the sum of the largest memory of each stage of the rank.
     """
     stages = {number: _StageMemory(plan.stages[number]) for number in plan.schedule.stages_of(rank)}
-    found = [_moment(0.0, stages)]
+    moments = [_moment(0.0, stages)]
     for time_s, span, is_begun in _changes(plan.timeline.rows[rank]):
         stages[span.action.stage].moved(span, is_begun=is_begun)
-        found.append(_moment(time_s, stages))
-    return tuple(found)
+        moments.append(_moment(time_s, stages))
+    return tuple(moments)
 
 
 def _changes(row: tuple[Span, ...]) -> Iterator[tuple[float, Span, bool]]:

@@ -182,11 +182,11 @@ def _input_rows(plan: Plan) -> Iterator[InputRow]:
 def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
     """Representative op or input -> the collectives on its values and those of its copies."""
     owners = {value.name: op.name for op in plan.graph.ops for value in op.outputs}
-    found: dict[str, list[PlannedCollective]] = {}
+    by_owner: dict[str, list[PlannedCollective]] = {}
     for planned in plan.costs.collectives:
         owner = owners.get(planned.where, planned.where)
-        found.setdefault(plan.folded.representative[owner], []).append(planned)
-    return {owner: _grouped(planned, plan.costs, plan.mesh) for owner, planned in found.items()}
+        by_owner.setdefault(plan.folded.representative[owner], []).append(planned)
+    return {owner: _grouped(planned, plan.costs, plan.mesh) for owner, planned in by_owner.items()}
 
 
 def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
@@ -202,11 +202,11 @@ def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tupl
 
 def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
     """Rows of all collectives by phase, axes and kind; `num_bytes` is the sum."""
-    found: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
+    groups: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
     issued = plan.costs.num_issued
     for planned in plan.costs.collectives:
         c = planned.collective
-        found.setdefault((c.phase == "backward", c.axes, c.kind), []).append(planned)
+        groups.setdefault((c.phase == "backward", c.axes, c.kind), []).append(planned)
     return tuple(
         CollectiveRow(
             "backward" if is_backward else "forward",
@@ -216,7 +216,7 @@ def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
             sum(map(issued, planned)),
             sum(issued(item) * item.time_s for item in planned),
         )
-        for (is_backward, axes, kind), planned in sorted(found.items())
+        for (is_backward, axes, kind), planned in sorted(groups.items())
     )
 
 

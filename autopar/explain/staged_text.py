@@ -61,8 +61,8 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
 
 
 def _moments_json(plan: StagedPlan, rank: int) -> list[dict[str, Any]]:
-    found = memory_over_time(plan, rank)
-    return [{"start_s": x.start_s, "in_flight": x.in_flight, "bytes": dict(x.bytes_by_kind)} for x in found]
+    moments = memory_over_time(plan, rank)
+    return [{"start_s": x.start_s, "in_flight": x.in_flight, "bytes": dict(x.bytes_by_kind)} for x in moments]
 
 
 def _head(plan: StagedPlan) -> str:
@@ -135,9 +135,9 @@ def _peaks(plan: StagedPlan) -> str:
 
 def _memory_lines(rank: int, moments: Sequence[Moment], kinds: Sequence[str]) -> Iterator[list[str]]:
     worst = max(moments, key=lambda moment: moment.total_bytes)
-    for when, found in (("start", moments[0]), (f"peak, {format_seconds(worst.start_s)}", worst), ("end", moments[-1])):
-        sizes = (format_bytes(found.bytes_by_kind.get(kind, 0)) for kind in kinds)
-        yield [str(rank), when, str(found.in_flight), *sizes, format_bytes(found.total_bytes)]
+    for when, shown in (("start", moments[0]), (f"peak, {format_seconds(worst.start_s)}", worst), ("end", moments[-1])):
+        sizes = (format_bytes(shown.bytes_by_kind.get(kind, 0)) for kind in kinds)
+        yield [str(rank), when, str(shown.in_flight), *sizes, format_bytes(shown.total_bytes)]
 
 
 def _savings(plan: StagedPlan) -> str:

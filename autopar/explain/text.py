@@ -25,7 +25,7 @@ def format_report(report: Report) -> str:
 
 
 def _head(report: Report) -> str:
-    found = f"found by {report.found_by}" if report.found_by else ""
+    finder = f"found by {report.found_by}" if report.found_by else ""
     least = f"no {report.bound_of} takes less than {format_seconds(report.lower_bound_s)} (gap {report.gap:.1%})"
     bound = least if report.lower_bound_s else "no lower bound"
     return "\n".join(
@@ -35,7 +35,7 @@ def _head(report: Report) -> str:
                 "Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a"
                 " pending sum."
             ),
-            step_line(report.step_s, found, bound, is_from_file=report.is_from_file),
+            step_line(report.step_s, finder, bound, is_from_file=report.is_from_file),
             *report.notes,
             *on_host_lines(len(report.state_on_host), report.state_on_host_bytes),
         ]

@@ -75,8 +75,8 @@ def is_function(op: Op) -> bool:
 
 def class_of(target: str) -> type[torch.autograd.Function] | None:
     """The class that the op applies; None if it is no op of this module."""
-    found = _APPLICATIONS.get(target)
-    return None if found is None else found.cls
+    application = _APPLICATIONS.get(target)
+    return None if application is None else application.cls
 
 
 def is_constant(arg: Any) -> bool:

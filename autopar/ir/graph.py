@@ -108,10 +108,10 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 def resolve(target: str) -> Any:
     """The torch op that `target`, an `Op.target`, names."""
-    found: Any = torch.ops
+    item: Any = torch.ops
     for part in target.split("."):
-        found = getattr(found, part)
-    return found
+        item = getattr(item, part)
+    return item
 
 
 def arguments_of(op: Op) -> dict[str, Any]:

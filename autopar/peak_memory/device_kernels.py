@@ -144,8 +144,8 @@ def attention(
     if _takes_flash(query, key, value, attn_mask, is_causal):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = (_padded(x) for x in (query, key, value))
-        found = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, scale=scale)[0]
-        return found[..., : value.shape[-1]]
+        results = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, scale=scale)[0]
+        return results[..., : value.shape[-1]]
     if not _takes_efficient(query, key, value):
         return aten.scaled_dot_product_attention.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

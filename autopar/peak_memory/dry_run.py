@@ -159,8 +159,8 @@ class DryStage:
     def forward(self, action: Action) -> Tensors:
         """Run a forward; returns its outputs, which are kept until the backward."""
         received = self.receive(action)
-        found = [x for x in self.rank.run(received) if isinstance(x, torch.Tensor)]
-        outputs = [sendable(x) for x in found] if self.sends else _differentiated(found)
+        results = [x for x in self.rank.run(received) if isinstance(x, torch.Tensor)]
+        outputs = [sendable(x) for x in results] if self.sends else _differentiated(results)
         self.flying[action.microbatch] = outputs, list(received.values())
         return outputs
 
@@ -261,5 +261,5 @@ def _differentiated(outputs: Tensors) -> Tensors:
     """The outputs that backward starts from: the loss, a scalar, or all
     outputs with a gradient of a stage without one.
     """
-    found = [x for x in outputs if x.requires_grad]
-    return [x for x in found if not x.shape][:1] or found
+    differentiated = [x for x in outputs if x.requires_grad]
+    return [x for x in differentiated if not x.shape][:1] or differentiated

@@ -35,18 +35,18 @@ def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Ph
     the other does. Where a bucket reduces the gradients of several copies, each is reduced alone in these runs, and the
     memory of a bucket is added where one may exist.
     """
-    found = _few_of(graph, assignment, mesh)
-    if found is None:
+    sampled = _few_of(graph, assignment, mesh)
+    if sampled is None:
         return run(graph, assignment, True)
-    in_buckets = found.bucket_bytes == 0
-    few, more = (run(*found.part(), in_buckets), run(*found.part(*range(len(found.times))), in_buckets))
+    in_buckets = sampled.bucket_bytes == 0
+    few, more = (run(*sampled.part(), in_buckets), run(*sampled.part(*range(len(sampled.times))), in_buckets))
     whole = [
-        extended(one, other, _ordered(name, found.times)) for (name, one), (_, other) in zip(few, more, strict=True)
+        extended(one, other, _ordered(name, sampled.times)) for (name, one), (_, other) in zip(few, more, strict=True)
     ]
-    if None in whole and found.num_ops_in_turn < len(graph.ops):
-        each = zip(*(run(*found.part(number), in_buckets) for number in range(len(found.times))))
+    if None in whole and sampled.num_ops_in_turn < len(graph.ops):
+        each = zip(*(run(*sampled.part(number), in_buckets) for number in range(len(sampled.times))))
         whole = [
-            known or extended_in_turn(one, [other for _, other in others], found.times)
+            known or extended_in_turn(one, [other for _, other in others], sampled.times)
             for known, (_, one), others in zip(whole, few, each, strict=True)
         ]
     told = [changed for changed in whole if changed is not None]
@@ -55,7 +55,7 @@ def run_phases(graph: Graph, assignment: Assignment, mesh: Mesh, run: Run) -> Ph
     is_split, phases = any(name == "reduce" for name, _ in few), []
     for (name, _), (changes, start) in zip(few, told, strict=True):
         reduces = name == "reduce" if is_split else any(kind in name for kind in _BACKWARD)
-        phases.append((name, _with_bucket(changes, start, found.bucket_bytes if reduces else 0)))
+        phases.append((name, _with_bucket(changes, start, sampled.bucket_bytes if reduces else 0)))
     return phases
 
 
@@ -182,7 +182,9 @@ def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
     return replace(found, bucket_bytes=_bucket_bytes(graph, long, conversions(more, assigned), mesh))
 
 
-def _bucket_bytes(graph: Graph, repeats: Sequence[Repeat], found: dict[str, tuple[Conversion, ...]], mesh: Mesh) -> int:
+def _bucket_bytes(
+    graph: Graph, repeats: Sequence[Repeat], conversions: dict[str, tuple[Conversion, ...]], mesh: Mesh
+) -> int:
     """Bytes of reducing the largest bucket: its gradients in one tensor, and their sum.
 
     0 if no bucket has gradients of several copies.
@@ -195,7 +197,7 @@ def _bucket_bytes(graph: Graph, repeats: Sequence[Repeat], found: dict[str, tupl
             op.name: (number, at // block) for at, op in enumerate(graph.ops[first : first + block * repeat.count])
         }
     kinds: defaultdict[tuple, list[Conversion]] = defaultdict(list)
-    for bucket in buckets(found):
+    for bucket in buckets(conversions):
         if bucket[0].is_bucketed and bucket[0].latency_share < 1:  # a gradient that fills a bucket is reduced alone
             kinds[bucket[0].value.dtype, bucket[0].src, bucket[0].dst].extend(bucket)
     for members in kinds.values():

@@ -46,11 +46,11 @@ def as_json(kind: Any, value: Any) -> Any:
 
 
 def _object(kind: type, value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for name, part in _types(kind).items():
         item = getattr(value, name)
-        found |= _object(part, item) if part in _INLINE else {name: as_json(part, item)}
-    return found
+        content |= _object(part, item) if part in _INLINE else {name: as_json(part, item)}
+    return content
 
 
 def from_object(kind: type[Result], fields: Fields) -> Result:

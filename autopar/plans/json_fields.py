@@ -67,19 +67,19 @@ class Fields:
 
     def number(self, key: str, *, least: float = 0.0) -> float:
         """The finite number called `key`, at least `least`."""
-        found = self[key]
-        if type(found) not in (int, float) or not least <= found <= LARGEST:
+        item = self[key]
+        if type(item) not in (int, float) or not least <= item <= LARGEST:
             raise ValueError(
-                f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(found)}"
+                f"{self._place(key)}: expected a number from {least:g} to {LARGEST:g}, found {shown(item)}"
             )
-        return float(found)
+        return float(item)
 
     def whole(self, key: str, *, least: int = 0) -> int:
         """The whole number called `key`, at least `least`."""
-        found = self[key]
-        if type(found) is not int or not least <= found <= LARGEST:
-            raise ValueError(f"{self._place(key)}: expected a whole number from {least} on, found {shown(found)}")
-        return found
+        item = self[key]
+        if type(item) is not int or not least <= item <= LARGEST:
+            raise ValueError(f"{self._place(key)}: expected a whole number from {least} on, found {shown(item)}")
+        return item
 
     def list(self, key: str) -> list[Any]:
         """The list called `key`, of anything."""

@@ -133,11 +133,11 @@ def _without_rule(
     cluster: Cluster,
 ) -> dict[str, float]:
     """Op without a rule -> seconds of it and its copies, for their compute and the gathers of their inputs."""
-    found = dict.fromkeys(candidates.without_rule, 0.0)
+    seconds = dict.fromkeys(candidates.without_rule, 0.0)
     for op in graph.ops:
-        if (name := folded.representative[op.name]) in found:
-            found[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
+        if (name := folded.representative[op.name]) in seconds:
+            seconds[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
     for planned in costs.collectives:
-        for name in {folded.representative.get(user, "") for user in planned.users} & found.keys():
-            found[name] += costs.num_issued(planned) * planned.time_s
-    return found
+        for name in {folded.representative.get(user, "") for user in planned.users} & seconds.keys():
+            seconds[name] += costs.num_issued(planned) * planned.time_s
+    return seconds

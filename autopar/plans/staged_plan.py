@@ -69,13 +69,13 @@ class StagedPlan(BasePlan):
         """The times of each stage for a microbatch."""
         link = transfer(self.cluster, self.schedule.num_ranks, self.stages[0].mesh.num_devices)
         sent = [self._sent_s(stage, link) for stage in range(1, len(self.stages))]
-        found = []
+        stage_times = []
         for stage, plan in enumerate(self.stages):
             forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
             weight_s = _weight_s(plan)
             ahead_s, back_s = (sent[at] if 0 <= at < len(sent) else 0.0 for at in (stage, stage - 1))
-            found.append(StageTimes(forward_s, backward_s - weight_s, weight_s, ahead_s, back_s))
-        return tuple(found)
+            stage_times.append(StageTimes(forward_s, backward_s - weight_s, weight_s, ahead_s, back_s))
+        return tuple(stage_times)
 
     def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
         """Seconds of the p2p of the boundary tensors that `stage` receives."""

@@ -51,10 +51,10 @@ def close_step(loaded: SplitSelf, results: Results) -> None:
     assert loaded.program.gather is not None
     for group in loaded.program.gather.results:
         pairs = [(results.pop(one.name), loaded.used.pop(one.name)) for one in group]
-        found = [(result, leaf.grad) for result, leaf in pairs if leaf.grad is not None]
+        with_gradient = [(result, leaf.grad) for result, leaf in pairs if leaf.grad is not None]
         del pairs
-        if found:
-            differentiated, gradients = zip(*found)
+        if with_gradient:
+            differentiated, gradients = zip(*with_gradient)
             torch.autograd.backward(differentiated, gradients)
             del differentiated, gradients
-        del found
+        del with_gradient

@@ -76,11 +76,11 @@ def holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[
 
 def owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """FQN -> (module, attribute) of every parameter and buffer, each tied one under all its names."""
-    found = {}
+    places = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name in [*owner._parameters, *owner._buffers]:
-            found[f"{prefix}.{name}" if prefix else name] = (owner, name)
-    return found
+            places[f"{prefix}.{name}" if prefix else name] = (owner, name)
+    return places
 
 
 def held(owner: nn.Module, name: str) -> torch.Tensor | None:
@@ -90,8 +90,8 @@ def held(owner: nn.Module, name: str) -> torch.Tensor | None:
 
 def not_sharded(module: nn.Module) -> list[str]:
     """FQNs of parameters and buffers that are no DTensors."""
-    found = ((fqn, held(*place)) for fqn, place in owners(module).items())
-    return [fqn for fqn, x in found if x is not None and not isinstance(x, DTensor)]
+    tensors = ((fqn, held(*place)) for fqn, place in owners(module).items())
+    return [fqn for fqn, x in tensors if x is not None and not isinstance(x, DTensor)]
 
 
 def layout_of(x: DTensor, fqn: str, mesh: DeviceMesh) -> Layout:
@@ -267,7 +267,7 @@ def whole_state(
     keys: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(keys, list(own), group=group)
     device = next(x.device for x in own.values() if isinstance(x, DTensor))
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for fqn in order:
         holder = next((rank for rank, names in enumerate(keys) if fqn in names), None)
         if holder is None:  # not persistent
@@ -278,5 +278,5 @@ def whole_state(
             whole = x.full_tensor()
         whole = whole.detach().contiguous()
         dist.broadcast(whole, group=group, group_src=holder)
-        found[fqn] = whole
-    return found | {name: x for name, x in own.items() if name not in found}
+        state[fqn] = whole
+    return state | {name: x for name, x in own.items() if name not in state}

@@ -75,9 +75,9 @@ class Loaded:
 
     def state(self, fqn: str) -> DTensor:
         module, name = self.owners[fqn]
-        found = module._parameters[name] if name in module._parameters else module._buffers[name]
-        assert isinstance(found, DTensor), f"{fqn} was replaced by a tensor that is no DTensor"
-        return found
+        held = module._parameters[name] if name in module._parameters else module._buffers[name]
+        assert isinstance(held, DTensor), f"{fqn} was replaced by a tensor that is no DTensor"
+        return held
 
     def write_back(self, fqn: str, value: torch.Tensor) -> None:
         """Store the new content of a buffer."""

@@ -51,15 +51,15 @@ def is_from_backend(error: RuntimeError) -> bool:
 
 def gather(mesh: DeviceMesh, item: Any) -> list[Any]:
     """`item` of every rank of the mesh, row-major; any picklable object."""
-    found = [item]
+    items = [item]
     for axis in reversed(range(mesh.ndim)):
         rows: list[Any] = [None] * mesh.size(axis)
         with peers_alive(), warnings.catch_warnings():
             # torch's own pickles of argument structures, read back, warn of what torch calls deprecated
             warnings.filterwarnings("ignore", category=FutureWarning, message=".*LeafSpec")
-            dist.all_gather_object(rows, found, group=mesh.get_group(axis))
-        found = [entry for row in rows for entry in row]
-    return found
+            dist.all_gather_object(rows, items, group=mesh.get_group(axis))
+        items = [entry for row in rows for entry in row]
+    return items
 
 
 def is_first(mesh: DeviceMesh) -> bool:
@@ -132,7 +132,7 @@ def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Re
     """
     result, error = _attempt(what, work)
     errors = gather(mesh, error)
-    failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
+    failed = next((rank for rank, failure in enumerate(errors) if failure is not None), None)
     if failed is None:
         return cast(Result, result)  # there is one where there is no error
     if error is not None and str(error) == str(errors[failed]):
@@ -158,8 +158,8 @@ def _told(what: str, error: Exception) -> AutoparError:
 
 def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:
     """RankMismatch on every rank, naming the first that differs from rank 0, unless `item` is equal on all."""
-    found = gather(mesh, item)
-    different = next((rank for rank, other in enumerate(found) if other != found[0]), None)
+    items = gather(mesh, item)
+    different = next((rank for rank, other in enumerate(items) if other != items[0]), None)
     if different is not None:
         raise RankMismatch(f"rank {different} and rank 0 of the mesh were given different {what}; {remedy}")
 

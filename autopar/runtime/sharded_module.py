@@ -52,8 +52,8 @@ class ShardedModule(nn.Module):
         """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls
         this.
         """
-        found = self._autopar.current()
-        counted_elsewhere = found.counted_elsewhere if isinstance(found, Trainer) else ()
+        program = self._autopar.current()
+        counted_elsewhere = program.counted_elsewhere if isinstance(program, Trainer) else ()
         return clip_gradients(self, max_norm, self._autopar.mesh, counted_elsewhere)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,12 +127,15 @@ class ShardedModule(nn.Module):
         """DTensor placements in which the plan wants each argument; handing them in so saves slicing the global batch.
         A step in microbatches takes whole arguments.
         """
-        found = self._autopar.current()
-        if isinstance(found, Trainer):
+        running = self._autopar.current()
+        if isinstance(running, Trainer):
             return {
-                item.fqn: (Replicate(),) * found.parts[0].loaded.mesh.ndim for item in found.graph.of_kind("argument")
+                item.fqn: (Replicate(),) * running.parts[0].loaded.mesh.ndim
+                for item in running.graph.of_kind("argument")
             }
-        return {item.fqn: torch_placements(layout) for item, layout in found.program.inputs if item.kind == "argument"}
+        return {
+            item.fqn: torch_placements(layout) for item, layout in running.program.inputs if item.kind == "argument"
+        }
 
 
 def shard_module(

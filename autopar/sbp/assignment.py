@@ -82,20 +82,20 @@ class Assignment:
 
     def key(self, numbers: Mapping[str, Hashable]) -> Hashable:
         """A key that is equal for equal choices on isomorphic graphs; `numbers`: name -> its number in its graph."""
-        found = (_choices(getattr(self, each.name)) for each in fields(self))
-        return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in found)
+        decisions = (_choices(getattr(self, each.name)) for each in fields(self))
+        return tuple(frozenset((numbers[name], choice) for name, choice in choices.items()) for choices in decisions)
 
     def chosen(self, *of: str) -> dict[str, tuple[tuple[str, Any], ...]]:
         """Name -> (field, choice) of each field of names `of` these kinds that says something about it.
 
         Of a group only that it is in one.
         """
-        found: dict[str, list] = defaultdict(list)
+        by_name: dict[str, list] = defaultdict(list)
         for each in fields(self):
             value = getattr(self, each.name)
             for name, choice in _choices(value).items() if each.metadata[_NAMES] in of else ():
-                found[name].append((each.name, choice if isinstance(value, Mapping) else True))
-        return {name: tuple(pairs) for name, pairs in found.items()}
+                by_name[name].append((each.name, choice if isinstance(value, Mapping) else True))
+        return {name: tuple(pairs) for name, pairs in by_name.items()}
 
     @property
     def regions(self) -> Iterator[tuple[str, ...]]:
@@ -262,7 +262,7 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
         v.name: v for op in graph.ops for v in op.outputs
     }
     parameters = {item.value.name for item in graph.of_kind("parameter")}
-    found: dict[str, tuple[Conversion, ...]] = {}
+    conversions_by_name: dict[str, tuple[Conversion, ...]] = {}
     for name, uses in uses_of(graph).items():
         wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
         kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
@@ -273,8 +273,8 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
             made[0] = replace(made[0], is_bucketed=True)
         elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
             made[0] = replace(made[0], is_regathered=True)
-        found[name] = tuple(made)
-    return found
+        conversions_by_name[name] = tuple(made)
+    return conversions_by_name
 
 
 def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:
@@ -297,8 +297,8 @@ def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
     return use.user == "output"
 
 
-def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
-    """The `found` conversions that are not empty, grouped as they are issued; most groups have one.
+def buckets(by_name: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
+    """The `by_name` conversions that are not empty, grouped as they are issued; most groups have one.
 
     Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
     all-reduced in backward. Those of one dtype and one pair of layouts share an all-reduce, in order of first use, in
@@ -306,7 +306,7 @@ def buckets(found: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversi
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
-    for conversion in (conversion for of_value in found.values() for conversion in of_value):
+    for conversion in (conversion for of_value in by_name.values() for conversion in of_value):
         if conversion.src == conversion.dst:
             continue
         if not conversion.is_bucketed or conversion.latency_share == 1.0:

@@ -65,10 +65,12 @@ def signatures_of(op: Op) -> tuple[Signature, ...]:
     kinds = (I, R) if may_sum_gradients(op) else (I,)
     whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in kinds]
     rule = rule_of(op)
-    found = (_without_gradient(op, signature) for signature in (*whole, *(rule(op) if rule else ())))
+    signatures = (_without_gradient(op, signature) for signature in (*whole, *(rule(op) if rule else ())))
     return tuple(
         dict.fromkeys(
-            signature for signature in found if _can_sum(op, signature) and 1 not in _extents(op, signature).values()
+            signature
+            for signature in signatures
+            if _can_sum(op, signature) and 1 not in _extents(op, signature).values()
         )
     )
 
@@ -134,8 +136,8 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
 
 def _on_axis(op: Op, size: int) -> list[Signature]:
     """The signatures of `op` that divide evenly over one axis of `size`."""
-    found = signatures_of(op)[: 1 if size == 1 else None]
-    return [sig for sig in found if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
+    signatures = signatures_of(op)[: 1 if size == 1 else None]
+    return [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
 
 
 def _is_uneven(extent: int, size: int) -> bool:

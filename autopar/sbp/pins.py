@@ -51,8 +51,10 @@ def _members(name: str, folded: Folded | None) -> list[str]:
 
 
 def _close(name: str, known: Mapping[str, Input]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=3)
-    return f"; close to it: {', '.join(found)}" if found else f"; it has e.g. {', '.join(list(known)[:3]) or 'none'}"
+    matches = difflib.get_close_matches(name, list(known), n=3)
+    return (
+        f"; close to it: {', '.join(matches)}" if matches else f"; it has e.g. {', '.join(list(known)[:3]) or 'none'}"
+    )
 
 
 def _checked(fqn: str, text: str, item: Input, mesh: Mesh) -> Layout:
@@ -85,8 +87,8 @@ def _by_axis(fqn: str, text: str, mesh: Mesh) -> Layout:
         axis, _, placement = (piece.strip() for piece in part.partition(":"))
         if axis not in mesh.axis_names:
             raise PinError(f"pin {fqn}={text!r}: no mesh axis {axis!r}; the mesh has {', '.join(mesh.axis_names)}")
-        found = parse_layout(placement)
-        if len(found) != 1:
+        parsed = parse_layout(placement)
+        if len(parsed) != 1:
             raise PinError(f"pin {fqn}={text!r}: axis {axis!r} takes one placement, found {placement!r}")
-        layout[mesh.axis_index(axis)] = found[0]
+        layout[mesh.axis_index(axis)] = parsed[0]
     return tuple(layout)

@@ -73,10 +73,10 @@ def redistribute(src: Layout, dst: Layout) -> tuple[LayoutStep, ...]:
     """The steps from layout `src` to `dst`, each one conversion of
     `CONVERSIONS` on one or several mesh axes at once.
     """
-    found = moves(codes_of(src), codes_of(dst))
+    path = moves(codes_of(src), codes_of(dst))
     return tuple(
         LayoutStep(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))
-        for axes, have, want, before in found
+        for axes, have, want, before in path
     )
 
 
@@ -84,20 +84,20 @@ def moves(src: Codes, dst: Codes) -> list[Move]:
     """`redistribute` on the codes of layouts (`placement.codes_of`),
     fast enough for the very many pairs of planning.
     """
-    found: list[Move] = []
+    path: list[Move] = []
     layout = src
     while layout != dst:
         axes, want = _next_move(layout, dst)
         have = layout[axes[0]]
         before = layout
-        if found and found[-1][1:3] == (have, want):
+        if path and path[-1][1:3] == (have, want):
             # Axes that may make a change one after the other may make it as one axis: neither splits the dim within
             # the other at its turn.
-            others, _, _, before = found.pop()
+            others, _, _, before = path.pop()
             axes = tuple(sorted(others + axes))
-        found.append((axes, have, want, before))
+        path.append((axes, have, want, before))
         layout = tuple([want if axis in axes else code for axis, code in enumerate(before)])
-    return found
+    return path
 
 
 def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
@@ -171,10 +171,10 @@ def collective_kinds(move: Move, mesh_shape: tuple[int, ...]) -> tuple[Collectiv
         return ()
     splits = [size for axis, size in enumerate(mesh_shape) if before[axis] >= 0 and (want >= 0 or axis not in axes)]
     forward, backward = CONVERSIONS[kind_of(have), kind_of(want)]
-    found = [CollectiveKind(forward, members, math.prod(splits), "forward")] if forward else []
+    kinds = [CollectiveKind(forward, members, math.prod(splits), "forward")] if forward else []
     if backward:
-        found.append(CollectiveKind(backward, members, math.prod(splits), "backward"))
-    return tuple(found)
+        kinds.append(CollectiveKind(backward, members, math.prod(splits), "backward"))
+    return tuple(kinds)
 
 
 def collectives_of(

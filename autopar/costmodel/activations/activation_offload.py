@@ -29,7 +29,7 @@ def movings(
     known: Mapping[str, Footprint],
     recomputed: Regions,
     offloaded: Regions,
-    found: Mapping[str, tuple[Saving, ...]],
+    saved: Mapping[str, tuple[Saving, ...]],
     cluster: Cluster,
 ) -> tuple[Moving, ...]:
     """The cost for each of the `offloaded` regions, which are in graph order.
@@ -46,7 +46,7 @@ def movings(
     """
     if not offloaded:
         return ()
-    sizes = _sizes(graph.graph, known, recomputed, offloaded, found)
+    sizes = _sizes(graph.graph, known, recomputed, offloaded, saved)
     largest = [size == max(sizes) for size in sizes]
     num_largest = sum(graph.num(region[0]) for region, is_one in zip(offloaded, largest) if is_one)
     share = min(2, num_largest) / num_largest
@@ -64,7 +64,7 @@ def _sizes(
     known: Mapping[str, Footprint],
     recomputed: Regions,
     offloaded: Regions,
-    found: Mapping[str, tuple[Saving, ...]],
+    saved: Mapping[str, tuple[Saving, ...]],
 ) -> list[int]:
     """Bytes that each region offloads if nothing is split."""
     places, again = region_of_ops(offloaded), region_of_ops(recomputed)
@@ -74,8 +74,8 @@ def _sizes(
             kept = sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs)
             sizes[places[op.name]] += kept + known[op.name].internal_bytes
     values = {value.name: value for op in graph.ops for value in op.outputs}
-    for name in found.keys() & values.keys():
-        for saving in found[name]:
+    for name in saved.keys() & values.keys():
+        for saving in saved[name]:
             if saving.moved_in != NOWHERE and not saving.is_source_on_host:
                 sizes[saving.moved_in] += values[name].num_bytes
     return sizes

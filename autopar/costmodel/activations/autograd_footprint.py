@@ -53,11 +53,11 @@ def footprint(op: Op) -> Footprint:
 def footprints(graph: Graph, representative: Mapping[str, str] | None = None) -> dict[str, Footprint]:
     """Op name -> its footprint; repeated ops have that of their `representative`."""
     same = representative or {}
-    found: dict[str, Footprint] = {}
+    known: dict[str, Footprint] = {}
     for op in graph.ops:
         if same.get(op.name, op.name) == op.name:
-            found[op.name] = footprint(op)
-    return {op.name: found[same.get(op.name, op.name)] for op in graph.ops}
+            known[op.name] = footprint(op)
+    return {op.name: known[same.get(op.name, op.name)] for op in graph.ops}
 
 
 def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[str]:
@@ -69,8 +69,8 @@ def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[s
     classes: dict[str, bool] = {}
     for item in graph.of_kind("parameter"):
         uses, name = readings.get(item.value.name, []), representative[item.value.name]
-        found = known.get(uses[0].user) if len(uses) == 1 else None
-        is_fit = found is not None and not found.is_assumed and uses[0].slot in found.saved_inputs
+        footprint = known.get(uses[0].user) if len(uses) == 1 else None
+        is_fit = footprint is not None and not footprint.is_assumed and uses[0].slot in footprint.saved_inputs
         classes[name] = classes.get(name, True) and is_fit
     return frozenset(name for name, is_fit in classes.items() if is_fit)
 
@@ -87,10 +87,10 @@ def _footprint(
     if family(target) == ATTENTION:
         return _attention(outputs, is_tracked)
     try:
-        found = _probe(target, args, kwargs, inputs)
+        footprint = _probe(target, args, kwargs, inputs)
         # what a custom function keeps as attributes of its context is not seen: all it is given
         keeps = is_tracked and class_of(target) is not None
-        return replace(found, saved_inputs=frozenset(range(len(inputs))), is_assumed=True) if keeps else found
+        return replace(footprint, saved_inputs=frozenset(range(len(inputs))), is_assumed=True) if keeps else footprint
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
         # ops that depend on contents (nonzero, unique) have no meta kernel, and custom functions may have none: assume
         # that everything is saved

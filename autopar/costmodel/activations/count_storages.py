@@ -54,9 +54,9 @@ class Storages:
         """Return i64[changes] since `restart`, bytes allocated
         (positive) and freed (negative) in order; and restart.
         """
-        found = np.array(self.changes, dtype=np.int64)
+        sizes = np.array(self.changes, dtype=np.int64)
         self.restart()
-        return found
+        return sizes
 
 
 # Runs an op on its arguments and keyword arguments.

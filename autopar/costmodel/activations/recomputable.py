@@ -15,12 +15,12 @@ def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     known = footprints(graph, folded.representative)
-    found = []
+    regions = []
     for repeat in folded.repeats:
         first, block = position[repeat.ops[0]], len(repeat.ops)
         copies = (graph.ops[start : start + block] for start in range(first, first + block * repeat.count, block))
-        found += [region for copy in copies if (region := _without_end(copy, known))]
-    return tuple(found)
+        regions += [region for copy in copies if (region := _without_end(copy, known))]
+    return tuple(regions)
 
 
 def saves(op: Op) -> bool:
@@ -33,5 +33,5 @@ def _without_end(ops: tuple[Op, ...], known: Mapping[str, Footprint]) -> tuple[s
     return tuple(op.name for op in ops[: saving[-1] + 1]) if saving else ()
 
 
-def _is_saving(found: Footprint) -> bool:
-    return bool(found.saved_inputs or found.saved_outputs or found.internal_bytes)
+def _is_saving(footprint: Footprint) -> bool:
+    return bool(footprint.saved_inputs or footprint.saved_outputs or footprint.internal_bytes)

@@ -51,13 +51,13 @@ def savings(
     that ops in `offloaded` regions save are on the host; those that other ops save too are in both places.
     """
     moved_in = region_of_ops(offloaded)
-    found = _savings(graph, known, regions, frozenset(moved_in))
+    saved = _savings(graph, known, regions, frozenset(moved_in))
     if not offloaded:
-        return found
+        return saved
     on_host = _savings(graph, known, regions, frozenset(op.name for op in graph.ops) - moved_in.keys())
     parameters, uses = {item.value.name for item in graph.of_kind("parameter")}, uses_of(graph)
     merged = {}
-    for name, of_value in found.items():
+    for name, of_value in saved.items():
         places = [moved_in.get(use.user, NOWHERE) for use in uses[name]]
         first = next((place for place in places if place != NOWHERE), NOWHERE)
         each = [first] if len(of_value) == 1 else [first, *places]
@@ -178,14 +178,14 @@ def _saved_through_views(graph: Graph, known: Mapping[str, Footprint]) -> set[Us
 
     For activations the view itself counts, see `_held_values`.
     """
-    found: set[Use] = set()
+    uses: set[Use] = set()
     kept = {op.inputs[slot].name for op in graph.ops for slot in known[op.name].saved_inputs}
     for op in reversed(graph.ops):
         for value, alias in zip(op.outputs, known[op.name].alias_of):
             if alias >= 0 and value.name in kept:
-                found.add(Use(op.name, alias))
+                uses.add(Use(op.name, alias))
                 kept.add(op.inputs[alias].name)
-    return found
+    return uses
 
 
 def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], apart: frozenset[str]) -> set[str]:
@@ -196,11 +196,11 @@ def _held_values(graph: Graph, known: Mapping[str, Footprint], saved: set[str], 
     """
     held = {item.value.name for item in graph.inputs}
     for op in graph.ops:
-        found = known[op.name]
+        footprint = known[op.name]
         for index, value in enumerate(op.outputs):
-            alias = found.alias_of[index]
+            alias = footprint.alias_of[index]
             is_view_of_held = alias >= 0 and (op.inputs[alias].name in held or op.inputs[alias].name in saved)
-            if is_view_of_held or (index in found.saved_outputs and op.name not in apart):
+            if is_view_of_held or (index in footprint.saved_outputs and op.name not in apart):
                 held.add(value.name)
     return held
 
@@ -209,7 +209,7 @@ def inside_shares(
     graph: Graph,
     known: Mapping[str, Footprint],
     regions: Regions,
-    found: Mapping[str, tuple[Saving, ...]],
+    savings_of: Mapping[str, tuple[Saving, ...]],
     num_waiting: int = 0,
     nums: Sequence[int] = (),
 ) -> list[float]:
@@ -232,8 +232,8 @@ def inside_shares(
             saved = sum(op.outputs[index].num_bytes for index in known[op.name].saved_outputs)
             sizes[places[op.name]] += saved + known[op.name].internal_bytes
     values = {value.name: value for op in graph.ops for value in op.outputs}
-    for name in found.keys() & values.keys():
-        for saving in found[name]:
+    for name in savings_of.keys() & values.keys():
+        for saving in savings_of[name]:
             if saving.is_saved_inside and not saving.is_held_inside:
                 sizes[saving.region] += values[name].num_bytes
     largest = [size == max(sizes) for size in sizes]

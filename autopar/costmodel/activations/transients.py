@@ -59,7 +59,7 @@ def largest_transient(
     last = _last_readers(graph) if num_microbatches == 1 else {}
     to_come = list(accumulate(_by_position(sampled, last)))
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
-    best, found = 0, Transient({}, frozenset())
+    best, largest = 0, Transient({}, frozenset())
     for position in range(len(graph.ops) - 1, -1, -1):
         op, counted = graph.ops[position], saved[position] + to_come[position]
         if known[op.name].is_view or _MOST * _operand_bytes(op) - counted <= best:
@@ -67,8 +67,8 @@ def largest_transient(
         size = _transient(op, parameters)
         if size - counted > best:
             pending = frozenset(name for name, reader in last.items() if reader <= position)
-            best, found = size - counted, Transient({op.name: 1 - saved[position] / size}, pending)
-    return found
+            best, largest = size - counted, Transient({op.name: 1 - saved[position] / size}, pending)
+    return largest
 
 
 def transient_bytes(op: Op, inputs: Shapes, outputs: Shapes, parameters: frozenset[str]) -> float:
@@ -109,11 +109,11 @@ def _last_readers(graph: Graph) -> dict[str, int]:
 
 def _by_position(sampled: Sampled, last: Mapping[str, int]) -> list[int]:
     """For each op, bytes of the parameters whose last reader it is."""
-    found = [0] * len(sampled.graph.ops)
+    sizes = [0] * len(sampled.graph.ops)
     for item in sampled.graph.of_kind("parameter"):
         if item.value.name in last:
-            found[last[item.value.name]] += sampled.num(item.value.name) * item.value.num_bytes
-    return found
+            sizes[last[item.value.name]] += sampled.num(item.value.name) * item.value.num_bytes
+    return sizes
 
 
 def _transient(op: Op, parameters: frozenset[str]) -> int:

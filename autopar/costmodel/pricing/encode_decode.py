@@ -23,14 +23,16 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         (entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)
     }
     classes = classes_of(graph, folded)
-    found = {of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()}
+    chosen_options = {
+        of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()
+    }
     return replace(
         priced.given,
-        strategies=found[OP],
-        layouts={name: stored.layout for name, stored in found[INPUT].items()},
-        kept=found[KEPT],
-        outputs=found[OUTPUT],
-        regathered=frozenset(name for name, stored in found[INPUT].items() if stored.is_regathered),
+        strategies=chosen_options[OP],
+        layouts={name: stored.layout for name, stored in chosen_options[INPUT].items()},
+        kept=chosen_options[KEPT],
+        outputs=chosen_options[OUTPUT],
+        regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
 
 
@@ -84,11 +86,11 @@ def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> in
     )
 
 
-def _cheapest(table: CostTable, node: int, found: list[int | None]) -> int:
+def _cheapest(table: CostTable, node: int, choice: list[int | None]) -> int:
     cost_s = np.array(table.nodes[node].cost_s)
     for edge in table.edges:
-        if edge.a == node and found[edge.b] is not None:
-            cost_s += edge.cost_s[:, found[edge.b]]
-        elif edge.b == node and found[edge.a] is not None:
-            cost_s += edge.cost_s[found[edge.a]]
+        if edge.a == node and choice[edge.b] is not None:
+            cost_s += edge.cost_s[:, choice[edge.b]]
+        elif edge.b == node and choice[edge.a] is not None:
+            cost_s += edge.cost_s[choice[edge.a]]
     return int(cost_s.argmin())

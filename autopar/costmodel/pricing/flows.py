@@ -137,11 +137,15 @@ class _RegionWeights:
 
     def count(self, region: int, moved_in: int) -> Count:
         """The multiplicities of one occurrence in `region` that is offloaded in `moved_in`."""
-        found = Count(1) if region == NOWHERE else Count(1, 1, self.shares[region])
+        occurrences = Count(1) if region == NOWHERE else Count(1, 1, self.shares[region])
         if moved_in != NOWHERE:
             moving = self.movings[moved_in]
-            found.num_moved, found.moved_share, found.moved_s = 1, moving.share, moving.forward_s + moving.backward_s
-        return found
+            occurrences.num_moved, occurrences.moved_share, occurrences.moved_s = (
+                1,
+                moving.share,
+                moving.forward_s + moving.backward_s,
+            )
+        return occurrences
 
     def count_of(self, name: str) -> Count:
         """The multiplicities of one occurrence of an op or an input."""
@@ -151,9 +155,9 @@ class _RegionWeights:
                 1, num_on_host=int(is_away), brought_share=self.brought.get(name, 0.0), num_pending=int(is_pending)
             )
         region = self.recomputed.get(name, NOWHERE)
-        found = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
-        found.transient_share = self.transient.ops.get(name, 0.0)
-        return found
+        occurrences = self.count(region, NOWHERE if region != NOWHERE else self.offloaded.get(name, NOWHERE))
+        occurrences.transient_share = self.transient.ops.get(name, 0.0)
+        return occurrences
 
 
 def find_flows(
@@ -176,19 +180,19 @@ def find_flows(
     nodes = {(entity.kind, entity.name): node for node, entity in enumerate(entities)}
     sources, readers = _sources(graph, nodes), _readers(graph, folded, classes, nodes)
     known = footprints(graph, folded.representative)
-    found = savings(graph, known, recomputed, offloaded)
+    saved = savings(graph, known, recomputed, offloaded)
     places = _RegionWeights(
         region_of_ops(recomputed),
         region_of_ops(offloaded),
         inside_shares(
-            graph, known, recomputed, found, training.num_waiting, [sampled.num(region[0]) for region in recomputed]
+            graph, known, recomputed, saved, training.num_waiting, [sampled.num(region[0]) for region in recomputed]
         ),
-        movings(sampled, known, recomputed, offloaded, found, cluster),
+        movings(sampled, known, recomputed, offloaded, saved, cluster),
         brought_shares(graph, state_on_host, sampled.num),
         largest_transient(sampled, known, recomputed, offloaded, training.num_microbatches),
     )
     counts: defaultdict[Flow, Count] = defaultdict(Count)
-    for (name, read_by, alike), each in _alike(sampled, folded, classes, found, places).items():
+    for (name, read_by, alike), each in _alike(sampled, folded, classes, saved, places).items():
         kept = End(nodes["kept", name]) if len(read_by) > 1 else None
         for flow, count in zip(_flows(name, sources[name], kept, [readers[reader] for reader in read_by], alike), each):
             counts[flow].add(count)
@@ -203,7 +207,7 @@ def _alike(
     sampled: Sampled,
     folded: Folded,
     classes: Mapping[str, str],
-    found: Mapping[str, tuple[Saving, ...]],
+    saved: Mapping[str, tuple[Saving, ...]],
     places: _RegionWeights,
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
     """(class, readers, savings) of values -> the multiplicities of each of their conversions."""
@@ -214,9 +218,9 @@ def _alike(
         nums = [sampled.num_readings(maker, use.user) for use in uses]
         nums = nums if len(nums) == 1 else [sampled.num(maker), *nums]
         read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
-        kept = tuple(_numberless(saving) for saving in found[name])
+        kept = tuple(_numberless(saving) for saving in saved[name])
         counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
-        for count, saving, num in zip(counts, found[name], nums):
+        for count, saving, num in zip(counts, saved[name], nums):
             count.add(places.count(saving.region, saving.moved_in), num)
     return alike
 
@@ -291,21 +295,21 @@ def _readers(
 ) -> dict[Reader, tuple[End, bool]]:
     """Reader -> (its end, whether it propagates a gradient back)."""
     ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
-    found: dict[Reader, tuple[End, bool]] = {}
+    readers: dict[Reader, tuple[End, bool]] = {}
     for index, value in enumerate(graph.outputs):
         if isinstance(value, Value):
-            found["output", index] = End(nodes["output", classes[value.name]]), True
+            readers["output", index] = End(nodes["output", classes[value.name]]), True
     for index in range(len(graph.mutations)):
-        found["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False
+        readers["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False
     for op in ops.values():
         for slot in range(len(op.inputs)):
-            found[op.name, slot] = End(nodes["op", op.name], "in", slot), gives_gradient(Use(op.name, slot), ops)
-    return found
+            readers[op.name, slot] = End(nodes["op", op.name], "in", slot), gives_gradient(Use(op.name, slot), ops)
+    return readers
 
 
 def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Offered]:
     """End -> its possible layouts; those of a kept entity are all in which the value can be produced or read."""
-    found: dict[End, Offered] = {}
+    offered_at: dict[End, Offered] = {}
     known: dict[tuple[int, str, int], Offered] = {}  # equal ops have the same tuple of strategies
     kept: dict[End, dict[Layout, None]] = {}
     for flow in flows:
@@ -313,13 +317,13 @@ def _offered(entities: Sequence[Entity], flows: Iterable[Flow]) -> dict[End, Off
             options = entities[end.node].options
             if entities[end.node].kind == "kept":
                 kept.setdefault(end, {})
-            elif end not in found:
+            elif end not in offered_at:
                 key = id(options), end.port, end.index
-                found[end] = known[key] = known.get(key) or offered(options, end.port, end.index)
+                offered_at[end] = known[key] = known.get(key) or offered(options, end.port, end.index)
         for mine, other in ((flow.src, flow.dst), (flow.dst, flow.src)):
             if mine in kept:
-                kept[mine].update(dict.fromkeys(found[other].layouts))
-    return found | {end: offered(tuple(layouts), end.port, end.index) for end, layouts in kept.items()}
+                kept[mine].update(dict.fromkeys(offered_at[other].layouts))
+    return offered_at | {end: offered(tuple(layouts), end.port, end.index) for end, layouts in kept.items()}
 
 
 def _with_kept_options(entities: Sequence[Entity], ends: Mapping[End, Offered]) -> Iterator[Entity]:

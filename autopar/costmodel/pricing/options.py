@@ -72,10 +72,10 @@ def _numbers(strategies: Sequence[Strategy]) -> tuple[np.ndarray, list]:
 
     Equal signatures that are different objects are listed separately.
     """
-    found = {id(signature): signature for strategy in strategies for signature in strategy.signatures}
-    number = {key: position for position, key in enumerate(found)}
+    distinct = {id(signature): signature for strategy in strategies for signature in strategy.signatures}
+    number = {key: position for position, key in enumerate(distinct)}
     rows = [[number[id(signature)] for signature in strategy.signatures] for strategy in strategies]
-    return np.array(rows, dtype=np.int64), list(found.values())
+    return np.array(rows, dtype=np.int64), list(distinct.values())
 
 
 def distinct(keys: np.ndarray) -> tuple[list[int], np.ndarray]:

@@ -84,13 +84,13 @@ def price_edges(
 
 def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
     """Pair of entities -> the flows between them."""
-    found: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
+    parts: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
         numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
-        found[pair] = (*found.get(pair, ()), EdgePart(_priced_flow(flow, flows), numbers, a > b))
-    return found
+        parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows), numbers, a > b))
+    return parts
 
 
 def _priced_flow(flow: Flow, flows: Flows) -> PricedFlow:
@@ -154,10 +154,10 @@ def _spread_one(
     at = part.flow.src.index, part.flow.dst.index
     rows, columns = at[::-1] if part.is_turned else at
     shape = len(rows), len(columns)
-    found = []
+    spread = []
     for small in _matrices(part, prices):
         if small.any():
-            found.append((small.T if part.is_turned else small)[np.ix_(rows, columns)])
+            spread.append((small.T if part.is_turned else small)[np.ix_(rows, columns)])
         else:
-            found.append(zeros.setdefault(shape, np.zeros(shape)))
-    return found[0], found[1]
+            spread.append(zeros.setdefault(shape, np.zeros(shape)))
+    return spread[0], spread[1]

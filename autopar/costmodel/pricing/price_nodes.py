@@ -36,16 +36,16 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
             key = nameless(op), id(entity.options), astuple(count)
-            found = known.get(key) or _price_ops(op, count, options, number, flows, mesh, cluster, training)
+            node = known.get(key) or _price_ops(op, count, options, number, flows, mesh, cluster, training)
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
             key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
-            found = known.get(key) or _price_inputs(item, count, options, mesh, cluster, training)
+            node = known.get(key) or _price_inputs(item, count, options, mesh, cluster, training)
         else:
             key = (len(entity.options),)
-            found = known.get(key) or (np.zeros(key), np.zeros(key))
-        known[key] = found
-        nodes.append(Node(f"{entity.kind} {entity.name}", *found))
+            node = known.get(key) or (np.zeros(key), np.zeros(key))
+        known[key] = node
+        nodes.append(Node(f"{entity.kind} {entity.name}", *node))
     return nodes
 
 
@@ -78,8 +78,8 @@ def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offe
     """The layouts of the op's inputs and outputs; an output that no op reads has no flow."""
     options = flows.entities[node].options
     ends = [End(node, port, i) for port, values in (("in", op.inputs), ("out", op.outputs)) for i in range(len(values))]
-    found = [flows.offered.get(end) or offered(options, end.port, end.index) for end in ends]
-    return found[: len(op.inputs)], found[len(op.inputs) :]
+    operands = [flows.offered.get(end) or offered(options, end.port, end.index) for end in ends]
+    return operands[: len(op.inputs)], operands[len(op.inputs) :]
 
 
 def _price_op(
@@ -125,11 +125,11 @@ def _roles(op: Op, strategies: Sequence[Strategy]) -> np.ndarray:
 
 def _inner_times(op: Op, strategies: Sequence[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
     """f64[strategies, 2]: seconds of the op's inner collectives in forward and in backward."""
-    found = np.zeros((len(strategies), 2))
-    for row, strategy in zip(found, strategies):
+    times = np.zeros((len(strategies), 2))
+    for row, strategy in zip(times, strategies):
         for collective in inner_collectives(op, strategy, mesh.shape):
             row[int(collective.phase == "backward")] += collective_time(cluster, mesh, collective)
-    return found
+    return times
 
 
 def _price_inputs(

@@ -79,8 +79,8 @@ def _applied(original: FunctionApply, cls: type[torch.autograd.Function], args: 
         raise TraceError(f"{name}.apply returns no tensor; expected a tensor or a tuple with tensors")
     template = tuple(TENSOR if isinstance(arg, torch.Tensor) else arg for arg in args)
     application = Application(cls, template, len(tensors), len(made), probe.is_random)
-    found = resolve(target_of(application))(*tensors)
-    results = iter([found] if len(made) == 1 else found)
+    outcome = resolve(target_of(application))(*tensors)
+    results = iter([outcome] if len(made) == 1 else outcome)
     filled = tuple(next(results) if isinstance(x, torch.Tensor) else x for x in leaves)
     return filled if isinstance(result, tuple) else filled[0]
 

@@ -207,8 +207,8 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
 def _bind(leaf: Any, env: Mapping[Node, Any], builder: OpBuilder, at: Origin) -> Any:
     if not isinstance(leaf, Node):
         return leaf
-    found = env[leaf]
-    return read(found, builder, replace(at, name=stem_of(leaf.name))) if isinstance(found, View) else found
+    view = env[leaf]
+    return read(view, builder, replace(at, name=stem_of(leaf.name))) if isinstance(view, View) else view
 
 
 def _fallback(node: Node) -> tuple[Meta, ...]:

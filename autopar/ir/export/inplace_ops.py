@@ -40,12 +40,12 @@ def convert_out(
 
     The results are the `views`, by argument.
     """
-    found = _without_out(function)
-    if found is None:
+    functional = _without_out(function)
+    if functional is None:
         raise TraceError(f"{at.line}: no form of {function} without out= is known; write the model without it")
     names = written_arguments(function)
     rest = {name: value for name, value in kwargs.items() if name not in names}
-    for name, result in zip(names, builder.emit(str(found), args, rest, at=at)):
+    for name, result in zip(names, builder.emit(str(functional), args, rest, at=at)):
         current = read(views[name], builder, at)
         if result.shape != current.shape and (views[name].steps or math.prod(current.shape)):
             raise TraceError(

@@ -46,26 +46,26 @@ def read_placeholders(
     `leaves`: the flat arguments of the call. All parameters and buffers of the model come first, including those that
     the program does not read.
     """
-    found = Placeholders()
-    _add_state(found, model, builder)
+    placeholders = Placeholders()
+    _add_state(placeholders, model, builder)
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     remaining = iter(leaves)
     for node, spec in zip(nodes, program.graph_signature.input_specs):
         if spec.kind is InputKind.USER_INPUT:
-            _add_argument(found, node, next(remaining), builder)
+            _add_argument(placeholders, node, next(remaining), builder)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            _add_constant(found, node, spec, program, builder)
+            _add_constant(placeholders, node, spec, program, builder)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            found.env[node] = found.state[spec.target or ""]
+            placeholders.env[node] = placeholders.state[spec.target or ""]
         else:
             raise TraceError(
                 f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a"
                 " mesh"
             )
-    return found
+    return placeholders
 
 
-def _add_state(found: Placeholders, model: nn.Module, builder: OpBuilder) -> None:
+def _add_state(placeholders: Placeholders, model: nn.Module, builder: OpBuilder) -> None:
     transient = {
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -80,19 +80,21 @@ def _add_state(found: Placeholders, model: nn.Module, builder: OpBuilder) -> Non
         for key, (first, *aliases) in fqns.items():
             x = tensors[key]
             value = Value(builder.unique(first.replace(".", "_")), tuple(x.shape), x.dtype, x.requires_grad)
-            view = _add(found, Input(kind, value, first, tuple(aliases), first not in transient), f"{kind} {first}")
-            found.state.update((fqn, view) for fqn in (first, *aliases))
+            view = _add(
+                placeholders, Input(kind, value, first, tuple(aliases), first not in transient), f"{kind} {first}"
+            )
+            placeholders.state.update((fqn, view) for fqn in (first, *aliases))
 
 
-def _add(found: Placeholders, item: Input, owner: str) -> View:
+def _add(placeholders: Placeholders, item: Input, owner: str) -> View:
     view = whole(item.value, owner)
-    found.inputs.append(item)
-    found.views[item.value.name] = view
+    placeholders.inputs.append(item)
+    placeholders.views[item.value.name] = view
     return view
 
 
 def _add_constant(
-    found: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, builder: OpBuilder
+    placeholders: Placeholders, node: Node, spec: InputSpec, program: ExportedProgram, builder: OpBuilder
 ) -> None:
     name = str(spec.target)
     tensor = program.constants[name]
@@ -106,18 +108,18 @@ def _add_constant(
     # What export lifts out of the forward ("lifted_tensor_3") is made anew by each call; an attribute of the model is
     # not.
     owner = "" if name.rpartition(".")[2].startswith("lifted_tensor_") else f"tensor attribute {name}"
-    found.constants[value.name] = tensor
-    found.env[node] = _add(found, Input("constant", value, name), owner)
+    placeholders.constants[value.name] = tensor
+    placeholders.env[node] = _add(placeholders, Input("constant", value, name), owner)
 
 
-def _add_argument(found: Placeholders, node: Node, leaf: Any, builder: OpBuilder) -> None:
+def _add_argument(placeholders: Placeholders, node: Node, leaf: Any, builder: OpBuilder) -> None:
     if not isinstance(leaf, torch.Tensor):
-        found.env[node] = leaf
-        found.arguments.append(leaf)
+        placeholders.env[node] = leaf
+        placeholders.arguments.append(leaf)
         return
     value = Value(builder.unique(node.name), tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    found.arguments.append(value.name)
-    found.env[node] = _add(found, Input("argument", value, node.name), f"argument {node.name}")
+    placeholders.arguments.append(value.name)
+    placeholders.env[node] = _add(placeholders, Input("argument", value, node.name), f"argument {node.name}")
 
 
 def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

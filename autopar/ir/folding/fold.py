@@ -158,10 +158,10 @@ def _fit(graph: Graph, wiring: Wiring, run: PeriodicRun, representative: Mapping
     block = run.period if products >= _MIN_PRODUCTS else run.period * _MIN_PRODUCTS
     best: _RepeatedOps | None = None
     for start, copies in _phases(wiring, run, block):
-        found = match_blocks(graph, wiring, start, block, copies)
-        if found is None:
+        match = match_blocks(graph, wiring, start, block, copies)
+        if match is None:
             continue
-        first, count, classes = found
+        first, count, classes = match
         is_better = best is None or count > best.count
         if is_better and all(representative[name] in (name, same) for name, same in classes.items()):
             best = _RepeatedOps(first, block, count, classes)

@@ -36,9 +36,9 @@ def find_alike(model: nn.Module, least_saved: int = _LEAST_SAVED) -> tuple[Alike
     keys: dict[int, Any] = {}
     _key(model, keys, {})
     counts = Counter(keys.values())
-    found: dict[Any, list[tuple[str, nn.Module]]] = {}
-    _collect(model, "", keys, counts, least_saved, found, set())
-    groups = [group for members in found.values() for group in _split(members)]
+    by_key: dict[Any, list[tuple[str, nn.Module]]] = {}
+    _collect(model, "", keys, counts, least_saved, by_key, set())
+    groups = [group for members in by_key.values() for group in _split(members)]
     return tuple(
         group for group in groups if _saved(len(group.members), model.get_submodule(group.members[0])) >= least_saved
     )
@@ -54,10 +54,10 @@ def _collect(
     keys: dict[int, Any],
     counts: Counter,
     least_saved: int,
-    found: dict[Any, list],
+    by_key: dict[Any, list],
     seen: set[int],
 ) -> None:
-    """Add the outermost modules that save enough to `found`, by key."""
+    """Add the outermost modules that save enough to `by_key`, by key."""
     for name, child in module.named_children():
         path, key = f"{fqn}.{name}".removeprefix("."), keys[id(child)]
         if id(child) in seen:
@@ -65,9 +65,9 @@ def _collect(
         seen.add(id(child))
         has_forward = type(child).forward is not nn.Module.forward
         if has_forward and _saved(counts[key], child) >= least_saved:
-            found.setdefault(key, []).append((path, child))
+            by_key.setdefault(key, []).append((path, child))
         else:
-            _collect(child, path, keys, counts, least_saved, found, seen)
+            _collect(child, path, keys, counts, least_saved, by_key, seen)
 
 
 def _key(module: nn.Module, keys: dict[int, Any], known: dict[Any, int]) -> Any:

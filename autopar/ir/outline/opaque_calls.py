@@ -331,9 +331,9 @@ def unnumbered(module: nn.Module, alike: Alike) -> Iterator[None]:
 
 def _attributes(module: nn.Module) -> list[Any]:
     """A snapshot that shows whether an attribute was set, or a list or table in one grew."""
-    found = []
+    attributes = []
     for inner in module.modules():
         for name, value in inner.__dict__.items():
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
-            found.append((name, id(value), [id(item) for item in inside]))
-    return found
+            attributes.append((name, id(value), [id(item) for item in inside]))
+    return attributes

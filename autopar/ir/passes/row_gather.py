@@ -88,10 +88,10 @@ def _same_columns(op: Op, names: set[str]) -> tuple[Op, ...]:
     joint = torch.broadcast_shapes(*(value.shape for value in columns))
     shape = (x.shape[0], *joint, *x.shape[len(columns) + 1 :])
     is_whole = shape == output.shape
-    found = replace(output, name=output.name if is_whole else _unique(f"{output.name}_rows", names), shape=shape)
+    gathered = replace(output, name=output.name if is_whole else _unique(f"{output.name}_rows", names), shape=shape)
     indices = (None, *(Slot(i + 1) for i in range(len(columns))))
-    steps.append(replace(op, name=found.name, args=(Slot(0), indices), inputs=(x, *columns), outputs=(found,)))
-    return tuple(steps) if is_whole else (*steps, _reshape(op, found, output.shape, output.name))
+    steps.append(replace(op, name=gathered.name, args=(Slot(0), indices), inputs=(x, *columns), outputs=(gathered,)))
+    return tuple(steps) if is_whole else (*steps, _reshape(op, gathered, output.shape, output.name))
 
 
 def _reshape(op: Op, value: Value, shape: tuple[int, ...], name: str) -> Op:

@@ -189,14 +189,14 @@ class ModuleWatch:
 @torch.no_grad()
 def describe(module: nn.Module) -> ModuleState:
     """The state that a program depends on, by name: modules, attributes, hooks, and all of tensors but contents."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        found[path or "the module"] = Same(each)
-        found |= {f"{prefix}{name}": _value(x) for name, x in each.__dict__.items() if name not in _COMMON}
+        state[path or "the module"] = Same(each)
+        state |= {f"{prefix}{name}": _value(x) for name, x in each.__dict__.items() if name not in _COMMON}
         hooks = {f"{prefix}{name}": tuple(map(Same, each.__dict__[name].values())) for name in _HOOKS if path}
-        found |= {name: x for name, x in hooks.items() if x}
-    return found | {fqn: _tensor(x) for fqn, x in _tensors(module)}
+        state |= {name: x for name, x in hooks.items() if x}
+    return state | {fqn: _tensor(x) for fqn, x in _tensors(module)}
 
 
 def differences(before: ModuleState, now: ModuleState) -> list[str]:

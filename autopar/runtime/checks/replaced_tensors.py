@@ -19,9 +19,9 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        found = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ReplacedParameter))
+        used = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ReplacedParameter))
         raise AutoparError(
-            f"this tensor was parameter {found.fqn!r} until autopar.compile put a sharded one in its place: an"
+            f"this tensor was parameter {used.fqn!r} until autopar.compile put a sharded one in its place: an"
             " optimizer or average made of it would train and save nothing; make it of model.parameters() after"
             " autopar.compile (or compile a copy.deepcopy of the model)"
         )

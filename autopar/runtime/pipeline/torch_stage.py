@@ -73,8 +73,8 @@ class _NumberedBody(nn.Module):
 
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.work is not None, "a stage is run within a step"
-        found = self.work.body(self.microbatch, received)
-        return tuple(_checked(x, wire) for x, wire in zip(found, self.sends))
+        outputs = self.work.body(self.microbatch, received)
+        return tuple(_checked(x, wire) for x, wire in zip(outputs, self.sends))
 
 
 def _checked(x: torch.Tensor, wire: Wire) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Trainer:
                 for part in self.parts:
                     part.loaded.used.clear()
                 return loss
-            found = self.runner.step(works)
+            result = self.runner.step(works)
             before = self._set_aside()
             for part, results in opened:
                 close_step(part.loaded, results)
@@ -149,7 +149,7 @@ class Trainer:
         if self.group is not None:
             trained = ((part.loaded, item.fqn) for part in self.parts for item in _trained(part.loaded.graph))
             mark_gradients(loaded.state(fqn) for loaded, fqn in trained)
-        return found.loss
+        return result.loss
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Name of each argument of the graph -> its whole tensor, token counts of the loss included."""
@@ -212,10 +212,10 @@ class Trainer:
         """Take away and return the gradients of tied parameters from
         earlier steps, which are summed over ranks already.
         """
-        found = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
+        gradients = {fqn: parameter.grad for fqn, parameter in self._tied_here().items()}
         for parameter in self._tied_here().values():
             parameter.grad = None
-        return found
+        return gradients
 
     def _sum_tied(self, before: Mapping[str, torch.Tensor | None]) -> None:
         """Sum the gradients of tied parameters over all ranks that hold

@@ -86,8 +86,8 @@ def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Ite
     known = [_GatheredTensor(*parameter) for parameter in parameters]
 
     def pack(x: torch.Tensor) -> Any:
-        found = ((again, view) for again in known if (view := again.pack(x)) is not None)
-        again = next(found, None)
+        packed = ((again, view) for again in known if (view := again.pack(x)) is not None)
+        again = next(packed, None)
         return again or (rest.pack(x) if rest else x)
 
     with saved_tensors_hooks(pack, unpack):

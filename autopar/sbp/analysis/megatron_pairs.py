@@ -45,8 +45,8 @@ def structure_of(graph: Graph) -> Structure:
             continue
         is_column = op.name in columns or (op.name not in rows and op.name not in feeding_any)
         kinds[op.name] = "row" if op.name in rows else "column" if is_column else "whole"
-    found = Structure(kinds, frozenset(), _vocabulary(graph), from_parameters, positional)
-    return with_kinds(found, graph, kinds)
+    structure = Structure(kinds, frozenset(), _vocabulary(graph), from_parameters, positional)
+    return with_kinds(structure, graph, kinds)
 
 
 def with_kinds(structure: Structure, graph: Graph, kinds: Mapping[str, str]) -> Structure:
@@ -110,7 +110,7 @@ def _from_arguments(graph: Graph) -> frozenset[str]:
 
 
 def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozenset[str]:
-    derived, found = _from_arguments(graph), set()
+    derived, positional = _from_arguments(graph), set()
     for op in graph.ops:
         tracked = {value.name for value in op.inputs if value.needs_grad}
         if _lookup(op):
@@ -118,12 +118,12 @@ def _positional_values(graph: Graph, from_parameters: frozenset[str]) -> frozens
         else:
             is_positional = (
                 product_slots(op, from_parameters) is None
-                and bool(tracked & found)
-                and tracked <= found | from_parameters
+                and bool(tracked & positional)
+                and tracked <= positional | from_parameters
             )
         if is_positional:
-            found.update(value.name for value in op.outputs)
-    return frozenset(found)
+            positional.update(value.name for value in op.outputs)
+    return frozenset(positional)
 
 
 def _pair(
@@ -148,10 +148,10 @@ def _pair(
 
 def _merge(op: Op, sources: Mapping[str, frozenset[str] | None], ignored: frozenset[str]) -> frozenset[str] | None:
     tracked = [value for value in op.inputs if value.needs_grad and value.name not in ignored]
-    found = [named for value in tracked if (named := sources.get(value.name)) is not None]
-    if facts_of(op.target).ends_region or not found or len(found) < len(tracked):
+    tracked_sources = [named for value in tracked if (named := sources.get(value.name)) is not None]
+    if facts_of(op.target).ends_region or not tracked_sources or len(tracked_sources) < len(tracked):
         return None
-    return frozenset().union(*found)
+    return frozenset().union(*tracked_sources)
 
 
 def _feeders(graph: Graph, rows: set[str], from_parameters: frozenset[str]) -> tuple[set[str], set[str]]:

@@ -50,9 +50,9 @@ def shorten(graph: Graph, folded: Folded) -> Short:
     dropped: dict[str, Op] = {}  # op -> its counterpart in the second copy
     counts: dict[str, int] = {}
     for repeat in folded.repeats:
-        found = _dropped(graph, repeat, position, _NUM_KEPT)
-        if _is_used_in_turn(graph, repeat, found, uses, position):
-            dropped |= found
+        shorter = _dropped(graph, repeat, position, _NUM_KEPT)
+        if _is_used_in_turn(graph, repeat, shorter, uses, position):
+            dropped |= shorter
             counts |= _counts(graph, repeat, position)
     return Short(graph, _without(graph, dropped), folded, counts, names_of(graph), classes_of(graph, folded))
 

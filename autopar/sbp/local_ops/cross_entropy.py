@@ -114,8 +114,8 @@ def _cross_entropy_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int
     size = math.prod(shape) * sum_dtype(op.inputs[0].dtype).itemsize
     num_rows = 3 if arguments["label_smoothing"] else 2
     axes = role_axes(strategy, "vocab", mesh_shape)
-    found = [Collective("all_reduce", (axis,), size * rows, "forward") for rows in (1, num_rows) for axis in axes]
-    return (*found, *_count_collectives(op, strategy, mesh_shape))
+    collectives = [Collective("all_reduce", (axis,), size * rows, "forward") for rows in (1, num_rows) for axis in axes]
+    return (*collectives, *_count_collectives(op, strategy, mesh_shape))
 
 
 def _count_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -39,8 +39,8 @@ def grouped_mm(
         start, end = 0, x.shape[0] // math.prod(axis.size for axis in experts)
     else:
         start, end = bounds[[0, -1]].tolist()
-    found = resolve(target)(x[start:end], weight, bounds[1:] - start, *args, **kwargs)
-    return F.pad(found, (0, 0, start, x.shape[0] - end))
+    product = resolve(target)(x[start:end], weight, bounds[1:] - start, *args, **kwargs)
+    return F.pad(product, (0, 0, start, x.shape[0] - end))
 
 
 TARGETS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")

@@ -68,14 +68,14 @@ def inverts_order(op: Op, signature: Signature) -> bool:
 
 def _visit(op: Op, walk: _RoutingTags) -> None:
     tags = [walk.tags.get(value.name) for value in op.inputs]
-    found = {tag for tag in tags if tag}
-    if not found:
+    known_tags = {tag for tag in tags if tag}
+    if not known_tags:
         if op.target in _SORTS and len(op.inputs[0].shape) == 1:
             kinds = ("keys", "order")[-len(op.outputs) :]
             made = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
             _enter(op, walk, op.name, [Signature((S(0),), (S(0),) * len(kinds))], made)
         return
-    sort, *others = sorted({tag.sort for tag in found})
+    sort, *others = sorted({tag.sort for tag in known_tags})
     step = None if others else _step(op, tags, walk)
     if step is None:
         walk.refused.update((sort, *others))

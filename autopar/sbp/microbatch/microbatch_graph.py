@@ -143,9 +143,9 @@ class _Writing:
 
     def _first(self, value: Value, shape: tuple[int, ...], user: Op) -> Value:
         """The first numbers of `value`, as many as fill `shape`."""
-        found = replace(value, name=self._unique(f"{user.name}_first"), shape=shape)
-        self._call(found.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), found, user)
-        return found
+        first = replace(value, name=self._unique(f"{user.name}_first"), shape=shape)
+        self._call(first.name, "aten.slice.Tensor", (Slot(0), 0, 0, shape[0]), (value,), first, user)
+        return first
 
     def _call(
         self, name: str, target: str, args: tuple[Any, ...], inputs: tuple[Value, ...], output: Value, origin: Op | None
@@ -208,8 +208,8 @@ class _Writing:
 
     def _placement(self, value: Value) -> Placement:
         """The placement of an input or output, with I for R, which differ in the gradient only; shares are terms."""
-        found = self.split.placements.get(value.name, P)
-        return I if found == R else found
+        placement = self.split.placements.get(value.name, P)
+        return I if placement == R else placement
 
 
 def _has_probabilities(op: Op) -> bool:

@@ -103,7 +103,7 @@ def _inverse(
     counted = call("ne.Scalar", target, ignored)
     if weight is not None:
         zero = call("zeros_like.default", target)
-        found = call("index.Tensor", weight, [call("where.self", counted, target, zero)])
-        counted = call("mul.Tensor", found, counted)
+        weights = call("index.Tensor", weight, [call("where.self", counted, target, zero)])
+        counted = call("mul.Tensor", weights, counted)
     total = call("to.dtype", call("sum.default", counted), torch.float64)
     return call("to.dtype", call("reciprocal.default", total), dtype)

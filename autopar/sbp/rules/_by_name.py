@@ -16,9 +16,9 @@ def argument_names(op: Op) -> tuple[str, ...]:
 
 def tensor_of(op: Op, name: str) -> Value:
     """The tensor passed as argument `name`, which every call has."""
-    found = optional_tensor(op, name)
-    assert found is not None, f"{op.name}: {op.target} was called without {name}"
-    return found
+    tensor = optional_tensor(op, name)
+    assert tensor is not None, f"{op.name}: {op.target} was called without {name}"
+    return tensor
 
 
 def optional_tensor(op: Op, name: str) -> Value | None:
@@ -39,12 +39,12 @@ def signature(
     Names of arguments that the call lacks are ignored. Yields nothing if one tensor is passed as two arguments with
     different placements.
     """
-    found: dict[int, Placement] = {}
+    by_position: dict[int, Placement] = {}
     for name, placed in placements.items():
         slots = arguments_of(op)[name]
         pairs = zip(slots, placed) if isinstance(placed, Sequence) else [(slots, placed)]
         for slot, placement in pairs:
-            if isinstance(slot, Slot) and found.setdefault(slot.index, placement) != placement:
+            if isinstance(slot, Slot) and by_position.setdefault(slot.index, placement) != placement:
                 return
-    inputs = tuple(found.get(index, R) for index in range(len(op.inputs)))
+    inputs = tuple(by_position.get(index, R) for index in range(len(op.inputs)))
     yield Signature(inputs, outputs if isinstance(outputs, tuple) else (outputs,), role, num_units)

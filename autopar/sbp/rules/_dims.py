@@ -17,15 +17,15 @@ def overloads(*names: str) -> tuple[str, ...]:
     >>> overloads("neg")
     ('aten.neg.default',)
     """
-    found = []
+    targets = []
     for name in names:
         packet = getattr(torch.ops.aten, name)
-        found += [
+        targets += [
             f"aten.{name}.{overload}"
             for overload in packet.overloads()
             if _is_functional(getattr(packet, overload)._schema)
         ]
-    return tuple(found)
+    return tuple(targets)
 
 
 def _is_functional(schema: torch.FunctionSchema) -> bool:

@@ -103,10 +103,10 @@ def along(*names: str) -> Rule:
 
 def _dims(op: Op, names: tuple[str, ...]) -> list[int]:
     bound = arguments_of(op)
-    found: list[int] = []
+    dims: list[int] = []
     for name in names:
-        found += [bound[name]] if isinstance(bound[name], int) else bound[name]
-    return found
+        dims += [bound[name]] if isinstance(bound[name], int) else bound[name]
+    return dims
 
 
 def slice_(op: Op) -> Iterator[Signature]:
