@@ -90,7 +90,7 @@ def test_counts_are_drawn_in_the_middle_of_each_column():
 def test_text_json_and_trace_say_the_same(plans):
     plan = plans["1f1b"]
     text, content = format_staged(plan), staged_json(plan)
-    assert "most, " in text and "Microbatches in flight over the step:\nrank 0 |" in text
+    assert "peak, " in text and "Microbatches in flight over the step:\nrank 0 |" in text
     worst = [
         max(sum(moment["bytes"].values()) for moment in row)
         for row in json.loads(json.dumps(content))["memory_over_time"]
