@@ -97,7 +97,7 @@ class Depth(Block):
         return super().forward(x) if random.random() < 0.5 else x
 
 
-@case(refused="draws from Python's random")
+@case(refused="draws from Python's random", peers=False)
 def layers_dropped_by_python(run: Run) -> Numbers:
     """random.random() < 0.5 in forward (stochastic depth)"""
     return stepped(run, Stack(Depth), 3)
