@@ -197,7 +197,8 @@ class Runtime:
         last = self.current()
         draws = last.draws if isinstance(last, Trainer) else last.program.has_random_ops
         arguments = zip(last.graph.arguments, flat_arguments(last.graph.argument_spec, args, kwargs))
-        self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
+        with failing_together(cut.meeting) if (cut := self._cut()) is not None else nullcontext():
+            self.check.compare([(name, x) for name, x in arguments if isinstance(name, str)], draws=draws)
 
     def _whole_batch(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a step in microbatches, all ranks' parts gathered."""

@@ -16,6 +16,7 @@ import autopar
 from autopar import api
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
 from autopar.runtime import module_runtime
+from tests.journey.stack import Stack, batch
 from tests.workers import RankError, Ranks, device_mesh
 from tests.zoo import build
 
@@ -284,6 +285,30 @@ def change_alone(kind: str, folder: str) -> None:
         error = met
     (Path(folder) / str(dist.get_rank())).write_text(f"{time.monotonic() - start}\n{type(error).__name__}\n{error}")
     os._exit(0)
+
+
+def freeze_a_stage() -> None:
+    """Only ranks 0 and 1 hold what is frozen before a step whose arguments are compared; they live on."""
+    torch.manual_seed(0)
+    model, args = Stack(), batch()
+    mesh = device_mesh((2, 2), ("pp", "dp"))
+    model = autopar.compile(model, mesh, args=args, num_microbatches=2, cluster="free-links")
+    model.train_step(*args)
+    model.blocks[0].requires_grad_(False)
+    if dist.get_rank() < 2:
+        with pytest.raises(AutoparError, match=r"blocks\.0.* after the model was cut into stages"):
+            model.train_step(*args)
+        time.sleep(60)
+    model.train_step(*args)
+
+
+def test_error_of_one_stage_ends_the_comparison_of_the_others() -> None:
+    ranks = Ranks(4)
+    try:
+        with pytest.raises(RankError, match=r"rank [23]:\nthe process died"):
+            ranks.run(freeze_a_stage, timeout_s=40.0)
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.parametrize("kind", ["attribute", "gradient"])
