@@ -3,13 +3,14 @@
 A generated program calls no modules: what a forward leaves in an attribute is there in no later call.
 """
 
+import copy
 import inspect
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +29,21 @@ _GIVEN = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
 Export = Callable[[], ExportedProgram]
 
 
+@dataclass
+class _Reads:
+    """The places of attributes that a forward reads: before it sets them, and at any time."""
+
+    before: set[str] = field(default_factory=set)
+    all: set[str] = field(default_factory=set)
+    is_over: bool = False
+
+
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute whose `value` is another after a forward; `tensors`: those it holds now and did not before."""
+    """An attribute whose `value` is another after a forward; `tensors`: those it holds now and did not before.
+
+    `was_there`: also before; `had_value`: and not None.
+    """
 
     module: nn.Module
     fqn: str
@@ -38,6 +51,7 @@ class _Attribute:
     value: Any
     tensors: tuple[torch.Tensor, ...]
     was_there: bool
+    had_value: bool
 
     @property
     def place(self) -> str:
@@ -46,16 +60,16 @@ class _Attribute:
 
 
 class _Snapshot:
-    """The attributes of all modules of a model before a forward, containers with their items."""
+    """The attributes of all modules of a model before a forward, containers and plain objects with their items."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
         self._items: list[tuple[Any, Any]] = []
         for fqn, module in model.named_modules():
             own = {name: x for name, x in module.__dict__.items() if name not in _OF_ALL_MODULES}
-            held = {name: x for name, x in own.items() if type(x) in _CONTAINERS}
-            self._before.append((fqn, module, own, {name: _leaves(x) for name, x in held.items()}))
-            self._items += [(x, x.copy()) for x in held.values()]
+            held = {name: items for name, x in own.items() if (items := _items(x)) is not None}
+            self._before.append((fqn, module, own, {name: _leaves(items) for name, items in held.items()}))
+            self._items += [(items, items.copy()) for items in held.values()]
 
     def changed(self) -> Iterator[_Attribute]:
         """The attributes that hold other tensors or numbers now."""
@@ -64,11 +78,12 @@ class _Snapshot:
                 if name in _OF_ALL_MODULES or name == "forward":
                     continue
                 before = contents[name] if name in contents else [own.get(name)]
-                new = [y for y in _leaves(x) if not any(y is z for z in before)]
-                tensors = tuple(y for y in new if isinstance(y, torch.Tensor))
-                is_number = isinstance(x, _PLAIN) and name in own and isinstance(own[name], _PLAIN) and x != own[name]
-                if tensors or is_number:
-                    yield _Attribute(module, fqn, name, x, tensors, name in own)
+                items = _items(x)
+                now = _leaves(x if items is None else items)
+                tensors = tuple(y for y in now if isinstance(y, torch.Tensor) and not any(y is z for z in before))
+                if tensors or (name in own and _numbers(now) != _numbers(before)):
+                    value = x if items is None else copy.copy(x)
+                    yield _Attribute(module, fqn, name, value, tensors, name in own, own.get(name) is not None)
 
     def restore(self) -> None:
         """Give every module the attributes that it had."""
@@ -86,19 +101,26 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
     """`export()`, which runs the forward of `model` once; TraceError for an attribute that holds state.
 
     State is a tensor that depends on parameters, buffers or arguments and is read by the next call, or a number with
-    which the next call runs other ops. Of what else a program does not set, a user is told if it was there before.
+    which the next call runs other ops. Such a tensor in place of another value, which the forward itself does not read,
+    is for a reader outside, and refused too. Of what else a program does not set, a user is told if it was there.
     """
-    program, changed = _exported(model, export, read=set())
+    program, changed = _exported(model, export)
     with_tensors = tuple(attribute for attribute in changed if attribute.tensors)
     if with_tensors:
-        read: set[str] = set()
-        dependent = _dependent(_exported(model, export, read, returned=with_tensors)[0])
+        reads = _Reads()
+        dependent = _dependent(_exported(model, export, reads, returned=with_tensors)[0])
         for attribute in with_tensors:
-            if attribute.place in read & dependent:
+            if attribute.place in reads.before & dependent:
                 raise _refusal(attribute)
+            if attribute.had_value and attribute.place in dependent - reads.all:
+                raise TraceError(
+                    f"{_line_of(attribute)}the forward leaves a result in attribute {attribute.place}, which a compiled"
+                    " model would not set, so that who reads it finds an old value: return it, or have it None in"
+                    " __init__ if nobody reads it"
+                )
         changed = [x for x in changed if not x.tensors or x.place in dependent]
     numbers = tuple(attribute for attribute in changed if not attribute.tensors)
-    if numbers and _exported(model, export, set(), starting=numbers)[0].graph_module.code != program.graph_module.code:
+    if numbers and _exported(model, export, starting=numbers)[0].graph_module.code != program.graph_module.code:
         raise _refusal(numbers[0])
     if told := [attribute for attribute in changed if attribute.was_there]:
         warn(
@@ -119,19 +141,20 @@ def _refusal(attribute: _Attribute) -> TraceError:
 def _exported(
     model: nn.Module,
     export: Export,
-    read: set[str],
+    reads: _Reads | None = None,
     *,
     returned: tuple[_Attribute, ...] = (),
     starting: tuple[_Attribute, ...] = (),
 ) -> tuple[ExportedProgram, list[_Attribute]]:
     """The program and the attributes that the forward changed, which are restored.
 
-    `returned`: attributes whose tensors the program returns besides; the places of those that the forward reads before
-    it sets them are added to `read`. `starting`: attributes that begin as the forward has left them before.
+    `returned`: attributes whose tensors the program returns besides; those that the forward reads are added to `reads`.
+    `starting`: attributes that begin as the forward has left them before.
     """
-    snapshot, changed = _Snapshot(model), list[_Attribute]()
+    snapshot, changed, reads = _Snapshot(model), list[_Attribute](), reads or _Reads()
 
     def note(module: nn.Module, args: Any, output: Any) -> Any:
+        reads.is_over = True
         changed.extend(snapshot.changed())
         places = {attribute.place for attribute in returned}
         return (output, {x.place: list(x.tensors) for x in changed if x.place in places}) if returned else None
@@ -140,7 +163,7 @@ def _exported(
         stack.callback(snapshot.restore)
         for module in {id(attribute.module): attribute.module for attribute in returned}.values():
             names = {x.name: x.place for x in returned if x.module is module}
-            stack.enter_context(_reads_noted(module, names, read))
+            stack.enter_context(_reads_noted(module, names, reads))
         for attribute in starting:
             attribute.module.__dict__[attribute.name] = attribute.value
         stack.callback(model.register_forward_hook(note).remove)
@@ -150,14 +173,16 @@ def _exported(
 
 
 @contextmanager
-def _reads_noted(module: nn.Module, places: Mapping[str, str], read: set[str]) -> Iterator[None]:
-    """A context in which the attributes in `places` that are read before they are set are added to `read`."""
+def _reads_noted(module: nn.Module, places: Mapping[str, str], reads: _Reads) -> Iterator[None]:
+    """A context in which the attributes in `places` that are read are added to `reads`."""
     kind, is_set = type(module), set[str]()
 
     class Noted(kind):
         def __getattribute__(self, name: str) -> Any:
-            if name in places and name not in is_set:
-                read.add(places[name])
+            if name in places and not reads.is_over:
+                reads.all.add(places[name])
+                if name not in is_set:
+                    reads.before.add(places[name])
             return super().__getattribute__(name)
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -197,6 +222,19 @@ def _reaches(node: torch.fx.Node, names: set[str]) -> bool:
 def _same_items(a: Any, b: Any) -> bool:
     pairs = zip(a, b) if isinstance(a, list) else zip((*a, *a.values()), (*b, *b.values()))
     return len(a) == len(b) and all(x is y for x, y in pairs)
+
+
+def _items(x: Any) -> Any:
+    """The list or dict that holds the items of a container or of a plain object such as a config; None of all else."""
+    if type(x) in _CONTAINERS:
+        return x
+    inside = getattr(x, "__dict__", None)
+    is_plain = type(inside) is dict and not isinstance(x, (nn.Module, torch.Tensor, type)) and not callable(x)
+    return inside if is_plain else None
+
+
+def _numbers(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, _PLAIN)]
 
 
 def _leaves(x: Any) -> list[Any]:

@@ -46,7 +46,7 @@ class Outcomes:
         self._found: dict[tuple[str, str], dict[str, list[Outcome]]] = {}
         for item in items:
             parameters = getattr(getattr(item, "callspec", None), "params", {})
-            if isinstance(found := parameters.get("found"), Case):
+            if isinstance(found := parameters.get("found"), Case) and "setting" in parameters:
                 self._chosen.setdefault((found.theme, parameters["setting"]), []).append(found.name)
 
     def of(self, found: Case, setting: str) -> list[Outcome]:
