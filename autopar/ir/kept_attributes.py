@@ -22,6 +22,7 @@ from autopar.errors import TraceError, warn
 from autopar.torch_compat import pytree
 
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+_HOOKS = tuple(name for name in sorted(_OF_ALL_MODULES) if name.startswith("_forward_") and "hooks" in name)
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict)
 _GIVEN = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
@@ -60,15 +61,18 @@ class _Attribute:
 
 
 class _Snapshot:
-    """The attributes of all modules of a model before a forward, containers and plain objects with their items."""
+    """The attributes of all modules of a model before a forward, containers and plain objects with their items, and
+    hooks: transformers installs some in forward, and an attribute says that it has.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
         self._items: list[tuple[Any, Any]] = []
         for fqn, module in model.named_modules():
+            self._items += [(module.__dict__[name], module.__dict__[name].copy()) for name in _HOOKS]
             own = {name: x for name, x in module.__dict__.items() if name not in _OF_ALL_MODULES}
             held = {name: items for name, x in own.items() if (items := _items(x)) is not None}
-            self._before.append((fqn, module, own, {name: _leaves(items) for name, items in held.items()}))
+            self._before.append((fqn, module, own, {name: _leaves(held.get(name, x)) for name, x in own.items()}))
             self._items += [(items, items.copy()) for items in held.values()]
 
     def changed(self) -> Iterator[_Attribute]:
@@ -77,7 +81,7 @@ class _Snapshot:
             for name, x in module.__dict__.items():
                 if name in _OF_ALL_MODULES or name == "forward":
                     continue
-                before = contents[name] if name in contents else [own.get(name)]
+                before = contents.get(name, [None])
                 items = _items(x)
                 now = _leaves(x if items is None else items)
                 tensors = tuple(y for y in now if isinstance(y, torch.Tensor) and not any(y is z for z in before))
@@ -122,7 +126,8 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
     numbers = tuple(attribute for attribute in changed if not attribute.tensors)
     if numbers and _exported(model, export, starting=numbers)[0].graph_module.code != program.graph_module.code:
         raise _refusal(numbers[0])
-    if told := [attribute for attribute in changed if attribute.was_there]:
+    # not of the settings inside a config, which models write for themselves
+    if told := [x for x in changed if x.was_there and (x.tensors or isinstance(x.value, _PLAIN))]:
         warn(
             f"{_line_of(told[0])}the forward sets attribute {', '.join(x.place for x in told[:3])}; a compiled model"
             " leaves it as it is: return what you read later, or register it as a buffer"

@@ -120,13 +120,20 @@ def _generators() -> dict[str, Any]:
 def _observers_refused(model: nn.Module) -> Iterator[None]:
     """TraceError for a forward hook that neither returns nor changes anything: it would run while the model is traced
     and at no call.
+
+    Those of transformers collect what the model returns (`output_hidden_states`), so that the program has it.
     """
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks) if module is not model else ():
                 stack.callback(hooks.update, dict(hooks))
-                hooks.update({key: _acting(hook, module, fqn) for key, hook in hooks.items()})
+                own = {key: hook for key, hook in hooks.items() if not _is_of_transformers(hook)}
+                hooks.update({key: _acting(hook, module, fqn) for key, hook in own.items()})
         yield
+
+
+def _is_of_transformers(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _acting(hook: Callable[..., Any], module: nn.Module, fqn: str) -> Callable[..., Any]:

@@ -57,7 +57,8 @@ class Body:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of an export; `calls`: for each opaque op (FQN of its module, number of its body).
+    """The record of an export's last run of the model; `calls`: for each opaque op (FQN of its module, number of its
+    body).
 
     `ambient`: the modes in which the model itself is called.
     """
@@ -65,6 +66,11 @@ class Record:
     bodies: dict[Any, Body] = field(default_factory=dict)
     calls: list[tuple[str, int]] = field(default_factory=list)
     ambient: list[Any] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Record another run, with the bodies that are known."""
+        self.ambient[:] = [_ambient()]
+        self.calls.clear()
 
 
 class Index:
@@ -142,7 +148,7 @@ def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
             module.__dict__["forward"] = partial(_call, record, fqn, alike, partial(_original, inside))
         everything = [item for inside in insides for item in inside]
         _show(everything, "empty")
-        stack.callback(model.register_forward_pre_hook(lambda *_: record.ambient.append(_ambient())).remove)
+        stack.callback(model.register_forward_pre_hook(lambda *_: record.restart()).remove)
         stack.callback(model.register_forward_pre_hook(lambda *_: _show(everything, "watched")).remove)
         stack.callback(model.register_forward_hook(lambda *_: _show(everything, "empty")).remove)
         yield record
