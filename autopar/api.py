@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
-from autopar.errors import AutoparError, MeshError, warn
+from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster, preset_of
+from autopar.errors import AutoparError, InfeasibleError, MeshError, warn
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.refused_state import check_no_gradient_hooks
@@ -31,10 +31,18 @@ from autopar.runtime.local_batch import local_batch
 from autopar.runtime.process_groups import with_axis_names
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
+from autopar.sbp.placement import Layout
 from autopar.schedule.orders import NAMES as SCHEDULES
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
+
+
+# What may fit where outputs that are given whole do not.
+_LESS_THAN_WHOLE = (
+    'every rank is given all outputs: autopar.compile(..., outputs="sharded") leaves them split, model.train_step(...)'
+    " makes the loss alone"
+)
 
 
 def plan(
@@ -95,6 +103,7 @@ def compile(
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
     batch: str | Sequence[str] = "global",
+    outputs: Literal["whole", "sharded"] = "whole",
     check: bool | Literal["strict"] = True,
 ) -> ShardedModule:
     """Shard the module `model` over `mesh`, in place; every rank calls this with the same model, and gets it back.
@@ -119,6 +128,9 @@ def compile(
         on which parts differ. What all ranks share is a DTensor, a buffer or no tensor. Outputs that have the batch's
         rows come back as those of the rank's part, and backward of a loss made of them trains on the mean of the ranks'
         losses, as under DistributedDataParallel; a loss that the model returns is that of the whole batch.
+    `outputs`: "whole", a call gives plain tensors, all of each on every rank (with batch="local" the rank's rows), and
+        the plan counts what gathering them takes; or "sharded", an output that the plan splits is a DTensor. The loss
+        of train_step is a plain tensor, and train_step gathers nothing else.
     `check`: compare between the ranks, in calls 1, 2, 4, 8, ..., the rows that they are given and the random state of
         models that use it, and tensors that are loaded; "strict" refuses weights that differ, too; False turns all this
         off, also the first rank's values. docs/checks.md says what it costs.
@@ -129,7 +141,7 @@ def compile(
     _check_not_parallel(model)
     check_no_gradient_hooks(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
-    _check_options(plan, request, cluster, check)
+    _check_options(plan, request, cluster, outputs, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
             raise MeshError(
@@ -145,10 +157,9 @@ def compile(
     found = _cluster(cluster, mesh.device_type) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
+    parts, checks = local_batch(mesh, batch), {"check": bool(check), "is_strict": check == "strict"}
     planner = _Planner(mesh, found, request, given, is_own)
-    module = shard_module(
-        model, mesh, planner, loss_fn, parts=local_batch(mesh, batch), check=bool(check), is_strict=check == "strict"
-    )
+    module = shard_module(model, mesh, planner, loss_fn, parts=parts, outputs=outputs, **checks)
     if args is not None or kwargs is not None:
         try:
             module._autopar.prepare(module, *example, trains=True)
@@ -159,7 +170,7 @@ def compile(
     return module
 
 
-def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, check: Any) -> None:
+def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, outputs: Any, check: Any) -> None:
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
@@ -167,6 +178,8 @@ def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, 
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
+    if outputs not in ("whole", "sharded"):
+        raise AutoparError(f'outputs= expects "whole" or "sharded", found {outputs!r}')
     if check not in (True, False, "strict"):
         raise AutoparError(f'check= expects True, False or "strict", found {check!r}')
 
@@ -184,7 +197,9 @@ class _Planner:
     given: str | None  # JSON text of a plan made before
     is_own: bool  # the given plan was made by this run rather than read from a file
 
-    def __call__(self, graph: Graph, fixed: dict[str, str], trains: bool) -> Plan | StagedPlan:
+    def __call__(
+        self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]
+    ) -> Plan | StagedPlan:
         text, is_own = self.given, self.is_own
         asked = (text, self.request, self.cluster and self.cluster.to_json())
         check_same(self.mesh, asked, "plans, pins, memory limits or clusters", "give every rank the same")
@@ -192,9 +207,15 @@ class _Planner:
             with of_first_rank(self.mesh, "planning") as made:
                 if made.is_here:
                     cluster, request = self._asked(fixed, trains)
+                    request = replace(request, outputs=outputs)
                     mesh = mesh_of(self.mesh)
                     _warn_of_batch(graph, mesh)
-                    plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
+                    try:
+                        plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
+                    except InfeasibleError as error:
+                        if outputs:
+                            error.args = (f"{error}; {_LESS_THAN_WHOLE}",)
+                        raise
                     _warn_of_plan(plan)
                     made.value = plan.dumps()
             text, is_own = made.value, True
@@ -366,18 +387,8 @@ def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:
                 "the devices of this mesh are not known: give cluster= (a preset's name, a JSON file or a Cluster), or"
                 " a DeviceMesh as mesh"
             )
-        cluster = _preset_of(device_type)
+        cluster = preset_of(device_type)
     try:
         return load_cluster(cluster)
     except (ValueError, TypeError, OSError) as error:
         raise AutoparError(f"cluster= cannot be used: {error}") from error
-
-
-def _preset_of(device_type: str) -> str:
-    if device_type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name()
-    for key, preset in {"H100": "h100", "H200": "h100", "A100": "a100", "V100": "v100", "P100": "p100"}.items():
-        if key in name:
-            return preset
-    raise AutoparError(f"no cluster preset for {name!r}; pass cluster= (a preset's name, a JSON file or a Cluster)")

@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from autopar.ir.graph import Graph, Value, nameless
+from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.dead_code import drop_dead
 from autopar.planner.pipeline.equal_stages import wiring_of
 from autopar.schedule.orders import Schedule
@@ -50,7 +50,7 @@ def _op_graph(graph: Graph) -> nx.DiGraph:
     producer = {value.name: op.name for op in graph.ops for value in op.outputs}
     found = nx.DiGraph()
     for op in graph.ops:
-        found.add_node(op.name, label=repr(nameless(op)))
+        found.add_node(op.name, label=repr(op.nameless))
         found.add_edges_from((producer[value.name], op.name) for value in op.inputs if value.name in producer)
     return found
 

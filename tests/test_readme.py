@@ -30,12 +30,27 @@ def run_blocks(blocks: list[str], folder: str) -> bool:
     ahead = {"autopar": names["autopar"], "model": model, "x": names["x"], "mesh": device_mesh((2, 2), ("dp", "tp"))}
     with contextlib.chdir(folder):
         exec(blocks[1], ahead)
-    return bool(torch.isfinite(ahead["model"](names["x"]).sum()))
+    assert torch.isfinite(ahead["model"](names["x"]).sum())
+    return losses_outside(blocks[2], names)
+
+
+def losses_outside(block: str, names: dict) -> bool:
+    """Whether the mean of the ranks' losses, each of its own rows, is that of the whole batch."""
+    rows = slice(16 * names["mesh"].get_local_rank("dp"), None)
+    given = {"my_x": names["x"][rows][:16], "labels": torch.arange(32), "my_labels": torch.arange(32)[rows][:16]}
+    losses = []
+    for part in block.split("\n\n"):
+        torch.manual_seed(0)
+        own = {**names, **given}
+        exec(part, own)
+        losses.append(own["loss"].detach())
+    dist.all_reduce(losses[1])
+    return bool((losses[0] - losses[1] / 4).abs() < 1e-5)
 
 
 @pytest.mark.multirank
 def test_examples_run(ranks4: Ranks) -> None:
     blocks = python_blocks()
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     with tempfile.TemporaryDirectory() as folder:
         assert ranks4.run(run_blocks, blocks, folder) == [True] * 4

@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.ir.call_args import fill
-from autopar.ir.graph import Op, nameless, resolve
+from autopar.ir.graph import Op, resolve
 from autopar.torch_compat import pytree
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -14,7 +14,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def function_flops(op: Op, inputs: Shapes) -> tuple[float, float]:
     """Flops of one forward and of one backward run on tensors of these shapes; 0 for what does not run without data."""
-    return _counted(nameless(op), inputs)
+    return _counted(op.nameless, inputs)
 
 
 @lru_cache(maxsize=4096)

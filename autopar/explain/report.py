@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.costmodel.conversion_cost import conversion_times
 from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.explain.batch_size import notes
-from autopar.ir.graph import short_dtype
+from autopar.ir.graph import Value, short_dtype
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts
-from autopar.sbp.placement import format_layout
+from autopar.sbp.placement import I, format_layout
 from autopar.sbp.redistribute import Collective
 
 
@@ -65,6 +66,18 @@ class InputRow:
     collectives: tuple[CollectiveRow, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GatheredOutputs:
+    """The `count` outputs that model(...) gathers, to give them whole, and train_step does not.
+
+    `num_bytes`: of all on every device; `time_s`: of a call and its backward.
+    """
+
+    count: int
+    num_bytes: int
+    time_s: float
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything that `explain` shows; `as_json` gives the same content.
@@ -85,6 +98,7 @@ class Report:
     state_on_host: tuple[str, ...]
     state_on_host_bytes: int
     time_s: Mapping[str, float]
+    gathered_outputs: GatheredOutputs
     step_s: float
     lower_bound_s: float
     bound_of: str
@@ -131,6 +145,7 @@ def report(plan: Plan) -> Report:
                 if costs.moved_bytes or seconds
             },
         },
+        gathered_outputs=_gathered_outputs(plan),
         step_s=costs.step_s,
         lower_bound_s=plan.lower_bound_s,
         bound_of=plan.bound_of,
@@ -218,6 +233,13 @@ def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
         )
         for (is_backward, axes, kind), planned in sorted(groups.items())
     )
+
+
+def _gathered_outputs(plan: Plan) -> GatheredOutputs:
+    whole, outputs = (I,) * plan.mesh.ndim, plan.assignment.outputs
+    split = [x for x in plan.graph.outputs if isinstance(x, Value) and outputs[x.name] != whole]
+    times = (conversion_times(x, (outputs[x.name],), (whole,), plan.mesh.shape, plan.cluster) for x in split)
+    return GatheredOutputs(len(split), sum(x.num_bytes for x in split), sum(float(time.item()) for time in times))
 
 
 def _not_divided(plan: Plan) -> Iterator[dict[str, Any]]:

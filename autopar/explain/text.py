@@ -1,9 +1,9 @@
 """A report as text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from autopar.explain.common_text import hand_table, on_host_lines, origin, step_line, table, timings_line, title, unfit
-from autopar.explain.report import CollectiveRow, InputRow, OpRow, Report
+from autopar.explain.report import CollectiveRow, GatheredOutputs, InputRow, OpRow, Report
 from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
 from autopar.units import format_bytes, format_seconds
@@ -36,10 +36,20 @@ def _head(report: Report) -> str:
                 " pending sum."
             ),
             step_line(report.step_s, finder, bound, is_from_file=report.is_from_file),
+            *_gathered_outputs(report.gathered_outputs),
             *report.notes,
             *on_host_lines(len(report.state_on_host), report.state_on_host_bytes),
         ]
     )
+
+
+def _gathered_outputs(gathered: GatheredOutputs) -> Iterator[str]:
+    if gathered.count:
+        each = f"{gathered.count} split outputs" if gathered.count > 1 else "a split output"
+        yield (
+            f"A call of model(...) gathers {each}, {format_bytes(gathered.num_bytes)} on every device in"
+            f' {format_seconds(gathered.time_s)}; train_step does not, nor does outputs="sharded".'
+        )
 
 
 def _ops(report: Report) -> str:

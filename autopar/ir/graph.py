@@ -1,7 +1,8 @@
 """The IR: a flat, functional, forward graph over whole (unsharded) tensors."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Slot:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
     """One call of a torch op; `args` and `kwargs` are nested tuples of constants with `Slot(i)` for `inputs[i]`."""
 
@@ -46,6 +47,22 @@ class Op:
     module: str  # FQN of the module that called it
     line: str  # "model.py:41" of the model's source
     is_tuple: bool = False  # the call returns a tuple or list, even of one
+
+    @cached_property
+    def nameless(self) -> "Op":
+        """The op without names, module and line; equal for equal calls, so usable as a cache key."""
+        inputs, outputs = (
+            tuple(Value("", value.shape, value.dtype, value.needs_grad) for value in values)
+            for values in (self.inputs, self.outputs)
+        )
+        return replace(self, name="", module="", line="", inputs=inputs, outputs=outputs)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:  # of an op that keys caches it is asked for again and again
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +107,6 @@ def call_key(op: Op) -> Hashable:
         tuple((value.shape, value.dtype, value.needs_grad) for value in values) for values in (op.inputs, op.outputs)
     )
     return op.target, op.args, op.kwargs, *tensors, op.is_no_grad
-
-
-def nameless(op: Op) -> Op:
-    """`op` without the names of op and values, module and line; equal for equal calls, so usable as a cache key."""
-    inputs, outputs = (tuple(replace(value, name="") for value in values) for values in (op.inputs, op.outputs))
-    return replace(op, name="", module="", line="", inputs=inputs, outputs=outputs)
 
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.bool: "b8"}

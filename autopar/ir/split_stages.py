@@ -48,7 +48,8 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
         for v in op.outputs
     }
     remade = _made_of_arguments(graph)
-    blocks = [_block(graph, made, remade, index, len(starts)) for index in range(len(starts) + 1)]
+    again = [at for at, op in enumerate(graph.ops) if remade.issuperset(value.name for value in op.outputs)]
+    blocks = [_block(graph, made, remade, again, span, index) for index, span in enumerate(pairwise(bounds))]
     readers = _readers(graph, blocks, made)
     _check_buffers(graph, readers)
     boundaries = _boundaries(graph, made, readers, remade, len(blocks))
@@ -103,15 +104,26 @@ def _made_of_arguments(graph: Graph) -> frozenset[str]:
     return frozenset(remade)
 
 
-def _block(graph: Graph, made: Mapping[str, int], remade: frozenset[str], index: int, last: int) -> tuple[Op, ...]:
-    """The ops of stage `index`, in graph order: those at its positions, and those of the `remade` values it needs."""
-    wanted = {value.name for value in graph.outputs if isinstance(value, Value)} if index == last else set()
+def _block(
+    graph: Graph,
+    made: Mapping[str, int],
+    remade: frozenset[str],
+    again: Sequence[int],
+    span: tuple[int, int],
+    index: int,
+) -> tuple[Op, ...]:
+    """The ops of stage `index`, in graph order: those at its positions `span`, and of those that are made `again`, all
+    of whose outputs are `remade`, those that it needs.
+    """
+    is_last = span[1] == len(graph.ops)
+    wanted = {value.name for value in graph.outputs if isinstance(value, Value)} if is_last else set()
     wanted |= {value.name for _, value in graph.mutations if made.get(value.name) == index}
     chosen = []
-    for op in reversed(graph.ops):
+    for at in sorted({*range(*span), *again}, reverse=True):
+        op = graph.ops[at]
         names = [value.name for value in op.outputs]
-        is_of_stage = not remade.issuperset(names) and made[names[0]] == index
-        if is_of_stage or (remade.issuperset(names) and not wanted.isdisjoint(names)):
+        is_again = remade.issuperset(names)
+        if not wanted.isdisjoint(names) if is_again else made[names[0]] == index:
             chosen.append(op)
             wanted.update(value.name for value in op.inputs)
     return tuple(reversed(chosen))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from autopar.costmodel.activations.count_storages import RunOp, Storages, count_storages, run_plain
-from autopar.ir.graph import Value, nameless
+from autopar.ir.graph import Value
 from autopar.peak_memory.dry_run import DryStage, Tensors
 from autopar.plans.plan import Plan
 from autopar.sbp.assignment import graph_names
@@ -233,7 +233,7 @@ def likeness(plan: Plan, receives: Collection[str], *others: Hashable) -> Hashab
     for place, name in enumerate(graph_names(graph)):
         number.setdefault(name, place)
     inputs = tuple((item.kind, replace(item.value, name=""), item.value.name in receives) for item in graph.inputs)
-    ops = tuple((nameless(op), tuple(number[x.name] for x in op.inputs)) for op in graph.ops)
+    ops = tuple((op.nameless, tuple(number[x.name] for x in op.inputs)) for op in graph.ops)
     outputs = tuple(number[x.name] if isinstance(x, Value) else repr(x) for x in graph.outputs)
     written = tuple(number[value.name] for _, value in graph.mutations)
     # the optimizer's state does not change the program

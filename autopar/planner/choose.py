@@ -21,6 +21,9 @@ from autopar.plans.staged_plan import PIPELINE, StagedPlan
 _FREE = 0.1
 # The share of the time left for the first of two ways.
 _SHARE_OF_FIRST = 0.75
+# Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC; at
+# most half of the time is left for them.
+_LAST_S_PER_OP, _MOST_LAST = 1e-3, 0.5
 
 
 class Way(Enum):
@@ -42,12 +45,15 @@ def choose_plan(
 ) -> Plan | StagedPlan:
     """The best plan within the time limit; for training also with stages, microbatches and activation checkpointing.
 
-    After the time limit, and after Ctrl-C, planning ends with the best plan so far, possibly a hand plan. `predict`:
+    Shortly before the time limit, and after Ctrl-C, searches end with the best plan so far, possibly a hand plan, whose
+    peak is predicted in the rest of the time. `predict`:
     plan -> predicted peak in bytes of a device of each rank, which must be within the limit; by default the estimate of
     the search is used. `watch`: called with each artifact, in order (`planner.printed`). MicrobatchError or another
     AutoparError if no plan satisfies the request.
     """
-    budget, request = Budget.of(request.time_limit_s, progress, watch), request.on(cluster)
+    limit_s, request = request.time_limit_s, request.on(cluster)
+    search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
+    budget = Budget.of(search_s, progress, watch)
     ways = _ways(mesh, request)
     whole: Plan | None = None
     staged: Plan | StagedPlan | None = None

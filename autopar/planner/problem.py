@@ -71,6 +71,8 @@ class Setting:
         self.budget.show("folded", folded)
         with self.budget.timed("annotate"):
             everything = annotate(self.graph, self.mesh, folded, near=near, num_changed=NEAR_AXES)
+            wanted = {name: (layout,) for name, layout in self.request.outputs.items()}
+            everything = replace(everything, outputs={**everything.outputs, **wanted})
         self.budget.show("candidates", everything)
         with self.budget.timed("price"):
             priced = self._price(folded, everything, self.request.pins)

@@ -17,7 +17,8 @@ class PlanRequest:
     `pins`: FQN -> layout, for all copies of its layer. `stored`: FQN -> layout, for this parameter alone.
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
     `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
-    plan; otherwise it has one stage and one microbatch.
+    plan; otherwise it has one stage and one microbatch. `outputs`: output of the graph -> layout; all others lie as is
+    fastest.
 
     Of a stage: `crossing`: boundary tensor -> layout; `given`: choices that its plan has whatever the search chooses.
     """
@@ -30,6 +31,7 @@ class PlanRequest:
     num_microbatches: int | None = None
     schedule: str | None = None
     trains: bool = True
+    outputs: Mapping[str, Layout] = field(default_factory=dict)
     crossing: Mapping[str, Layout] = field(default_factory=dict)
     given: Assignment = NO_CHOICES
 

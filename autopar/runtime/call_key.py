@@ -97,6 +97,16 @@ def grad_mode_reads() -> Iterator[GradModeReads]:
         yield reads
 
 
+@contextmanager
+def own_autograd() -> Iterator[None]:
+    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation
+    checkpointing).
+    """
+    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), unchanged:
+        yield
+
+
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad

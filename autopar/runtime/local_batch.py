@@ -33,13 +33,14 @@ class LocalBatch:
         is_part = x.ndim > 0 and not isinstance(x, DTensor)
         return (x.shape[0] * self.num_parts, *x.shape[1:]) if is_part else tuple(x.shape)
 
-    def layout(self, axes: Sequence[Axis], dim: int = 0) -> Layout:
-        """How parts along `dim` lie on mesh `axes`."""
-        return tuple(S(dim) if axis.name in self.axis_names else I for axis in axes)
+    def layout(self, axis_names: Sequence[str], dim: int = 0) -> Layout:
+        """How parts along `dim` lie on the mesh axes of these names."""
+        return tuple(S(dim) if name in self.axis_names else I for name in axis_names)
 
     def enter(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout) -> torch.Tensor:
         """This rank's part of an argument that lies in `layout`; `x` is what it was given."""
-        return redistributed(x, axes, self.layout(axes) if x.ndim else (I,) * len(axes), layout)
+        own = self.layout([axis.name for axis in axes]) if x.ndim else (I,) * len(axes)
+        return redistributed(x, axes, own, layout)
 
     def leave(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout, dim: int) -> torch.Tensor:
         """This rank's rows of an output that lies in `layout`, the batch along `dim`.
@@ -47,7 +48,7 @@ class LocalBatch:
         Backward of rows takes the mean over the parts, as DistributedDataParallel does: a loss that each rank computes
         of its rows stands for the mean of all ranks' losses.
         """
-        rows = redistributed(x, axes, layout, self.layout(axes, dim))
+        rows = redistributed(x, axes, layout, self.layout([axis.name for axis in axes], dim))
         if rows.requires_grad and self.num_parts > 1:
             rows.register_hook(lambda gradient: gradient / self.num_parts)
         return rows
@@ -78,6 +79,24 @@ def rows_of(graph: Graph) -> dict[int, int]:
     except MicrobatchError:
         return {i: 0 for i, value in outputs if value.shape and value.shape[0] == batch_size(graph)}
     return {i: placements[value.name].dim for i, value in outputs if placements[value.name].is_split}
+
+
+def output_layouts(
+    graph: Graph, axis_names: Sequence[str], parts: LocalBatch | None, *, is_whole: bool
+) -> dict[str, Layout]:
+    """Output with dims -> the layout in which a call gives it: rows of the batch, if ranks hold `parts`, else whole.
+
+    Without `is_whole` only those of rows.
+    """
+    rows = {} if parts is None else rows_of(graph)
+    found = {}
+    for i, value in enumerate(graph.outputs):
+        if isinstance(value, Value) and value.shape:
+            if parts is not None and i in rows:
+                found[value.name] = parts.layout(axis_names, rows[i])
+            elif is_whole:
+                found[value.name] = (I,) * len(axis_names)
+    return found
 
 
 def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | None:

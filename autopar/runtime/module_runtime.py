@@ -1,7 +1,7 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction, traced
+from autopar.mesh import mesh_of
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.call_key import Key, describe_call, example_of, grad_mode_reads, program_keys
+from autopar.runtime.call_key import Key, describe_call, example_of, grad_mode_reads, own_autograd, program_keys
 from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
@@ -41,7 +42,7 @@ from autopar.runtime.dtensor_state import (
     stateful,
 )
 from autopar.runtime.load_program import Loaded, axes_of, load
-from autopar.runtime.local_batch import LocalBatch, rows_of
+from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
 from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import (
@@ -54,12 +55,12 @@ from autopar.runtime.rank_agreement import (
     peers_alive,
     take_from_first,
 )
-from autopar.runtime.run_program import run
+from autopar.runtime.run_program import is_more_than_forward, run
 from autopar.sbp.placement import I, Layout, format_layout
 from autopar.torch_compat import pytree
 
-# (graph, pins of what is already laid out, whether it is for train_step) -> plan, equal on every rank
-Planner = Callable[[Graph, dict[str, str], bool], Plan | StagedPlan]
+# (graph, pins of what is laid out, whether it is for train_step, layouts of outputs) -> plan, equal on every rank
+Planner = Callable[[Graph, dict[str, str], bool, Mapping[str, Layout]], Plan | StagedPlan]
 # A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a
 # checkpoint.
 LATER_WAIT_S = 300.0
@@ -79,6 +80,7 @@ class Runtime:
     check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
     is_strict: bool = False  # weights must be equal on all ranks; otherwise the first rank's are taken
     is_in_use: bool = False  # somebody may hold the parameters
+    gives_whole: bool = True  # outputs of a call; otherwise those that lie split are DTensors
     # FQN of what only other ranks hold -> what it is like
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_copies: int = 0
@@ -150,19 +152,19 @@ class Runtime:
         self.prepare(module, args, kwargs)
         self._remind(module)
         self._compare(args, kwargs)
-        return run(self._alone(), args, kwargs, self.parts)
+        return run(self._alone(), args, kwargs, self.parts, is_whole=self.gives_whole)
 
     def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
         """Forward and backward of `module` in training."""
         self.prepare(module, args, kwargs, trains=True)
-        if isinstance(self.last, Loaded) and self.loss_fn is None:
-            return self._backward(module(*args, **kwargs))  # its own hooks run around a call
+        if isinstance(self.last, Loaded) and self.loss_fn is None and is_more_than_forward(module):
+            return self._backward(module(*args, **kwargs))
         self._remind(module)
         self._compare(args, kwargs)
         if isinstance(self.last, Trainer):
             self._check_hooks(module)
             return self.last.step(*self._whole_batch(args, kwargs))
-        return self._backward(run(self._alone(), args, kwargs, self.parts))
+        return self._backward(run(self._alone(), args, kwargs, self.parts, is_whole=False))  # but the loss, of no dims
 
     def _backward(self, outputs: Any) -> torch.Tensor:
         graph = self._alone().graph
@@ -229,14 +231,20 @@ class Runtime:
         key = (*key, self.changes.generation, trains)
         if key not in self.loaded:
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
-            with grad_mode_reads() as reads, _own_autograd():
+            with grad_mode_reads() as reads, own_autograd():
                 kwargs = dict(sorted(kwargs.items()))
                 graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
+                outputs = (
+                    {}
+                    if trains
+                    else output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
+                )
                 if (plan := self._of_first_stages(graph, trains)) is None:
-                    plan = self.plan(graph, self._pins(module, graph), trains)
+                    plan = self.plan(graph, self._pins(module, graph), trains, outputs)
                 found = self._load(module, graph, plan)
-            # without stages, microbatches and a loss function, one program does for both ways of running
-            is_for_both = isinstance(found, Loaded) and self.loss_fn is None
+            # without stages, microbatches and a loss function, one program does for both ways of running, unless it
+            # gathers what train_step does not read
+            is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not outputs
             keys = program_keys(key, in_both_grad_modes=not reads.found, for_both_ways=is_for_both)
             self.loaded.update(dict.fromkeys(keys, found))
             self.first = self.first or found
@@ -388,13 +396,3 @@ class Runtime:
         return {
             fqn: format_layout(layout_of(x, fqn, self.mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)
         }
-
-
-@contextmanager
-def _own_autograd() -> Iterator[None]:
-    """Plan as for training whatever mode the first call is in, unseen by whoever counts saved tensors (activation
-    checkpointing).
-    """
-    unchanged = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), unchanged:
-        yield

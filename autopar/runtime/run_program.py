@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -10,16 +11,18 @@ from autopar.errors import AutoparError
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
 from autopar.runtime.load_program import Loaded, torch_placements
-from autopar.runtime.local_batch import LocalBatch
+from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout
-from autopar.torch_compat import pytree
+from autopar.torch_compat import has_hooks_of_all_modules, pytree
 
 
-def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None = None) -> Any:
-    """Call the program on the arguments and put its outputs together again; `parts` of both, if ranks hold the batch
-    so.
+def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, is_whole: bool) -> Any:
+    """Call the program on the arguments and put its outputs together again.
+
+    `parts`: of arguments and outputs, if ranks hold the batch so. `is_whole`: all other outputs are given whole, as
+    plain tensors; otherwise those that lie split are DTensors.
     """
     leaves = flat_arguments(loaded.graph.argument_spec, args, kwargs)
     inputs = {item.value.name: (item, layout) for item, layout in loaded.program.inputs if item.kind == "argument"}
@@ -33,10 +36,17 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None = No
     outputs = [
         parts.leave(x, loaded.axes, layout, loaded.rows[i])
         if parts is not None and i in loaded.rows
-        else _leave(x, layout, loaded)
+        else _leave(x, layout, loaded, is_whole=is_whole)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
     ]
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
+
+
+def is_more_than_forward(module: nn.Module) -> bool:
+    """Whether a call of `module` runs more than the forward of its class: hooks, or a forward around that."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    is_around = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return any(own) or is_around or has_hooks_of_all_modules()
 
 
 def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:
@@ -59,7 +69,9 @@ def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
         )
 
 
-def _leave(x: Any, layout: tuple, loaded: Loaded) -> Any:
-    if any(placement.is_split for placement in layout):
-        return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
-    return x
+def _leave(x: Any, layout: Layout, loaded: Loaded, *, is_whole: bool) -> Any:
+    if not any(placement.is_split for placement in layout):
+        return x
+    if is_whole:
+        return redistributed(x, loaded.axes, layout, (I,) * len(layout))
+    return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)

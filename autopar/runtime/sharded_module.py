@@ -145,6 +145,7 @@ def shard_module(
     loss_fn: LossFunction | None = None,
     *,
     parts: LocalBatch | None = None,
+    outputs: str = "whole",
     check: bool = False,
     is_strict: bool = False,
 ) -> ShardedModule:
@@ -160,7 +161,16 @@ def shard_module(
         model.__dict__[FORWARD] = model.__dict__.pop("forward")
     sharded = cast(ShardedModule, model)
     sharded._autopar = Runtime(
-        mesh, plan, original, name, whole, loss_fn, parts, InputCheck(mesh, parts) if check else None, is_strict
+        mesh,
+        plan,
+        original,
+        name,
+        whole,
+        loss_fn,
+        parts,
+        InputCheck(mesh, parts) if check else None,
+        is_strict,
+        gives_whole=outputs == "whole",
     )
     return sharded
 

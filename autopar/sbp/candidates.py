@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from autopar.ir.folding.fold import Folded
-from autopar.ir.graph import Graph, Input, Op, Value, nameless
+from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
 from autopar.sbp.rules import may_sum_gradients, rule_of
@@ -48,13 +48,13 @@ def _strategies(
     op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int
 ) -> tuple[Strategy, ...]:
     if near is None:
-        return strategies_of(nameless(op), mesh_shape)
-    return neighbours_of(nameless(op), mesh_shape, near[op.name], num_changed) if op.name in near else ()
+        return strategies_of(op.nameless, mesh_shape)
+    return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed) if op.name in near else ()
 
 
 def signatures_of_call(op: Op) -> tuple[Signature, ...]:
     """`signatures_of(op)`, computed once for equal calls."""
-    return signatures_of(nameless(op))
+    return signatures_of(op.nameless)
 
 
 @lru_cache(maxsize=4096)
@@ -190,7 +190,7 @@ def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -
             if all(extent % size for extent in extents.values()):  # otherwise it can be stored split
                 yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
-            yield from ((op.name, dim, axis) for dim in _undivided_dims(nameless(op), size))
+            yield from ((op.name, dim, axis) for dim in _undivided_dims(op.nameless, size))
 
 
 @lru_cache(maxsize=4096)

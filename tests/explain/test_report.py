@@ -19,6 +19,7 @@ GOLDEN = """\
 Plan for mesh dp=2,tp=2 on cluster cpu (SOURCE), optimizer adamw.
 Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a pending sum.
 Step #; no lower bound.
+A call of model(...) gathers a split output, # on every device in #; train_step does not, nor does outputs="sharded".
 
 Ops (0 views that follow their input without communication are left out):
 op copies on dp=2 on tp=2 collectives per step source

@@ -67,7 +67,7 @@ def plans_for(name: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> dict
 
 def under(plan: Plan, case: Case, mesh: DeviceMesh) -> Case:
     """The case with its model sharded by `plan`, which was made for this very model: it is not traced again."""
-    module = shard_module(case.model, mesh, lambda *_: plan)
+    module = shard_module(case.model, mesh, lambda *_: plan, outputs="sharded")
     module._autopar._trace = lambda *_: plan.graph
     return case._replace(model=module)
 

@@ -16,7 +16,7 @@ from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.state_offload import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
-from autopar.ir.graph import Graph, Input, Op, nameless
+from autopar.ir.graph import Graph, Input, Op
 from autopar.mesh import Mesh
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import local_shape
@@ -35,7 +35,7 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
         options: Any = entity.options
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
-            key = nameless(op), id(entity.options), astuple(count)
+            key = op.nameless, id(entity.options), astuple(count)
             node = known.get(key) or _price_ops(op, count, options, number, flows, mesh, cluster, training)
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]

@@ -37,7 +37,7 @@ def coarse_to_fine(mesh: Mesh, request: PlanRequest, budget: Budget) -> tuple[Me
     """
     steps = [MeshSearch(mesh, request, budget)]
     while sum(size > 1 for size in steps[0].mesh.shape) > MOST_AXES:
-        unpinned = replace(request, pins={}, stored={})  # layouts are for this mesh
+        unpinned = replace(request, pins={}, stored={}, outputs={})  # layouts are for this mesh
         steps.insert(0, MeshSearch(_merged(steps[0].mesh), unpinned, steps[0].budget.part(0.5)))
     return tuple(steps)
 
@@ -51,6 +51,7 @@ def refined(coarse: Solved, graph: Graph, cluster: Cluster, step: MeshSearch) ->
     folded = fold_stored(graph, request)
     classes = segmented(folded, graph, ends_apart(folded))
     best, cost_s = lift(coarse.assignment, coarse.mesh, mesh), math.inf
+    best = replace(best, outputs={**best.outputs, **request.outputs})
     for _ in range(_MOST_ROUNDS):
         setting = Setting(graph, mesh, cluster, request, budget, near=best)
         problem = setting.problem(classes)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from autopar.ir.folding.match_blocks import wire
-from autopar.ir.graph import Graph, Value, nameless
+from autopar.ir.graph import Graph, Value
 from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment, graph_names
 
@@ -17,7 +17,7 @@ def wiring_of(graph: Graph) -> Any:
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     inputs = tuple((item.kind, replace(item.value, name="")) for item in graph.inputs)
-    return tuple(map(nameless, graph.ops)), wire(graph).sources, inputs, made
+    return tuple(op.nameless for op in graph.ops), wire(graph).sources, inputs, made
 
 
 def requested_of(graph: Graph, request: PlanRequest) -> Any:
@@ -30,6 +30,7 @@ def requested_of(graph: Graph, request: PlanRequest) -> Any:
         "pins": tuple(request.pins.get(item.fqn) for item in graph.inputs),
         "stored": tuple(request.stored.get(item.fqn) for item in graph.inputs),
         "crossing": frozenset((numbers[name], layout) for name, layout in request.crossing.items()),
+        "outputs": frozenset((numbers[name], layout) for name, layout in request.outputs.items()),
         "given": request.given.key(numbers),
         "training": replace(request.training, num_in_flight=1, num_waiting=0),
     }

@@ -8,8 +8,9 @@ only needs no communication: from a value that is the same in all to a term of i
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import is_function
@@ -54,9 +55,12 @@ def split_batch(graph: Graph) -> BatchSplit:
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
-    routed = routed_signatures(graph)
+    routed, possible = routed_signatures(graph), cache(_possible)
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
-        offered[op.name] = tuple(found for found in _possible(op, routed.get(op.name, ())) if _fits(op, found, domains))
+        reads = tuple(map(op.inputs.index, op.inputs))
+        offered[op.name] = tuple(
+            found for found in possible(op.nameless, reads, routed.get(op.name, ())) if _fits(op, found, domains)
+        )
         if not offered[op.name]:
             raise MicrobatchError(_refusal(op, domains))
         for index, value in enumerate(op.outputs):
@@ -97,12 +101,14 @@ def _input_domain(item: Input, batch: int) -> frozenset[Placement]:
     return frozenset((_whole(value), *(S(dim) for dim in dims if value.shape[dim] > 1)))
 
 
-def _possible(op: Op, routed: tuple[Signature, ...]) -> Iterator[Signature]:
-    """The signatures of `op` without inner collectives, with R for inputs that are the same in all and have a gradient.
+def _possible(op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
+    """The signatures of `op`, without names, that have no inner collectives.
 
-    With I instead, every microbatch would have to compute the whole gradient, and none can. An op of a routed region
-    has the signatures `routed` and those in which all values are the same in all microbatches.
+    Inputs that are the same in all microbatches and have a gradient get R: with I, every microbatch would have to
+    compute the whole gradient, and none can. An op of a routed region has the signatures `routed` and those in which
+    all values are the same in all microbatches. `reads`: of each input, the first that is the same value.
     """
+    found = []
     flows = any(value.needs_grad for value in op.outputs)
     for candidate in _listed(op, routed):
         placed = zip(candidate.inputs + candidate.outputs, op.inputs + op.outputs)
@@ -112,8 +118,9 @@ def _possible(op: Op, routed: tuple[Signature, ...]) -> Iterator[Signature]:
             inputs = tuple(
                 _whole(value) if placement == I else placement for placement, value in zip(candidate.inputs, op.inputs)
             )
-            if len(set(zip(inputs, op.inputs))) == len(set(op.inputs)):  # a value read twice has one placement
-                yield Signature(inputs, candidate.outputs, candidate.role, candidate.num_units)
+            if len(set(zip(inputs, reads))) == len(set(reads)):  # a value read twice has one placement
+                found.append(Signature(inputs, candidate.outputs, candidate.role, candidate.num_units))
+    return tuple(found)
 
 
 def _listed(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:

@@ -25,6 +25,7 @@ OTHERS = {
     "schedule": "1f1b",
     "trains": False,
     "crossing": {GRAPH.ops[-1].outputs[0].name: (S(0),)},
+    "outputs": {GRAPH.ops[-1].outputs[0].name: (S(0),)},
     "given": replace(NO_CHOICES, recomputed=((GRAPH.ops[0].name,),)),
 }
 
