@@ -28,7 +28,7 @@ from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.local_batch import local_batch
-from autopar.runtime.process_groups import with_axis_names
+from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.sbp.placement import Layout
@@ -66,8 +66,8 @@ def plan(
 
     `args`, `kwargs`: an example batch as the model is called with it; its shapes are global, tensors may be meta.
     `mesh`: a DeviceMesh, (8, 8), "8x8" or "dp=8,tp=8"; 64, "64" or "nodes=8,devices=8" lets the search choose how to
-        factorise it. An outermost axis called "pp" holds the stages of a pipeline; an open mesh gets one if that is
-        faster.
+        factorise it. An axis called "pp" holds the stages of a pipeline and is priced as the outermost; an open mesh
+        gets one if that is faster.
     `cluster`: a preset's name, a JSON file or a Cluster; required unless `mesh` is a DeviceMesh.
     `pins`: FQN -> stored layout, e.g. {"lm_head.weight": "S(0)B"}.
     `memory_limit_bytes`: per device; by default nine tenths of the memory of the cluster's devices.
@@ -362,7 +362,7 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         if mesh.get_coordinate() is None:
             raise MeshError(f"rank {dist.get_rank()} is not in mesh {mesh}; only its ranks call autopar.compile")
-        return mesh if mesh.mesh_dim_names else with_axis_names(mesh, mesh_of(mesh).axis_names)
+        return with_stages_first(mesh if mesh.mesh_dim_names else with_axis_names(mesh, mesh_of(mesh).axis_names))
     planar = _mesh(mesh)
     if not dist.is_initialized():
         raise MeshError(
@@ -375,9 +375,8 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
             " size, start as many ranks, or give a DeviceMesh of some of them"
         )
     assert isinstance(planar, Mesh), "an open mesh is settled first"
-    return init_device_mesh(
-        "cuda" if torch.cuda.is_available() else "cpu", planar.shape, mesh_dim_names=planar.axis_names
-    )
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return with_stages_first(init_device_mesh(kind, planar.shape, mesh_dim_names=planar.axis_names))
 
 
 def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:

@@ -10,6 +10,8 @@ from autopar.errors import MeshError
 
 # Characters that separate names, sizes and layouts in the text of a mesh or a pin: "dp=2,tp=4", "dp+tp", "tp:S(0)".
 SEPARATORS = "=,:+"
+# The mesh axis along which the stages of a pipeline lie, as torchtitan calls it; in plans it is the first.
+PIPELINE = "pp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,23 @@ def as_mesh(mesh: "Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]") -
     if isinstance(mesh, bool):
         raise TypeError(f"a mesh is no truth value, found {mesh}")
     return Mesh(tuple(mesh), tuple(f"a{i}" for i in range(len(mesh))))
+
+
+def stages_first(mesh: "Mesh | Devices") -> "Mesh | Devices":
+    """`mesh` with its pipeline axis, if it has one, as the first.
+
+    >>> print(stages_first(parse_mesh("dp=2,pp=4")))
+    pp=4,dp=2
+    """
+    if isinstance(mesh, Devices) or PIPELINE not in mesh.axis_names:
+        return mesh
+    order = stages_first_order(mesh.axis_names)
+    return Mesh(tuple(mesh.shape[axis] for axis in order), tuple(mesh.axis_names[axis] for axis in order))
+
+
+def stages_first_order(axis_names: tuple[str, ...]) -> tuple[int, ...]:
+    """The indices of the axes with the pipeline axis first, all others as they are."""
+    return tuple(sorted(range(len(axis_names)), key=lambda axis: axis_names[axis] != PIPELINE))
 
 
 def mesh_of(mesh: DeviceMesh) -> Mesh:

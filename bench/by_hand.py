@@ -12,14 +12,14 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.split_stages import StageGraph
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.pipeline.cut_stages import Cut, crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.plan import plan_of
-from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.plans.staged_plan import StagedPlan
 from bench.every_stage import Written, every_plan
 
 # Tensors are split within so many nodes.

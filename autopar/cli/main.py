@@ -25,7 +25,7 @@ from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.mesh import Mesh, parse_devices
+from autopar.mesh import PIPELINE, Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import load_target
 from autopar.peak_memory.predict import rank_peaks
@@ -39,7 +39,7 @@ from autopar.planner.request import PlanRequest
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import read, write
-from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.candidates import annotate
 from autopar.schedule.orders import NAMES as SCHEDULES
 from autopar.verify.one_step import DTYPES, verify
@@ -110,7 +110,9 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
         "e.g. 2x4, dp=2,tp=4 or pp=2,dp=4 (stages along pp); 8, or nodes=2,devices=4, lets the search choose how to"
         " factorise it"
     )
-    parser.add_argument("--mesh", required=True, type=_argument(parse_devices), help=mesh_help)
+    parser.add_argument(
+        "--mesh", required=True, type=_argument(lambda text: stages_first(parse_devices(text))), help=mesh_help
+    )
     cluster = f" (default {default_cluster})" if default_cluster else ""
     parser.add_argument(
         "--cluster",

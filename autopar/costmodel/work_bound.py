@@ -1,10 +1,12 @@
 """A lower bound of the step time from the work alone, for all strategies."""
 
+from functools import cache
+
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import update_bytes
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I
 
@@ -15,9 +17,11 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
     It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
     """
     whole = (I,) * mesh.ndim
-    ops_s = (
-        sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster))
-        for op in graph.ops
-    )
+
+    @cache
+    def op_s(op: Op) -> float:
+        return sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster))
+
     updated = sum(update_bytes(item, whole, mesh.shape, training) for item in graph.inputs)
-    return (sum(ops_s) + updated / cluster.memory_bandwidth_bytes_per_s) / mesh.num_devices
+    ops_s = sum(op_s(op.nameless) for op in graph.ops)
+    return (ops_s + updated / cluster.memory_bandwidth_bytes_per_s) / mesh.num_devices

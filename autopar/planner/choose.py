@@ -7,7 +7,7 @@ from enum import Enum
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.graph import Graph
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
@@ -15,15 +15,15 @@ from autopar.planner.pipeline.search_pipeline import plan_in_stages
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
-from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.plans.staged_plan import StagedPlan
 
 # If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
 # The share of the time left for the first of two ways.
 _SHARE_OF_FIRST = 0.75
 # Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC; at
-# most half of the time is left for them.
-_LAST_S_PER_OP, _MOST_LAST = 1e-3, 0.5
+# most this share of the time is left for them.
+_LAST_S_PER_OP, _MOST_LAST = 1e-3, 0.6
 
 
 class Way(Enum):
@@ -51,6 +51,7 @@ def choose_plan(
     the search is used. `watch`: called with each artifact, in order (`planner.printed`). MicrobatchError or another
     AutoparError if no plan satisfies the request.
     """
+    mesh = stages_first(mesh)
     limit_s, request = request.time_limit_s, request.on(cluster)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)

@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.print_graph import fingerprint
 from autopar.ir.split_stages import StageGraph, cut
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
 from autopar.plans.plan import Plan
@@ -25,9 +25,6 @@ from autopar.sbp.microbatch.microbatch_graph import Microbatched, microbatched
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import Timeline
-
-# The mesh axis along which the stages lie, as torchtitan calls it; it is the outermost.
-PIPELINE = "pp"
 
 
 @dataclass(frozen=True)
@@ -183,11 +180,11 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
 
 def _weight_s(plan: Plan) -> float:
     """Seconds of a microbatch's backward for the gradients of weights."""
-    times = (
-        (op, op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1])
+    return sum(
+        share * op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1]
         for op in plan.graph.ops
+        if (share := weight_share(op))
     )
-    return sum(backward_s * weight_share(op) for op, backward_s in times)
 
 
 def sub_mesh(mesh: Mesh) -> Mesh:

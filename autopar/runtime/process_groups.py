@@ -7,6 +7,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.mesh import stages_first_order
+
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
 
 # The default group -> groups created in its lifetime. A communicator takes device memory, so that models on one mesh
@@ -71,6 +73,17 @@ def with_axis_names(mesh: DeviceMesh, axis_names: tuple[str, ...]) -> DeviceMesh
     return DeviceMesh.from_group(
         groups if mesh.ndim > 1 else groups[0], mesh.device_type, ranks, mesh_dim_names=axis_names
     )
+
+
+def with_stages_first(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` with its pipeline axis as the first, over its existing groups; every rank keeps its place."""
+    names = mesh.mesh_dim_names or ()
+    order = stages_first_order(names)
+    if order == tuple(range(len(names))):
+        return mesh
+    groups = [mesh.get_group(axis) for axis in order]
+    axis_names = tuple(names[axis] for axis in order)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.permute(order), mesh_dim_names=axis_names)
 
 
 def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:

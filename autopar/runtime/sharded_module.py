@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import AutoparError
 from autopar.ir.trace_with_loss import LossFunction
+from autopar.mesh import PIPELINE
 from autopar.plans.plan import Plan
-from autopar.plans.staged_plan import PIPELINE, StagedPlan
+from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
+from autopar.errors import AutoparError, InfeasibleError, MicrobatchError
 from autopar.plans.staged_plan import StagedPlan
 from tests.runtime.staged import Sample, gradients, loss_of, plan_of_sample, sample, under
 from tests.runtime.training import LEARNING_RATE, adamw, state_of, whole, worst
@@ -159,8 +159,44 @@ def test_what_cannot_be_cut_so_is_refused_with_what_can() -> None:
         autopar.plan(case.model, "pp=2,dp=2", num_microbatches=3, **asked)
     with pytest.raises(InfeasibleError, match=r"6 blocks and a batch of 8 on pp=16 of .* fewer stages"):
         autopar.plan(case.model, "pp=16,dp=2", **asked)
-    with pytest.raises(MeshError, match=r"outermost axis; write pp=2 first"):
-        autopar.plan(case.model, "dp=2,pp=2", **asked)
+
+
+def test_stages_may_lie_along_any_axis() -> None:
+    case = sample("gpt2", has_loss_fn=True)
+    asked = {"cluster": "free-links", "args": case.args, "loss_fn": case.loss_fn}
+    plans = [autopar.plan(case.model, mesh, **asked) for mesh in ("pp=2,dp=2", "dp=2,pp=2")]
+    assert plans[0].dumps() == plans[1].dumps()
+
+
+def with_stages_along_the_inner_axis(way: str) -> tuple[float, int]:
+    """The largest difference from one device after a step of each rank's own rows, and the rank along dp."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+    model, x = nn.Sequential(*layers).double(), torch.randn(8, 8).double()
+    loss = nn.functional.mse_loss(model(x), x)
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    mesh = device_mesh((2, 2), ("dp", "pp"))
+    number = mesh.get_local_rank("dp")
+    own = x.chunk(2)[number]
+    model.zero_grad()
+    sharded = autopar.compile(
+        model,
+        mesh if way == "mesh" else "dp=2,pp=2",
+        cluster="free-links",
+        loss_fn=nn.functional.mse_loss,
+        batch="local",
+    )
+    found = sharded.train_step(own, own)
+    gradients = [(p.grad.full_tensor() - expected[name]).abs().max() for name, p in model.named_parameters()]
+    return float(max(abs(found - loss.detach()), *gradients)), number
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("way", ["mesh", "text"])
+def test_ranks_keep_their_places_on_a_mesh_with_stages_along_the_inner_axis(ranks4: Ranks, way: str) -> None:
+    found = ranks4.run(with_stages_along_the_inner_axis, way)
+    assert max(difference for difference, _ in found) < 1e-12 and [number for _, number in found] == [0, 0, 1, 1]
 
 
 def test_batch_norm_in_microbatches_is_refused() -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import floor_s
-from autopar.errors import InfeasibleError, MeshError
+from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
-from autopar.mesh import Devices, Mesh
+from autopar.mesh import PIPELINE, Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
 from autopar.planner.pipeline.boundary_layouts import choose_crossing
@@ -23,7 +23,7 @@ from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
-from autopar.plans.staged_plan import PIPELINE, StagedPlan, sub_mesh
+from autopar.plans.staged_plan import StagedPlan, sub_mesh
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
@@ -57,7 +57,7 @@ def model_in_stages(graph: Graph, request: PlanRequest) -> Model:
 def sweep_stages(
     model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Staged]:
-    """The points of the sweep that fit, fastest first; MeshError for a pipeline axis that is not the first."""
+    """The points of the sweep that fit, fastest first."""
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)
@@ -84,11 +84,6 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
     if PIPELINE not in mesh.axis_names:
         yield 1, mesh
         return
-    if mesh.axis_names[0] != PIPELINE:
-        raise MeshError(
-            f"mesh {mesh}: stages lie along the outermost axis; write"
-            f" {PIPELINE}={mesh.shape[mesh.axis_index(PIPELINE)]} first"
-        )
     yield mesh.shape[0], sub_mesh(mesh)
 
 

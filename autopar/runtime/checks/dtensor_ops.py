@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
-from autopar.plans.staged_plan import PIPELINE
+from autopar.mesh import PIPELINE
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
-from autopar.mesh import mesh_of
-from autopar.plans.staged_plan import PIPELINE, StagedPlan, stage_graphs
+from autopar.mesh import PIPELINE, mesh_of
+from autopar.plans.staged_plan import StagedPlan, stage_graphs
 from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.load_program import Loaded, axes_of, load
