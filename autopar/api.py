@@ -24,6 +24,7 @@ from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import ANYTHING, PlanRequest
+from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
@@ -38,6 +39,7 @@ AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
 
 
+_LONG_S = 2.0  # planning that takes longer shows what it does
 # What may fit where outputs that are given whole do not.
 _LESS_THAN_WHOLE = (
     'every rank is given all outputs: autopar.compile(..., outputs="sharded") leaves them split, model.train_step(...)'
@@ -82,10 +84,7 @@ def plan(
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     graph = traced(skeleton(model), loss_fn, args, kwargs)
-    _warn_of_batch(graph, planar)
-    best = choose_plan(graph, planar, found, request, predict=rank_peaks)
-    _warn_of_plan(best)
-    return best
+    return _chosen(graph, planar, found, request)
 
 
 def compile(
@@ -208,15 +207,7 @@ class _Planner:
                 if made.is_here:
                     cluster, request = self._asked(fixed, trains)
                     request = replace(request, outputs=outputs)
-                    mesh = mesh_of(self.mesh)
-                    _warn_of_batch(graph, mesh)
-                    try:
-                        plan = choose_plan(graph, mesh, cluster, request, predict=rank_peaks)
-                    except InfeasibleError as error:
-                        if outputs:
-                            error.args = (f"{error}; {_LESS_THAN_WHOLE}",)
-                        raise
-                    _warn_of_plan(plan)
+                    plan = _chosen(graph, mesh_of(self.mesh), cluster, request)
                     made.value = plan.dumps()
             text, is_own = made.value, True
         return on_every_rank(
@@ -251,19 +242,13 @@ def _settled(
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     with of_first_rank(flat, "planning") as made:
         if made.is_here:
-            _warn_of_batch(graph, devices)
-            best = choose_plan(graph, devices, found, request, predict=rank_peaks)
-            _warn_of_plan(best)
-            made.value = best.dumps()
+            made.value = _chosen(graph, devices, found, request).dumps()
     plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(made.value, graph, devices, is_own=True))
     return plan.mesh, plan
 
 
-def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
-    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
-
-
-def _warn_of_batch(graph: Graph, mesh: Mesh | Devices) -> None:
+def _chosen(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> Plan | StagedPlan:
+    """The plan of `choose_plan`, with what a user should know of it and, on a terminal, of a long search."""
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
@@ -271,11 +256,20 @@ def _warn_of_batch(graph: Graph, mesh: Mesh | Devices) -> None:
                 f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it"
                 " stays whole on every rank; pad the batch or drop its last part to split it"
             )
-
-
-def _warn_of_plan(plan: Plan | StagedPlan) -> None:
+    try:
+        with status(after_s=_LONG_S) as progress:
+            plan = choose_plan(graph, mesh, cluster, request, progress=progress, predict=rank_peaks)
+    except InfeasibleError as error:
+        if request.outputs:
+            raise InfeasibleError(f"{error}; {_LESS_THAN_WHOLE}") from error
+        raise
     for note in notes(plan):
         warn(note)
+    return plan
+
+
+def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
+    return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
 
 
 def _divides(mesh: Mesh | Devices, size: int) -> bool:

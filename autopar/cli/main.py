@@ -4,14 +4,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch import nn
 
 from autopar.codegen.emit import emit
@@ -36,6 +34,7 @@ from autopar.planner.handwritten.hf_tp_plan import hf_styles
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
+from autopar.planner.status import status
 from autopar.plans import staged_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import read, write
@@ -169,7 +168,7 @@ def parse_bytes(text: str) -> float:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    with _status() as tell:
+    with status() as tell:
         tell("load")
         plan = _plan(options, load_target(options.target), tell)
     if options.save:
@@ -194,7 +193,7 @@ def _code(plan: Plan | StagedPlan) -> str:
 
 def _verify(options: argparse.Namespace) -> int:
     dtype = DTYPES.get(options.dtype)
-    with _status() as tell:
+    with status() as tell:
         tell("load")
         example = load_target(options.target, dtype)
         if any(parameter.is_meta for parameter in example.model.parameters()):
@@ -281,14 +280,3 @@ def _pin(text: str) -> tuple[str, str]:
     if not (fqn and separator and layout):
         raise ValueError(f"cannot read pin {text!r}; write FQN=LAYOUT, e.g. lm_head.weight=S(0)B")
     return fqn, layout
-
-
-@contextmanager
-def _status() -> Iterator[Tell]:
-    """A context whose value shows a text, the current stage of planning, if stderr is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("") as status:
-        yield lambda text: status.update(text)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import AutoparError, PeerFailed, RankMismatch
+from autopar.errors import AutoparError, PeerFailed, RankMismatch, warn
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
 from autopar.runtime.checks.lone_call import Calls
@@ -25,6 +25,8 @@ KEY_PARTS = (
     "models, or modes (train or eval)",
     "placements of DTensor arguments",
 )
+LONG_S = 10.0  # a rank that waits longer for others says for whom
+MOST_NAMED = 8  # ranks in a message
 NUM_SAMPLES = 64  # entries of each tensor that are compared bit by bit, besides the sum of all
 
 Result = TypeVar("Result")
@@ -85,22 +87,38 @@ def meet(mesh: DeviceMesh, place: str, wait_s: float, calls: Calls | None = None
     model, and another one on its groups would meet that.
     """
     store = default_store()
+    store.set(f"{place}/{dist.get_rank()}", "")
     arrived, pause_s = store.add(place, 1), 0.001
-    deadline = time.monotonic() + wait_s
+    start, is_told = time.monotonic(), False
     if calls is not None and arrived < mesh.size():
         calls.wait_at(place)
     while arrived < mesh.size():
         if calls is not None:
             calls.check_others(place, changed)
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - start
+        if waited_s > wait_s:
             raise RankMismatch(
                 f"rank {dist.get_rank()} was called with arguments or in a mode new to it, and {mesh.size() - arrived}"
-                f" of the mesh's {mesh.size()} ranks were not within {wait_s:g} s; call the same model alike on every"
-                " rank"
+                f" of the mesh's {mesh.size()} ranks were not within {wait_s:g} s ({_missing(mesh, place)}); call the"
+                " same model alike on every rank"
+            )
+        if waited_s > LONG_S and not is_told:
+            is_told = True
+            warn(
+                f"rank {dist.get_rank()} waits for {_missing(mesh, place)}, which has not called the model yet, or not"
+                f" alike; it gives up after {wait_s:g} s"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.5)
         arrived = store.add(place, 0)
+
+
+def _missing(mesh: DeviceMesh, place: str) -> str:
+    """The ranks of the mesh that have not come to `place`, some of them by number."""
+    store = default_store()
+    ranks = [rank for rank in mesh.mesh.flatten().tolist() if not store.check([f"{place}/{rank}"])]
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.errors import AutoparError, PeerFailed, RankMismatch
-from autopar.runtime import module_runtime
+from autopar.runtime import module_runtime, rank_agreement
 from tests.journey.stack import Stack, batch
 from tests.workers import RankError, Ranks, device_mesh
 from tests.zoo import build
@@ -106,8 +106,9 @@ def only_here_other_shapes() -> None:
     model, (x,) = _compile(), build("mlp").args
     model(x)
     if dist.get_rank() == 3:
-        module_runtime.LATER_WAIT_S = 1.0
-        model(x[:4])
+        module_runtime.LATER_WAIT_S, rank_agreement.LONG_S = 1.0, 0.2
+        with pytest.warns(UserWarning, match="rank 3 waits for ranks 0, 1, 2, which"):
+            model(x[:4])
 
 
 DIFFERENCES: dict[Callable[[], None], str] = {
@@ -139,7 +140,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank(ranks4: Ranks, different: C
 
 
 def test_rank_that_alone_is_called_otherwise_does_not_wait_forever(ranks4: Ranks) -> None:
-    with pytest.raises(RankError, match="3 of the mesh's 4 ranks were not within 1 s"):
+    with pytest.raises(RankError, match=r"3 of the mesh's 4 ranks were not within 1 s \(ranks 0, 1, 2\)"):
         ranks4.run(only_here_other_shapes)
 
 
