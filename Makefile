@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-fast lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
+.PHONY: help setup demo test test-more test-full test-fast test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -36,6 +36,21 @@ test-full: $(READY) ## all that needs no root and no GPU: also eight processes, 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"
 
+TRAINERS := .venv-trainers/bin/python
+TRAINERS_READY := .venv-trainers/.ready
+
+$(TRAINERS_READY): pyproject.toml constraints.txt constraints-trainers.txt
+	test -x $(TRAINERS) || $(SYSTEM_PYTHON) -m venv .venv-trainers
+	$(TRAINERS) -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(TRAINERS) -m pip install -c constraints.txt -c constraints-trainers.txt -e '.[dev,trainers]'
+	touch $(TRAINERS_READY)
+
+test-trainers: $(TRAINERS_READY) ## trainers of other libraries on 4 processes beside one device, in .venv-trainers; half an hour
+	$(TRAINERS) -m pytest -m "" tests/trainers
+
+trainers-table: $(TRAINERS_READY) ## the same runs, written to docs/trainers.md
+	$(TRAINERS) -m tests.trainers.table
+
 lint: $(READY) ## ruff over everything: rules and format; pyrefly over the package: types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -68,4 +83,4 @@ readme: $(READY) ## write the figures of bench/results into README.md
 	$(PYTHON) -m bench.readme
 
 clean: ## remove the environment and caches
-	rm -rf .venv .pytest_cache .hypothesis .ruff_cache build *.egg-info
+	rm -rf .venv .venv-trainers .pytest_cache .hypothesis .ruff_cache build *.egg-info

@@ -28,6 +28,7 @@ from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.dtensor_state import is_taken_over
 from autopar.runtime.local_batch import local_batch
 from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
@@ -334,8 +335,9 @@ def _named_type(x: Any) -> str:
 def _check_not_parallel(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise AutoparError("the model is wrapped in DistributedDataParallel; pass the module in it: model.module")
+    is_compiled = any(isinstance(module, ShardedModule) for module in model.modules())
     for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) and (is_compiled or not is_taken_over(tensor)):
             raise AutoparError(
                 f"{fqn} is a DTensor already: the model was sharded before (autopar.compile, fully_shard,"
                 " parallelize_module); expected the model as written for one device (compile shards in place: keep a"

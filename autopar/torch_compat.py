@@ -63,9 +63,12 @@ __all__ = [
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
     "has_hooks_of_all_modules",
     "has_pipeline_stages",
+    "is_autocast_wrapper",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
+    "local_of_caller",
+    "module_of_caller",
     "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
     # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
     # in all torch versions that autopar supports
@@ -174,6 +177,26 @@ def backward_hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
 def has_hooks_of_all_modules() -> bool:
     """Whether `register_module_forward_hook` or a function like it was called."""
     return bool(_has_any_global_hook())
+
+
+def is_autocast_wrapper(function: Any) -> bool:
+    """Whether `function` is `torch.autocast(...)(f)`, or a decorator around one; torch marks what it returns."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if hasattr(function, "__script_unsupported"):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def module_of_caller() -> str:
+    """The name of the module whose code called the function that asks: who reads a property."""
+    return sys._getframe(2).f_globals.get("__name__", "")
+
+
+def local_of_caller(name: str) -> Any:
+    """The local variable `name` of the code that called the function that asks; None if it has none."""
+    return sys._getframe(2).f_locals.get(name)
 
 
 def is_in_backward() -> bool:

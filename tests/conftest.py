@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import torch
 from tests.workers import Ranks
 
 torch.set_num_threads(1)
+
+# `make test-trainers` runs these, in an environment of its own.
+collect_ignore = [] if importlib.util.find_spec("trl") else ["trainers"]
 
 # Tests, or single cases of them, that `make test` leaves to `make test-more`, and that this leaves to `make test-full`,
 # a line each, by measured times.

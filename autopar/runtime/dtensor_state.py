@@ -15,16 +15,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import bare
 from autopar.ir.graph import Graph, Input
+from autopar.plans.staged_plan import PIPELINE
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout, S
+from autopar.torch_compat import root_of
+
+_SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made
+
+
+def is_taken_over(x: DTensor) -> bool:
+    """Whether `x` is of a compiled model without stages, so that a module taken out of it can be compiled again."""
+    return _SHARDED_HERE in vars(x) and PIPELINE not in (root_of(x.device_mesh).mesh_dim_names or ())
 
 
 def shard(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     """This rank's part of `whole`, as a DTensor of whole shape on the mesh's device."""
     part = whole.detach()
+    part = part.full_tensor() if isinstance(part, DTensor) else part  # of a module that was part of a compiled one
     for axis, placement in zip(axes_of(mesh), layout):
         part = move(part, axis, I, placement)
     part = torch.empty_like(part, device=mesh.device_type, memory_format=torch.contiguous_format).copy_(part)
@@ -193,6 +203,7 @@ def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], m
         part = shard(content, layouts[item.value.name], mesh)
         is_parameter = item.kind == "parameter"
         done[item.fqn] = as_dtensor(nn.Parameter(part, requires_grad=old.requires_grad)) if is_parameter else part
+        vars(done[item.fqn])[_SHARDED_HERE] = True
 
     def fetch(old: torch.Tensor) -> torch.Tensor | None:
         item = by_tensor[id(old)]

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
 from autopar.errors import AutoparError, PlanError, warn
-from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import run_constants
@@ -25,7 +24,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.call_key import Key, describe_call, example_of, grad_mode_reads, own_autograd, program_keys
 from autopar.runtime.checks.lone_call import Calls
-from autopar.runtime.checks.module_changes import FORWARD, Changes
+from autopar.runtime.checks.module_changes import Changes
 from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.dtensor_state import (
@@ -37,10 +36,10 @@ from autopar.runtime.dtensor_state import (
     layout_of,
     not_sharded,
     owners,
-    put,
     shard_model,
     stateful,
 )
+from autopar.runtime.interop.own_forward import as_written
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
@@ -85,6 +84,8 @@ class Runtime:
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_copies: int = 0
     num_loads: int = 0  # of state dicts with whole tensors
+    num_gathered: int = 0  # whole state dicts that were made
+    bare: nn.Module | None = None  # what is being traced
     offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
@@ -344,6 +345,7 @@ class Runtime:
 
     def _make_equal(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give `tensors` of the module, by FQN, the content that the first rank has, or check that they have it."""
+        tensors = {fqn: x for fqn, x in tensors.items() if not isinstance(x, DTensor)}
         if self.is_strict:
             check_weights(self.mesh, tensors, 'check="strict" wants the same seed or checkpoint on every rank')
         elif self.check is not None:
@@ -374,18 +376,10 @@ class Runtime:
             ) from error
 
     def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
-        bare = skeleton(module)
-        del bare._autopar
-        bare.__class__ = self.original
-        bare.__dict__.pop("forward", None)
-        if FORWARD in bare.__dict__:
-            bare.forward = bare.__dict__.pop(FORWARD)
-        if self.loss_fn is None or not trains:  # its own hooks run around each call
-            for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
-                hooks.clear()
-        put(bare, self.elsewhere)
-        examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
-        return traced(bare, self.loss_fn if trains else None, *examples)
+        keeps_hooks = self.loss_fn is not None and trains
+        with as_written(module, self, keeps_hooks=keeps_hooks) as bare:
+            examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
+            return traced(bare, self.loss_fn if trains else None, *examples)
 
     def _pins(self, module: nn.Module, graph: Graph) -> dict[str, str]:
         """Layouts in which the parameters and buffers are already stored."""

@@ -20,8 +20,12 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
-from autopar.runtime.dtensor_state import owners, put, whole_state, with_parts, without_data
+from autopar.runtime.dtensor_state import holding, owners, put, whole_state, with_parts, without_data
 from autopar.runtime.grad_norm import clip_gradients
+from autopar.runtime.interop.full_state import FullState, saving_pretrained
+from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
+from autopar.runtime.interop.own_forward import OwnForward, forward_like
+from autopar.runtime.interop.trainer_attributes import TrainerAttributes
 from autopar.runtime.load_program import torch_placements
 from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.module_runtime import LATER_WAIT_S, Planner, Runtime
@@ -32,13 +36,10 @@ from autopar.torch_compat import wants_whole_state
 _numbers = itertools.count()  # of sharded modules of this process
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes):
     """Mixed into the class of the user's model by `shard_module`."""
 
     _autopar: Runtime
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._autopar.call(self, args, kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch, in the stages and microbatches of the plan: the loss, on every rank.
@@ -91,7 +92,9 @@ class ShardedModule(nn.Module):
         other ranks' stages are left out.
         """
         runtime = self._autopar
-        runtime.current()
+        if runtime.last is None:  # what is read now is sharded by the first plan
+            with holding(self, runtime.whole):
+                return super().load_state_dict(state_dict, *args, **kwargs)
         plain = {fqn: x for fqn, x in state_dict.items() if type(x) in (torch.Tensor, nn.Parameter)}
         if runtime.check is not None and plain:
             runtime.num_loads += 1
@@ -154,10 +157,11 @@ def shard_module(
     then.
     """
     handle_scalars_and_random_ops()
+    cut_loaded_state()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
     whole = without_data(model, mesh)
-    model.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    model.__class__ = _sharded_class(model, original)
     if "forward" in model.__dict__:
         model.__dict__[FORWARD] = model.__dict__.pop("forward")
     sharded = cast(ShardedModule, model)
@@ -174,6 +178,14 @@ def shard_module(
         gives_whole=outputs == "whole",
     )
     return sharded
+
+
+def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
+    """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs."""
+    members = {"forward": forward_like(model), "__module__": original.__module__, "__doc__": original.__doc__}
+    found = type(original.__name__, (ShardedModule, original), members | saving_pretrained(original))
+    found.__qualname__ = original.__qualname__
+    return found
 
 
 def unshard(module: ShardedModule) -> None:

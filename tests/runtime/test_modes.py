@@ -85,7 +85,7 @@ def test_no_dropout_in_eval(ranks4: Ranks) -> None:
 def new_sizes() -> None:
     """Another batch size is planned anew, around the layouts there are; gradients add up until they are cleared."""
     truth, model = _mlp(), _shard(_mlp(), pins=PINS)
-    assert isinstance(model, MLP) and type(model).__name__ == "ShardedMLP"
+    assert isinstance(model, MLP) and type(model).__name__ == "MLP"
     draw = torch.Generator().manual_seed(0)
     for size in (8, 4, 12, 8):
         x = torch.randn(size, 32, dtype=torch.float64, generator=draw)

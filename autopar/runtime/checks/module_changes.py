@@ -18,7 +18,7 @@ from autopar.torch_compat import dict_version, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.
-_COMMON = frozenset(nn.Module().__dict__) | {"_autopar", "_compiled_call_impl", FORWARD}
+_COMMON = frozenset(nn.Module().__dict__) | {"_autopar", "_compiled_call_impl"}
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -1,0 +1,113 @@
+"""The `forward` of a sharded module: it shows the signature of the original, and may be replaced by another one."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.runtime.checks.module_changes import FORWARD
+from autopar.runtime.dtensor_state import put
+from autopar.runtime.interop.trainer_attributes import as_of_all_parts
+from autopar.runtime.local_batch import LocalBatch
+from autopar.torch_compat import is_autocast_wrapper
+
+_REPLACED = "_forward_is_replaced"  # the forward that is traced was set after autopar.compile
+
+
+class CallRuntime(Protocol):
+    """The part of a sharded module's runtime that its forward needs."""
+
+    original: type[nn.Module]
+    elsewhere: Mapping[str, torch.Tensor]
+    parts: LocalBatch | None
+    bare: nn.Module | None
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any: ...
+
+
+class OwnForward(nn.Module):
+    """Mixed into a sharded module's class."""
+
+    _autopar: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and "_autopar" in self.__dict__:
+            _replace(self, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def forward_like(model: nn.Module) -> Callable[..., Any]:
+    """The `forward` of a sharded class, which looks like that of `model`: trainers choose columns and loss by it."""
+    shown = model.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime: CallRuntime = self._autopar
+        if runtime.bare is not None:  # a forward that was set on the module calls the one that it replaced
+            return runtime.original.forward(runtime.bare, *args, **kwargs)
+        return runtime.call(self, args, as_of_all_parts(kwargs, runtime.parts))
+
+    functools.update_wrapper(forward, shown)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(shown)
+    if "self" in signature.parameters:
+        own = own.replace(name="_self")
+    if all(each.kind is not inspect.Parameter.POSITIONAL_ONLY for each in signature.parameters.values()):
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[own, *signature.parameters.values()]
+        )
+    return forward
+
+
+@contextmanager
+def as_written(module: nn.Module, runtime: CallRuntime, *, keeps_hooks: bool) -> Iterator[nn.Module]:
+    """A copy of `module` without data, of its original class and with the forward that was set on it, to be traced.
+
+    Its own hooks run around each call, unless `keeps_hooks`.
+    """
+    bare = skeleton(module)
+    del bare._autopar
+    bare.__class__ = runtime.original
+    bare.__dict__.pop("forward", None)
+    bare.__dict__.pop(_REPLACED, None)
+    if FORWARD in bare.__dict__:
+        bare.forward = bare.__dict__.pop(FORWARD)
+    if not keeps_hooks:
+        for hooks in (bare._forward_pre_hooks, bare._forward_hooks, bare._backward_pre_hooks, bare._backward_hooks):
+            hooks.clear()
+    put(bare, runtime.elsewhere)
+    runtime.bare = bare
+    try:
+        yield bare
+    finally:
+        runtime.bare = None
+
+
+def _replace(module: nn.Module, forward: Any) -> None:
+    """Take `forward` for the one that is traced, from the next call on.
+
+    The module's own again undoes that. What is only torch.autocast around its own runs at each call, around the
+    program. AutoparError if the instance had a forward of its own when it was compiled.
+    """
+    own, present = type(module).forward, module.__dict__
+    present.pop("forward", None)
+    if getattr(forward, "__func__", None) is own and forward.__self__ is module:
+        if present.pop(_REPLACED, False):
+            del present[FORWARD]
+        return
+    if is_autocast_wrapper(forward):
+        present["forward"] = forward
+        return
+    if FORWARD in present and _REPLACED not in present:
+        raise AutoparError(
+            f"forward of the compiled {type(module).__name__} was set again; the instance had a forward of its own when"
+            " it was compiled, and which of the two the new one calls is not known: set it before autopar.compile"
+        )
+    present[FORWARD], present[_REPLACED] = forward, True

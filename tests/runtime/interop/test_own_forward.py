@@ -1,0 +1,124 @@
+"""What code outside reads of a sharded module's `forward`, and what comes of another one set on it."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.errors import AutoparError
+from tests.workers import Ranks, device_mesh
+
+WIDTH = 16
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Scaled(nn.Module):
+    """A forward with a keyword and annotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0, **rest: Any) -> torch.Tensor:
+        """Scaled."""
+        return self.body(x) * scale
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def tripled(model: nn.Module) -> Any:
+    """A forward for `model` that uses the one it has, and a submodule."""
+    before = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, x: torch.Tensor, triple: bool = False, **rest: Any) -> torch.Tensor:
+        return before(x, **rest) + 2 * self.body(x) if triple else before(x, **rest)
+
+    return MethodType(forward, model)
+
+
+def in_bfloat16(model: nn.Module) -> Any:
+    """The forward of `model` within autocast, as accelerate makes it."""
+    return MethodType(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__), model)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def outputs(model: nn.Module) -> list[torch.Tensor]:
+    """Before, with another forward, with the first again, within autocast."""
+    own = model.forward
+    found = [model(batch())]
+    model.forward = tripled(model)
+    found += [model(batch(), triple=True), model(batch(), triple=False)]
+    model.forward = own
+    found.append(model(batch(), scale=2.0))
+    model.forward = in_bfloat16(model)
+    found.append(model(batch()))
+    return [plain(x) for x in found]
+
+
+def outputs_on_ranks() -> list[torch.Tensor]:
+    return outputs(autopar.compile(scaled(), device_mesh((2, 2), ("dp", "tp")), cluster="free-links"))
+
+
+@pytest.mark.multirank
+def test_a_forward_that_replaces_the_compiled_one_is_compiled(ranks4: Ranks) -> None:
+    truth = outputs(scaled())
+    for found in ranks4.run(outputs_on_ranks):
+        for x, y in zip(found, truth, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y)
+
+
+def test_the_original_signature_and_name_are_shown(one_rank: None) -> None:
+    model = autopar.compile(scaled(), device_mesh((1,), ("dp",)))
+    assert inspect.signature(model.forward) == inspect.signature(scaled().forward)
+    assert inspect.signature(type(model).forward) == inspect.signature(Scaled.forward)
+    assert model.forward.__doc__ == "Scaled." and type(model).__name__ == "Scaled"
+    assert type(model).__module__ == Scaled.__module__
+
+
+def test_the_signature_of_a_forward_of_the_instance_is_shown(one_rank: None) -> None:
+    model = scaled()
+    model.forward = lambda y: model.body(y)
+    assert str(inspect.signature(autopar.compile(model, device_mesh((1,), ("dp",))).forward)) == "(y)"
+
+
+def test_a_second_forward_of_an_instance_that_had_its_own_is_refused(one_rank: None) -> None:
+    model = scaled()
+    model.forward = lambda x: model.body(x)
+    model = autopar.compile(model, device_mesh((1,), ("dp",)))
+    with pytest.raises(AutoparError, match=r"set it before autopar\.compile"):
+        model.forward = lambda x: x
+
+
+def test_wrapping_in_ddp_says_what_to_do(one_rank: None) -> None:
+    model = autopar.compile(scaled(), device_mesh((1,), ("dp",)))
+    with pytest.raises(AutoparError, match=r"DistributedDataParallel.*Leave it out.*docs/trainers\.md"):
+        DistributedDataParallel(model)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")

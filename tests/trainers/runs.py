@@ -1,0 +1,88 @@
+"""The runs of a case: on one device, and on four ranks in each setting."""
+
+import inspect
+import re
+import tempfile
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from tests.trainers import cases
+from tests.trainers.case import SETTINGS, Numbers, run_case
+from tests.workers import RankError, Ranks
+
+TIMEOUT_S = 500.0
+TOLERANCE = 1e-4  # of the largest entry of a tensor, after 20 steps in float32
+SAME = "same numbers"
+
+
+def names() -> list[str]:
+    """The cases, in the order of the file."""
+    found = inspect.getmembers(cases, lambda each: inspect.isfunction(each) and each.__module__ == cases.__name__)
+    with_work = [name for name, each in found if "work" in inspect.signature(each).parameters]
+    return sorted(with_work, key=lambda name: case(name).__code__.co_firstlineno)
+
+
+def case(name: str) -> Callable[..., Numbers]:
+    return getattr(cases, name)
+
+
+def recipe(name: str) -> str:
+    """What a user writes: the lines of the case between `# recipe` and `# end`."""
+    blocks = re.findall(r"^ *# recipe\n(.*?)^ *# end$", inspect.getsource(case(name)), re.DOTALL | re.MULTILINE)
+    return "\n".join(textwrap.dedent(block).strip("\n") for block in blocks) + "\n"
+
+
+@cache
+def truth(name: str) -> Numbers:
+    """The numbers of one device."""
+    one = Ranks(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return one.run(run_case, name, "", folder, timeout_s=TIMEOUT_S)[0]
+        finally:
+            one.stop()
+
+
+def outcome(ranks: Ranks, name: str, setting: str) -> str:
+    """What came of a case: the same numbers, another one, or the words of the error."""
+    assert setting in SETTINGS, f"settings are {', '.join(SETTINGS)}, found {setting}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            results = ranks.run(run_case, name, setting, folder, timeout_s=TIMEOUT_S)
+        except RankError as error:
+            ranks.stop()
+            return _words(str(error))
+    found = [f"rank {rank}: {text}" for rank, each in enumerate(results) for text in differences(each, truth(name))]
+    return f"**other numbers**: {found[0]}" if found else SAME
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two results differ, by more than `TOLERANCE`."""
+    if isinstance(expected, dict):
+        if set(found) != set(expected):
+            return [f"{path}: names {sorted(set(found) ^ set(expected))[:3]}"]
+        return [text for key in expected for text in differences(found[key], expected[key], f"{path}/{key}")]
+    if isinstance(expected, list):
+        if len(found) != len(expected):
+            return [f"{path}: {len(found)} entries instead of {len(expected)}"]
+        pairs = zip(found, expected)
+        return [text for i, (x, y) in enumerate(pairs) for text in differences(x, y, f"{path}/{i}")]
+    x, y = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    if x.shape != y.shape:
+        return [f"{path}: shape {tuple(x.shape)} instead of {tuple(y.shape)}"]
+    error = float((x - y).abs().max() / y.abs().max().clamp(min=1e-6)) if y.numel() else 0.0
+    return [] if error < TOLERANCE else [f"{path}: off by {error:.1e}"]
+
+
+def _words(traceback: str) -> str:
+    """The last error of a traceback: `refused` if it is one of autopar's."""
+    errors = re.findall(
+        r"^((?:[\w.]+\.)?(\w*(?:Error|Failed|Mismatch|Unsupported\w*))): (.*(?:\n(?!\s*$).*)*)", traceback, re.MULTILINE
+    )
+    name, short, text = errors[-1] if errors else ("", "RankError", traceback.strip().splitlines()[-1])
+    kind = "refused" if name.startswith("autopar.") else "error"
+    return f"{kind}: {short}: {' '.join(text.split())}"

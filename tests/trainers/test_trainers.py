@@ -1,0 +1,29 @@
+"""Each trainer, as its documentation shows it, has the numbers of one device, or is refused by name."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.trainers import runs
+from tests.trainers.case import SETTINGS
+from tests.trainers.table import RESULTS
+from tests.workers import Ranks
+
+STAGES = "pp=2,dp=2"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(4)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", runs.names())
+def test_a_trainer_has_the_numbers_of_one_device(ranks: Ranks, name: str, setting: str) -> None:
+    expected = json.loads(RESULTS.read_text())[name]["outcomes"][setting]
+    assert expected == runs.SAME or (setting == STAGES and expected.startswith("refused: AutoparError")), expected
+    found = runs.outcome(ranks, name, setting)
+    assert found == runs.SAME if expected == runs.SAME else found.startswith("refused: AutoparError"), found
