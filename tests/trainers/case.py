@@ -38,6 +38,11 @@ class Work:
         return self.mesh.size()
 
     @property
+    def rank_of_rows(self) -> int:
+        """The rank among those that have other rows."""
+        return 0 if self.num_ranks == 1 else self.mesh["dp"].get_local_rank()
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Ranks with other rows, and ranks that share their rows."""
         if self.num_ranks == 1:

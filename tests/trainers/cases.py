@@ -185,7 +185,9 @@ def lightning_trainer(work: Work) -> Numbers:
         on = {"strategy": strategy, "devices": dp * tp} if work.num_ranks > 1 else {"devices": 1}
         return lightning.Trainer(accelerator="cpu", max_steps=max_steps, **on, **quiet)
 
-    loader = torch.utils.data.DataLoader(all_rows, batch_size=BATCH // dp, collate_fn=stacked)
+    # Lightning's own sampler would shuffle
+    sampler = torch.utils.data.DistributedSampler(all_rows, dp, work.rank_of_rows, shuffle=False)
+    loader = torch.utils.data.DataLoader(all_rows, batch_size=BATCH // dp, collate_fn=stacked, sampler=sampler)
     model = Llama(llama())
     first = trainer(STEPS // 2)
     first.fit(model, loader)
