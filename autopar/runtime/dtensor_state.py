@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import bare
 from autopar.ir.graph import Graph, Input
-from autopar.plans.staged_plan import PIPELINE
+from autopar.mesh import PIPELINE
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.rank_agreement import from_first

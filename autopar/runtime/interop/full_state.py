@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RankMismatch
-from autopar.plans.staged_plan import PIPELINE
+from autopar.mesh import PIPELINE
 from autopar.runtime.dtensor_state import owners, whole_state
 from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
 from autopar.runtime.rank_agreement import is_first, meet, on_every_rank
