@@ -24,7 +24,7 @@ demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose,
 # Two at a time: while the ranks of one test wait for each other another one computes.
 PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
 
-test: $(READY) ## seven minutes of tests, some of each kind; no root and no GPU is needed
+test: $(READY) ## five minutes of tests, some of each kind; no root and no GPU is needed
 	$(PYTEST)
 
 test-more: $(READY) ## what `make test` leaves out for its length: more models, meshes and schedules; CI runs both
