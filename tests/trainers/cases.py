@@ -185,9 +185,7 @@ def lightning_trainer(work: Work) -> Numbers:
         on = {"strategy": strategy, "devices": dp * tp} if work.num_ranks > 1 else {"devices": 1}
         return lightning.Trainer(accelerator="cpu", max_steps=max_steps, **on, **quiet)
 
-    # Lightning's own sampler would shuffle
-    sampler = torch.utils.data.DistributedSampler(all_rows, dp, work.rank_of_rows, shuffle=False)
-    loader = torch.utils.data.DataLoader(all_rows, batch_size=BATCH // dp, collate_fn=stacked, sampler=sampler)
+    loader = in_order(all_rows, work)
     model = Llama(llama())
     first = trainer(STEPS // 2)
     first.fit(model, loader)
@@ -197,6 +195,13 @@ def lightning_trainer(work: Work) -> Numbers:
     again = Llama(llama(initializer_range=0.1))
     trainer(STEPS).fit(again, loader, ckpt_path=work.path("checkpoint"))
     return {"losses": losses, "eval_loss": evaluated, "end": again.model.full_state_dict()}
+
+
+def in_order(all_rows: list[Any], work: Work) -> Any:
+    """A loader of this rank's rows; Lightning's own sampler would shuffle."""
+    dp, _ = work.sizes
+    sampler = torch.utils.data.DistributedSampler(all_rows, dp, work.rank_of_rows, shuffle=False)
+    return torch.utils.data.DataLoader(all_rows, batch_size=BATCH // dp, collate_fn=stacked, sampler=sampler)
 
 
 def fabric(work: Work) -> Numbers:
