@@ -47,10 +47,14 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`num_ranks` processes in one gloo world; a failed or hung call ends them, the next call starts new ones."""
+    """`num_ranks` processes in one world; a failed or hung call ends them, the next call starts new ones.
 
-    def __init__(self, num_ranks: int) -> None:
+    `join(rank, num_ranks, init_method)` is called once by each process: by default it makes a gloo world.
+    """
+
+    def __init__(self, num_ranks: int, join: Callable[[int, int, str], None] | None = None) -> None:
         self.num_ranks = num_ranks
+        self.join = join or join_gloo
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._store = ""
@@ -89,7 +93,8 @@ class Ranks:
         context.set_forkserver_preload(PRELOAD)
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, self._store, there), daemon=True)
+            arguments = (self.join, rank, self.num_ranks, self._store, there)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -127,9 +132,16 @@ def _receive(connection: Connection) -> tuple[Any, str]:
         return None, DIED
 
 
-def _serve(rank: int, num_ranks: int, store: str, connection: Connection) -> None:
+def join_gloo(rank: int, num_ranks: int, init_method: str) -> None:
+    """Join a world of gloo."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
+
+
+def _serve(
+    join: Callable[[int, int, str], None], rank: int, num_ranks: int, store: str, connection: Connection
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}/world", rank=rank, world_size=num_ranks)
+    join(rank, num_ranks, f"file://{store}/world")
     connection.send_bytes(pickle.dumps((None, "")))
     while True:
         try:

@@ -12,7 +12,7 @@ def draw_seed() -> int:
 
     torch's activation checkpointing restores that generator, so that a recomputed forward draws the same seed.
     """
-    return int(torch.randint(2**62, ()))
+    return int(torch.randint(2**62, (), device="cpu"))  # whatever torch.set_default_device says
 
 
 def peek_seed() -> int:
@@ -31,7 +31,7 @@ class seeded:
 
     def __enter__(self) -> None:
         self.generators = [torch.default_generator]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # no tensor of the op is on a GPU before
             self.generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self.states = [generator.get_state() for generator in self.generators]
         for generator in self.generators:

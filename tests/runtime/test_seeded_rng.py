@@ -17,6 +17,7 @@ import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.mesh import Mesh
+from autopar.runtime.seeded_rng import draw_seed, peek_seed
 from autopar.runtime.sharded_module import ShardedModule, shard_module
 from tests.runtime.training import forward_backward, plan_called, sharded, traced, whole, worst
 from tests.workers import Ranks, device_mesh
@@ -162,3 +163,12 @@ def test_dropout_inside_attention_differs_between_parts_of_the_batch() -> None:
     calls = [line for line in source.splitlines() if "aten.scaled_dot_product_attention.default(" in line]
     assert len(calls) == 2
     assert all(re.match(r" *with seeded\(seed, \d+, axis_dp\): ", call) for call in calls)
+
+
+def test_a_seed_is_drawn_on_the_host_whatever_the_default_device() -> None:
+    torch.manual_seed(3)
+    expected = draw_seed()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        assert peek_seed() == expected
+        assert draw_seed() == expected

@@ -240,11 +240,14 @@ def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGro
     own = as_dtensor(parameter.grad).to_local().contiguous()
     here = dist.get_rank(group)
     parts = [own if rank == here else torch.empty_like(own) for rank in ranks]
-    sends = [dist.isend(own, group=group, group_dst=rank) for rank in ranks if rank != here]
-    waits = [dist.irecv(part, group=group, group_src=rank) for part, rank in zip(parts, ranks) if rank != here]
-    for work in (*sends, *waits):
-        if work is not None:
-            work.wait()
+    # together: NCCL ends a send only when its receive has begun, and every rank would send first
+    others = [rank for rank in ranks if rank != here]
+    sends = [dist.P2POp(dist.isend, own, group=group, group_peer=rank) for rank in others]
+    receives = [
+        dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for part, rank in zip(parts, ranks) if rank != here
+    ]
+    for work in dist.batch_isend_irecv([*sends, *receives]):
+        work.wait()
     total = parts[0]
     for part in parts[1:]:
         total = total + part

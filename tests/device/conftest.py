@@ -1,0 +1,16 @@
+"""Ranks of the emulated device."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device.nccl_rules import start
+from tests.workers import Ranks
+
+
+@pytest.fixture(scope="session")
+def device_ranks() -> Iterator[Ranks]:
+    """Four ranks on a device of their own, whose groups keep NCCL's rules; started at the first call."""
+    ranks = Ranks(4, start)
+    yield ranks
+    ranks.stop()

@@ -1,0 +1,54 @@
+"""docs/devices.md names every use of a device's streams, memory, random state and autocast in the package."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "devices.md").read_text()
+NAMES = {
+    *("Stream", "stream", "current_stream", "wait_stream", "record_stream", "record_event", "wait_event", "Event"),
+    *("synchronize", "pin_memory", "is_pinned", "non_blocking", "current_device", "set_device", "device_count"),
+    *("manual_seed", "fork_rng", "get_rng_state", "set_rng_state", "default_generator", "default_generators"),
+    *("Generator", "initial_seed", "autocast", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_available"),
+    *("is_autocast_cache_enabled", "set_autocast_enabled", "cuda", "accelerator", "get_device_name", "barrier"),
+}
+
+
+def uses() -> Iterator[tuple[str, str, str]]:
+    """(file, function, name) of each use in the package."""
+    for path in sorted((ROOT / "autopar").rglob("*.py")):
+        yield from _uses(ast.parse(path.read_text()), path.relative_to(ROOT / "autopar").as_posix(), "")
+
+
+def _uses(node: ast.AST, file: str, function: str) -> Iterator[tuple[str, str, str]]:
+    for child in ast.iter_child_nodes(node):
+        is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inside = f"{function}.{child.name}".lstrip(".") if is_scope else function
+        found = {ast.Attribute: "attr", ast.keyword: "arg", ast.Name: "id"}.get(type(child))
+        if found and getattr(child, found) in NAMES:
+            yield file, inside, getattr(child, found)
+        yield from _uses(child, file, inside)
+
+
+def named() -> set[tuple[str, str, str]]:
+    """(file, function, name) that the page's table has a row for."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]*)` \| ([^|]*) \| [^|]+ \|$", PAGE, re.MULTILINE)
+    return {(file, function, name) for file, function, names in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_every_use_of_a_device_is_named_with_its_reason() -> None:
+    new = set(uses()) - named()
+    assert not new, f"docs/devices.md has no row for {sorted(new)}: say there why it is right on a GPU"
+
+
+def test_the_page_names_no_use_that_is_gone() -> None:
+    gone = named() - set(uses())
+    assert not gone, f"docs/devices.md names {sorted(gone)}, which the package does not have"
+
+
+def test_a_new_use_would_be_seen() -> None:
+    source = "class A:\n def f(self):\n  torch.cuda.current_stream().wait_stream(x.copy_(y, non_blocking=True))"
+    found = {name for _, function, name in _uses(ast.parse(source), "a.py", "") if function == "A.f"}
+    assert found == {"cuda", "current_stream", "wait_stream", "non_blocking"}
