@@ -11,7 +11,7 @@ NAMES = {
     *("Stream", "stream", "current_stream", "wait_stream", "record_stream", "record_event", "wait_event", "Event"),
     *("synchronize", "pin_memory", "is_pinned", "non_blocking", "current_device", "set_device", "device_count"),
     *("manual_seed", "fork_rng", "get_rng_state", "set_rng_state", "default_generator", "default_generators"),
-    *("Generator", "initial_seed", "autocast", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_available"),
+    *("initial_seed", "autocast", "is_autocast_enabled", "get_autocast_dtype", "is_autocast_available"),
     *("is_autocast_cache_enabled", "set_autocast_enabled", "cuda", "accelerator", "get_device_name", "barrier"),
 }
 
