@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-fast test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory readme clean
+.PHONY: help setup demo test test-more test-full test-fast test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -78,6 +78,11 @@ bench-pipeline: $(READY) ## pipeline steps on real processes beside their simula
 
 bench-memory: $(READY) ## predicted peaks of memory beside counted ones
 	$(PYTHON) -m bench.memory
+
+DEVICE ?= cuda
+
+gpu-check: $(READY) ## on a machine with GPUs: numerics, collectives, memory and times beside one device; DEVICE=cpu needs none
+	$(PYTHON) -m bench.gpu_check --device $(DEVICE)
 
 readme: $(READY) ## write the figures of bench/results into README.md
 	$(PYTHON) -m bench.readme
