@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, warn
 from autopar.ir.export.pytree_types import register_types
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import pytree
@@ -71,6 +71,14 @@ def program_keys(key: Key, *, in_both_grad_modes: bool, for_both_ways: bool) -> 
     grad_modes = (True, False) if in_both_grad_modes else (grad_mode,)
     ways = (True, False) if for_both_ways else (trains,)
     return [(*call, mode, generation, way) for mode in grad_modes for way in ways]
+
+
+def tell_time_of_another(seconds: float) -> None:
+    """Warn of how long it takes to make the program of another kind of call."""
+    warn(
+        f"a call that is new to the model (other shapes, numbers or modes) was traced and planned in {seconds:.1f} s;"
+        " every further kind of call takes about as long, once: pad batches to few shapes"
+    )
 
 
 @dataclass

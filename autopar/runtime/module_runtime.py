@@ -1,5 +1,6 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,15 @@ from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import mesh_of
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.runtime.call_key import Key, describe_call, example_of, grad_mode_reads, own_autograd, program_keys
+from autopar.runtime.call_key import (
+    Key,
+    describe_call,
+    example_of,
+    grad_mode_reads,
+    own_autograd,
+    program_keys,
+    tell_time_of_another,
+)
 from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.checks.module_changes import Changes
 from autopar.runtime.checks.replaced_tensors import ReplacedBuffers, mark_replaced
@@ -49,6 +58,7 @@ from autopar.runtime.rank_agreement import (
     agreed_graph,
     check_seed,
     check_weights,
+    is_first,
     meet,
     on_every_rank,
     peers_alive,
@@ -128,6 +138,10 @@ class Runtime:
         plans = [plan for plan in plans if plan.assignment.state_on_host]
         pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
         return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
+
+    def _cut(self) -> Trainer | None:
+        """The first program, if this rank has some of the stages only."""
+        return self.first if self.elsewhere and isinstance(self.first, Trainer) else None
 
     @torch.compiler.disable
     def _remind(self, module: nn.Module) -> None:
@@ -228,36 +242,30 @@ class Runtime:
             is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
             self._keep_programs()
-        call, key = describe_call(self.changes.modes(module), args, kwargs)
-        key = (*key, self.changes.generation, trains)
+        call, mode = describe_call(self.changes.modes(module), args, kwargs)
+        key = (*mode, self.changes.generation, trains)
         if key not in self.loaded:
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
+            start_s = time.perf_counter()
             with grad_mode_reads() as reads, own_autograd():
                 kwargs = dict(sorted(kwargs.items()))
                 graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
-                outputs = (
-                    {}
-                    if trains
-                    else output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
-                )
-                if (plan := self._of_first_stages(graph, trains)) is None:
-                    plan = self.plan(graph, self._pins(module, graph), trains, outputs)
-                found = self._load(module, graph, plan)
-            # without stages, microbatches and a loss function, one program does for both ways of running, unless it
-            # gathers what train_step does not read
+                axis_names = mesh_of(self.mesh).axis_names
+                outputs = {} if trains else output_layouts(graph, axis_names, self.parts, is_whole=self.gives_whole)
+                plan = self._of_first_stages(graph, trains)
+                found = self._load(module, graph, plan or self.plan(graph, self._pins(module, graph), trains, outputs))
+            # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
             is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not outputs
             keys = program_keys(key, in_both_grad_modes=not reads.found, for_both_ways=is_for_both)
             self.loaded.update(dict.fromkeys(keys, found))
+            if self.num_met == 2 and is_first(self.mesh):  # later ones are no news
+                tell_time_of_another(time.perf_counter() - start_s)
             self.first = self.first or found
             self.changes.take(module)
             self.replaced.mark(fqn for fqn, _ in found.graph.mutations)
         elif self.check is not None:
             self.calls.passed(self)
         self.last = self.loaded[key]
-
-    def _cut(self) -> Trainer | None:
-        """The first program, if this rank has some of the stages only."""
-        return self.first if self.elsewhere and isinstance(self.first, Trainer) else None
 
     def _keep_programs(self) -> None:
         """Forget the programs of states of the module that are forgotten too."""

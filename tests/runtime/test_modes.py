@@ -1,6 +1,7 @@
 """Everything a training loop does with a module besides one forward and backward."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +90,12 @@ def new_sizes() -> None:
     draw = torch.Generator().manual_seed(0)
     for size in (8, 4, 12, 8):
         x = torch.randn(size, 32, dtype=torch.float64, generator=draw)
-        for each in (truth, model):
-            (whole(each(x)) ** 2).sum().backward()
+        with warnings.catch_warnings(record=True) as said:
+            for each in (truth, model):
+                (whole(each(x)) ** 2).sum().backward()
+        of_time = [one for one in said if "was traced and planned in" in str(one.message)]
+        assert len(of_time) == (size == 4 and dist.get_rank() == 0), "the first rank says it once"
+        assert all(one.filename == __file__ for one in of_time)
         assert worst(_gradients(model), _gradients(truth), 1e-6)[0] <= 1e-9
     assert len(set(model._autopar.loaded.values())) == 3 and _is_split(model)
     model.zero_grad()
