@@ -10,7 +10,7 @@ from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.roofline import op_time, weight_share
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.print_graph import fingerprint
@@ -112,7 +112,14 @@ class StagedPlan(BasePlan):
 
         MicrobatchError or PlanError if that is impossible.
         """
-        _, cut_graphs = stage_graphs(graph, self.starts, self.schedule.num_microbatches)
+        count = self.schedule.num_microbatches
+        try:
+            _, cut_graphs = stage_graphs(graph, self.starts, count)
+        except MicrobatchError as error:
+            raise MicrobatchError(
+                f"the stages run {count} equal microbatches a step, into which this batch cannot be cut: leave a short"
+                f" last batch out (drop_last=True of a DataLoader), or pad it; {error}"
+            ) from error
         stages = tuple(
             Plan.of_saved(
                 replace(stage, fingerprint=fingerprint(part.graph)),
