@@ -192,7 +192,8 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:
     """RankMismatch on every rank unless all are called alike; `key` has the `KEY_PARTS`."""
     for what, part in zip(KEY_PARTS, key):
-        check_same(mesh, part, what, f"call the same model alike on every rank (this rank: {part})")
+        padding = ", pad each rank's rows to the same length" if what == "arguments" else ""
+        check_same(mesh, part, what, f"call the same model alike on every rank{padding} (this rank: {part})")
 
 
 def digest_of(item: Any) -> int:

@@ -117,7 +117,7 @@ def llama(**options: Any) -> nn.Module:
 
     torch.manual_seed(1)
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2 * LENGTH}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4 * LENGTH}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, bos_token_id=1, eos_token_id=2, **options))
 
 

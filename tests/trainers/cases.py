@@ -304,7 +304,7 @@ def dpo(work: Work) -> Numbers:
     # recipe
     model = autopar.compile(llama(), mesh, batch=mesh.mesh_dim_names)
     reference = autopar.compile(llama(), mesh, batch=mesh.mesh_dim_names)
-    args = DPOConfig(work.path("dpo"), **options)
+    args = DPOConfig(work.path("dpo"), pad_to_multiple_of=64, **options)  # one length on all ranks
     trainer = DPOTrainer(model, reference, args, train_dataset=train_rows, processing_class=tokenizer)
     trainer.train()
     # end
