@@ -59,7 +59,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     ranks = Ranks(4)
     for name in () if chosen.render else chosen.cases or runs.names():
-        outcomes = {setting: runs.outcome(ranks, name, setting) for setting in SETTINGS}
+        outcomes = {setting: runs.outcome(ranks, name, setting) for setting in runs.settings_of(name)}
         results[name] = {"measured": _measured(), "outcomes": outcomes}
         print(name, outcomes, flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.trainers import runs
-from tests.trainers.case import SETTINGS
 from tests.trainers.table import RESULTS
 from tests.workers import Ranks
 
-STAGES = "pp=2,dp=2"
+CASES = [(name, setting) for name in runs.names() for setting in runs.settings_of(name)]
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +19,9 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", runs.names())
+@pytest.mark.parametrize(("name", "setting"), CASES)
 def test_a_trainer_has_the_numbers_of_one_device(ranks: Ranks, name: str, setting: str) -> None:
     expected = json.loads(RESULTS.read_text())[name]["outcomes"][setting]
-    assert expected == runs.SAME or (setting == STAGES and expected.startswith("refused: AutoparError")), expected
+    assert expected == runs.SAME or (setting == runs.STAGES and expected.startswith("refused: AutoparError")), expected
     found = runs.outcome(ranks, name, setting)
     assert found == runs.SAME if expected == runs.SAME else found.startswith("refused: AutoparError"), found
