@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.budget import Progress
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.planner.status import status
@@ -85,7 +87,8 @@ def plan(
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     graph = traced(skeleton(model), loss_fn, args, kwargs)
-    return _chosen(graph, planar, found, request)
+    with _telling(graph, planar, request) as progress:
+        return _with_notes(choose_plan(graph, planar, found, request, progress=progress, predict=rank_peaks))
 
 
 def compile(
@@ -208,8 +211,10 @@ class _Planner:
                 if made.is_here:
                     cluster, request = self._asked(fixed, trains)
                     request = replace(request, outputs=outputs)
-                    plan = _chosen(graph, mesh_of(self.mesh), cluster, request)
-                    made.value = plan.dumps()
+                    mesh = mesh_of(self.mesh)
+                    with _telling(graph, mesh, request) as progress:
+                        plan = choose_plan(graph, mesh, cluster, request, progress=progress, predict=rank_peaks)
+                    made.value = _with_notes(plan).dumps()
             text, is_own = made.value, True
         return on_every_rank(
             self.mesh, "reading the plan", lambda: staged_plan.loads(text, graph, mesh_of(self.mesh), is_own=is_own)
@@ -243,13 +248,16 @@ def _settled(
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     with of_first_rank(flat, "planning") as made:
         if made.is_here:
-            made.value = _chosen(graph, devices, found, request).dumps()
+            with _telling(graph, devices, request) as progress:
+                plan = choose_plan(graph, devices, found, request, progress=progress, predict=rank_peaks)
+            made.value = _with_notes(plan).dumps()
     plan = on_every_rank(flat, "reading the plan", lambda: staged_plan.loads(made.value, graph, devices, is_own=True))
     return plan.mesh, plan
 
 
-def _chosen(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest) -> Plan | StagedPlan:
-    """The plan of `choose_plan`, with what a user should know of it and, on a terminal, of a long search."""
+@contextmanager
+def _telling(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> Iterator[Progress]:
+    """A context for the choice of a plan, which tells of a batch that cannot be split, of progress and of remedies."""
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
         if size > 1 and not _divides(mesh, size):
@@ -259,11 +267,14 @@ def _chosen(graph: Graph, mesh: Mesh | Devices, cluster: Cluster, request: PlanR
             )
     try:
         with status(after_s=_LONG_S) as progress:
-            plan = choose_plan(graph, mesh, cluster, request, progress=progress, predict=rank_peaks)
+            yield progress
     except InfeasibleError as error:
         if request.outputs:
             raise InfeasibleError(f"{error}; {_LESS_THAN_WHOLE}") from error
         raise
+
+
+def _with_notes(plan: Plan | StagedPlan) -> Plan | StagedPlan:
     for note in notes(plan):
         warn(note)
     return plan

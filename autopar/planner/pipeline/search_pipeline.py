@@ -118,8 +118,10 @@ def plan_in_stages(
         for point in points:
             if fit.waiting and budget.is_spent:
                 break
-            _search_point(fit, point, model, graph, cluster, within)
+            _search_point(fit, point, model, graph, cluster, within, cutoff_s)
         if not fit.waiting and not number:
+            if cutoff_s < math.inf:
+                return None
             break
         for search in fit.searches():
             plan = None if budget.is_spent else _searched(search.source, search.allowed_bytes, budget)
@@ -168,9 +170,15 @@ class _PointSearch:
 
 
 def _search_point(
-    fit: Fit[StagedPlan], point: Staged, model: Model, graph: Graph, cluster: Cluster, request: PlanRequest
+    fit: Fit[StagedPlan],
+    point: Staged,
+    model: Model,
+    graph: Graph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cutoff_s: float,
 ) -> None:
-    """Add the searched plan of a point, if there is one.
+    """Add the searched plan of a point, if there is one that takes less than `cutoff_s`.
 
     It gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
     """
@@ -179,9 +187,10 @@ def _search_point(
     part.show("stages", cut)
     by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
     crossings = [by_hand] + [chosen] * (chosen != by_hand)
+    to_beat_s = cutoff_s if point.schedule.num_ranks == 1 else math.inf  # else a stage is not the whole step
     offloading, keeping = (
         tuple(
-            (CutTask(cut, point, point.mesh, cluster, request, crossing, may_move_state=moves), StageCache())
+            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves, to_beat_s), StageCache())
             for crossing in crossings
         )
         for moves in (True, False)
@@ -189,11 +198,11 @@ def _search_point(
     searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
     plan = _searched(searches, limits_bytes, part)
     # the time was up, or the best plan of each stage is not the best for the pipeline
-    if plan is None or (plan.step_s > point.step_s and plan.found_by == "search"):
+    if point.step_s < cutoff_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
         plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-    if plan is not None:
+    if plan is not None and plan.step_s < cutoff_s:
         fit.waiting.append(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, plan, searches))
 
 

@@ -44,7 +44,8 @@ _MOST_KEPT = 8
 class CutTask:
     """The stages of one cut of `point`, to be searched on their own `mesh`.
 
-    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded.
+    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded. `to_beat_s`:
+    stages of a rank that take longer in a step are not needed.
     """
 
     cut: Cut
@@ -54,6 +55,7 @@ class CutTask:
     request: PlanRequest
     crossing: Mapping[str, Layout]
     may_move_state: bool = True
+    to_beat_s: float = math.inf
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -123,10 +125,11 @@ class RankTask:
 def best_plans(at: RankTask, stages: Stages) -> StagePlans:
     """The fastest of a few numbers of blocks that are recomputed, or wait on the host.
 
-    The most is what the plan by hand recomputes.
+    The most is what the plan by hand recomputes. InfeasibleError if none fits, or is fast enough.
     """
     best: StagePlans | None = None
     failure: InfeasibleError | None = None
+    is_too_slow = False
     pressure = pressure_of((one.request.training for one in stages), at.limit_bytes)
     for asked in _ways(at.task, stages):
         if at.is_late or (at.budget.is_spent and (best or failure)):
@@ -137,7 +140,8 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         if is_hopeless and not at.task.can_move_state:
             continue
         free = _unlimited(at, asked)
-        if best is not None and free.cost_s >= best.cost_s:
+        if free.cost_s >= (at.task.to_beat_s if best is None else best.cost_s):
+            is_too_slow = True
             continue
         free, found = _priced(at, free, asked), None
         if at.is_late and not _fits(at, free):
@@ -152,7 +156,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
             best = one if one is not None and (best is None or one.cost_s < best.cost_s) else best
         if found is not None and found.is_free:
             break  # to save memory only costs time
-    if best is None:
+    if best is None and not is_too_slow:
         best = as_written(at, stages)
     if best is None:
         raise failure or InfeasibleError(

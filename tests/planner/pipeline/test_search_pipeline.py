@@ -1,5 +1,6 @@
 """Plans in stages: what the sweep says of a point is what the point costs, and the search never makes it worse."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
-from autopar.errors import AutoparError, InfeasibleError, MeshError, MicrobatchError
+from autopar.errors import AutoparError, InfeasibleError, MicrobatchError
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.folding.stage_fold import fold_of_stage
@@ -20,6 +21,7 @@ from autopar.mesh import Devices, Mesh, parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
+from autopar.planner.pipeline import search_rank
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
@@ -225,8 +227,6 @@ def test_stages_are_chosen_where_they_gain(gpt: Graph) -> None:
 
 
 def test_refusals(gpt: Graph) -> None:
-    with pytest.raises(MeshError, match="outermost"):
-        choose_plan(gpt, parse_mesh("dp=2,pp=2"), V100)
     with pytest.raises(AutoparError, match="train_step"):
         choose_plan(gpt, parse_mesh("pp=2,dp=2"), V100, PlanRequest(trains=False))
     with pytest.raises(MicrobatchError, match="32"):
@@ -235,6 +235,18 @@ def test_refusals(gpt: Graph) -> None:
     resnet = trace_loss(build("resnet").model, nn.functional.cross_entropy, images, {})
     with pytest.raises(MicrobatchError, match="batch_norm"):
         choose_plan(resnet, parse_mesh("dp=4"), V100, PlanRequest(num_microbatches=2))
+
+
+def test_what_is_too_slow_without_a_memory_limit_is_not_searched_within_one(
+    gpt: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, limited, saving = parse_mesh("dp=4"), [], search_rank._saving
+    monkeypatch.setattr(search_rank, "_saving", lambda *args: limited.append(args) or saving(*args))
+    free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 9 * GIB))
+    assert free is not None and within is not None and free.step_s < within.step_s and limited
+    limited.clear()
+    assert plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), cutoff_s=free.step_s) is None
+    assert not limited
 
 
 def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
