@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError
+from tests.journey.stack import Stack
+from tests.journey.stack import batch as stack_batch
 from tests.workers import Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank
@@ -175,3 +177,20 @@ def compiled_again() -> torch.Tensor:
 def test_a_part_of_a_compiled_module_is_compiled_again(ranks4: Ranks) -> None:
     for output in ranks4.run(compiled_again):
         torch.testing.assert_close(output, tied()(batch(0)).detach())
+
+
+def state_with_stages() -> tuple[dict[str, Any], dict[str, Any], int, str]:
+    torch.manual_seed(0)
+    model = Stack()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    model = autopar.compile(model, device_mesh((2, 2), ("pp", "dp")), args=stack_batch(), num_microbatches=2)
+    with pytest.raises(AutoparError) as error:
+        model.full_optimizer_state_dict(torch.optim.SGD(model.parameters()))
+    return before, model.full_state_dict(), len(model.full_state_dict(rank0_only=True)), str(error.value)
+
+
+def test_with_stages_each_rank_is_given_the_whole_state(ranks4: Ranks) -> None:
+    for rank, (before, state, num_alone, refused) in enumerate(ranks4.run(state_with_stages)):
+        assert list(state) == list(before) and num_alone == (0 if rank else len(before))
+        assert all(torch.equal(state[name], x) for name, x in before.items())
+        assert "its own stages only" in refused
