@@ -15,12 +15,13 @@ def warn(message: str) -> None:
     itself; if there is none, as in a command of autopar, at the outermost.
     """
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether the file is neither of autopar nor of torch or Python itself."""
     packages = (sys.modules.get(name) for name in ("autopar", "torch"))
     folders = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in packages if package is not None)
     if path.startswith((*folders, "<")):

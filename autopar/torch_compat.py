@@ -77,6 +77,7 @@ __all__ = [
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
+    "wants_grouped_state",  # as wants_whole_state
     "wants_whole_state",  # whether a state dict is made for one of all stages
     # a check between ranks is no part of the model's step: whoever counts that must not see it; there is no public way
     "without_dispatch_modes",
@@ -221,6 +222,20 @@ def wants_whole_state() -> str:
                 return frame.f_code.co_name
         frame = frame.f_back
     return ""
+
+
+def wants_grouped_state() -> bool:
+    """Whether torch.distributed.checkpoint.state_dict, which calls us, is asked for an optimizer's state in groups of
+    parameters rather than by name. Read as in `wants_whole_state`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            options = frame.f_locals.get("info")
+            if options is not None and options.handle_optim and not options.flatten_optimizer_state_dict:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def handle_dtensor_ops(handlers: Mapping[OpOverload, Callable[[OpOverload, tuple, dict], Any]]) -> None:

@@ -23,8 +23,11 @@ from autopar.torch_compat import pytree
 
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(name for name in sorted(_OF_ALL_MODULES) if name.startswith("_forward_") and "hooks" in name)
+# An attribute of a model: (name, object) of each that its forward calls and that is no submodule of it.
+BESIDE = "called_beside"
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict)
+_HOLDING = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
 _GIVEN = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER_INPUT)
 
 Export = Callable[[], ExportedProgram]
@@ -46,7 +49,7 @@ class _Attribute:
     `was_there`: also before; `had_value`: and not None.
     """
 
-    module: nn.Module
+    owner: Any
     fqn: str
     name: str
     value: Any
@@ -61,40 +64,52 @@ class _Attribute:
 
 
 class _Snapshot:
-    """The attributes of all modules of a model before a forward, containers and plain objects with their items, and
-    hooks: transformers installs some in forward, and an attribute says that it has.
+    """The attributes of all modules of a model before a forward, and of what it calls besides, containers and plain
+    objects with their items, and hooks: transformers installs some in forward, and an attribute says that it has.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, list[Any]]]] = []
+        self._before: list[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, list[Any]]]] = []
         self._items: list[tuple[Any, Any]] = []
-        for fqn, module in model.named_modules():
-            self._items += [(module.__dict__[name], module.__dict__[name].copy()) for name in _HOOKS]
-            own = {name: x for name, x in module.__dict__.items() if name not in _OF_ALL_MODULES}
-            held = {name: items for name, x in own.items() if (items := _items(x)) is not None}
-            self._before.append((fqn, module, own, {name: _leaves(held.get(name, x)) for name, x in own.items()}))
+        self._of_kinds: dict[type, dict[str, Any]] = {}
+        for fqn, owner in (*model.named_modules(), *getattr(model, BESIDE, ())):
+            if isinstance(owner, nn.Module):
+                self._items += [(owner.__dict__[name], owner.__dict__[name].copy()) for name in _HOOKS]
+            own = {name: x for name, x in owner.__dict__.items() if name not in _OF_ALL_MODULES}
+            all_there = self._of_kind(type(owner)) | own
+            held = {name: items for name, x in all_there.items() if (items := _items(x)) is not None}
+            contents = {name: _leaves(held.get(name, x)) for name, x in all_there.items()}
+            self._before.append((fqn, owner, own, all_there, contents))
             self._items += [(items, items.copy()) for items in held.values()]
 
     def changed(self) -> Iterator[_Attribute]:
         """The attributes that hold other tensors or numbers now."""
-        for fqn, module, own, contents in self._before:
-            for name, x in module.__dict__.items():
+        for fqn, owner, _, before, contents in self._before:
+            for name, x in (self._of_kind(type(owner)) | owner.__dict__).items():
                 if name in _OF_ALL_MODULES or name == "forward":
                     continue
-                before = contents.get(name, [None])
+                given = contents.get(name, [None])
                 items = _items(x)
                 now = _leaves(x if items is None else items)
-                tensors = tuple(y for y in now if isinstance(y, torch.Tensor) and not any(y is z for z in before))
-                if tensors or (name in own and _numbers(now) != _numbers(before)):
+                tensors = tuple(y for y in now if isinstance(y, torch.Tensor) and not any(y is z for z in given))
+                if tensors or (name in before and _numbers(now) != _numbers(given)):
                     value = x if items is None else copy.copy(x)
-                    yield _Attribute(module, fqn, name, value, tensors, name in own, own.get(name) is not None)
+                    yield _Attribute(owner, fqn, name, value, tensors, name in before, before.get(name) is not None)
+
+    def _of_kind(self, kind: type) -> dict[str, Any]:
+        """The attributes that the user's classes give all their instances: `calls = 0`, or a list."""
+        if kind not in self._of_kinds:
+            users = [each for each in reversed(kind.__mro__) if each not in nn.Module.__mro__]
+            named = [(name, x) for each in users for name, x in vars(each).items() if not name.startswith("__")]
+            self._of_kinds[kind] = {name: x for name, x in named if isinstance(x, _HOLDING)}
+        return self._of_kinds[kind]
 
     def restore(self) -> None:
-        """Give every module the attributes that it had."""
-        for _, module, own, _ in self._before:
-            for name in [name for name in module.__dict__ if name not in _OF_ALL_MODULES and name not in own]:
-                del module.__dict__[name]
-            module.__dict__.update(own)
+        """Give everything the attributes that it had."""
+        for _, owner, own, _, _ in self._before:
+            for name in [name for name in owner.__dict__ if name not in _OF_ALL_MODULES and name not in own]:
+                del owner.__dict__[name]
+            owner.__dict__.update(own)
         for container, items in self._items:
             if not _same_items(container, items):
                 container.clear()
@@ -166,11 +181,11 @@ def _exported(
 
     with ExitStack() as stack:
         stack.callback(snapshot.restore)
-        for module in {id(attribute.module): attribute.module for attribute in returned}.values():
-            names = {x.name: x.place for x in returned if x.module is module}
-            stack.enter_context(_reads_noted(module, names, reads))
+        for owner in {id(attribute.owner): attribute.owner for attribute in returned}.values():
+            names = {x.name: x.place for x in returned if x.owner is owner}
+            stack.enter_context(_reads_noted(owner, names, reads))
         for attribute in starting:
-            attribute.module.__dict__[attribute.name] = attribute.value
+            attribute.owner.__dict__[attribute.name] = attribute.value
         stack.callback(model.register_forward_hook(note).remove)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="The tensor attribute")  # torch's own, of which this file tells more
@@ -178,9 +193,9 @@ def _exported(
 
 
 @contextmanager
-def _reads_noted(module: nn.Module, places: Mapping[str, str], reads: _Reads) -> Iterator[None]:
+def _reads_noted(owner: Any, places: Mapping[str, str], reads: _Reads) -> Iterator[None]:
     """A context in which the attributes in `places` that are read are added to `reads`."""
-    kind, is_set = type(module), set[str]()
+    kind, is_set = type(owner), set[str]()
 
     class Noted(kind):
         def __getattribute__(self, name: str) -> Any:
@@ -195,11 +210,11 @@ def _reads_noted(module: nn.Module, places: Mapping[str, str], reads: _Reads) ->
             super().__setattr__(name, value)
 
     Noted.__name__, Noted.__qualname__ = kind.__name__, kind.__qualname__
-    module.__class__ = Noted
+    owner.__class__ = Noted
     try:
         yield
     finally:
-        module.__class__ = kind
+        owner.__class__ = kind
 
 
 def _dependent(program: ExportedProgram) -> set[str]:
@@ -252,7 +267,7 @@ def _leaves(x: Any) -> list[Any]:
 def _line_of(attribute: _Attribute) -> str:
     """`model.py:41: ` of the last line that sets the attribute outside __init__, or ""."""
     writes = re.compile(rf"\b\w+\.{attribute.name}\b(\[.*\])?\s*([-+*/|]?=[^=]|\.(append|extend|insert|update)\()")
-    for kind in type(attribute.module).__mro__:
+    for kind in type(attribute.owner).__mro__:
         try:
             lines, first = inspect.getsourcelines(kind)
         except (OSError, TypeError):

@@ -80,8 +80,10 @@ def fingerprint(graph: Graph) -> str:
     def feed(*parts: Any) -> None:
         digest.update(repr(parts).encode() + b"\n")
 
+    given = {item.value.name for item in graph.inputs}
+    read_once = {value.name for op in graph.constant_ops for value in op.inputs}
     for name, tensor in graph.constants.items():
-        if name not in {item.value.name for item in graph.inputs}:
+        if name not in given or name in read_once:
             index[name] = len(index)
             feed("tensor", tuple(tensor.shape), str(tensor.dtype))
     for op in graph.constant_ops:

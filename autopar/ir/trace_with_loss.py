@@ -1,8 +1,10 @@
 """The graph of a model together with its loss function, with the FQNs of the model."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, TraceError
 from autopar.ir.graph import Graph, Input, Value
+from autopar.ir.kept_attributes import BESIDE
 from autopar.ir.passes.normalise import normalise
 from autopar.ir.trace import to_graph, trace
 
@@ -35,7 +38,7 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
             "with loss_fn= the last positional argument is the target, and the model was called without any; was the"
             " target left out?"
         )
-        raise TraceError(f"{error} ({hint})") from error
+        raise TraceError(f"{error} ({hint})") from error.__cause__
     _check_loss(graph)
     return normalise(graph)
 
@@ -61,6 +64,7 @@ class _WithLoss(nn.Module):
             self.loss_name += "_"
         if isinstance(loss_fn, nn.Module):
             self._modules[self.loss_name] = loss_fn
+        setattr(self, BESIDE, (("", model), *_state_of(loss_fn, self.loss_name)))
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             # Not model(...): export refuses a call of a module that is not a submodule of the traced one. Hooks run
@@ -69,6 +73,21 @@ class _WithLoss(nn.Module):
 
         vars(forward)["__signature__"] = _signature(model, num_args)
         self.forward = forward
+
+
+def _state_of(loss_fn: LossFunction, name: str) -> list[tuple[str, Any]]:
+    """(name, object) of what holds the attributes of a loss function that is an object, a method of one or a partial
+    of either; a loss module is a submodule, and none of it.
+    """
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, nn.Module):
+        return []
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    if isinstance(owner, nn.Module):
+        return [(f"{name}.{fqn}".removesuffix("."), module) for fqn, module in owner.named_modules()]
+    is_object = type(getattr(owner, "__dict__", None)) is dict and not isinstance(owner, type | ModuleType)
+    return [(name, owner)] if is_object and not inspect.isroutine(owner) else []
 
 
 def _signature(model: nn.Module, num_args: int) -> inspect.Signature:

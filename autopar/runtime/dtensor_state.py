@@ -1,10 +1,9 @@
 """Parameters and buffers as DTensors: cut out of a real model, or materialised module by module from a meta one."""
 
-import copy
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -244,28 +243,40 @@ def _random_state_of_first(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def with_parts(module: nn.Module, state: Mapping[str, Any], elsewhere: Collection[str]) -> Mapping[str, Any]:
-    """`state` without what is `elsewhere`, and every whole tensor that stands for a DTensor of `module` cut to this
-    rank's part of it.
+def cut_to_parts(
+    module: nn.Module,
+    state: dict[str, Any],
+    elsewhere: Mapping[str, torch.Tensor],
+    missing: list[str],
+    errors: list[str],
+) -> None:
+    """Take what is `elsewhere` out of `state`, which is about to be loaded, and cut every whole tensor that stands for
+    a DTensor of `module` to this rank's part of it.
+
+    What is wrong with the former is added to the lists of torch's `load_state_dict`, so that all ranks say the same;
+    the state of this rank's stages alone has none of it.
     """
-    stored = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    cut = cast(dict[str, Any], copy.copy(state))  # keeps the versions that state_dict() attaches
-    for name, x in state.items():
-        if name in elsewhere:
-            del cut[name]
-        elif (
+    places = owners(module)
+    is_whole = any(fqn in state for fqn in elsewhere) or not any(fqn in state for fqn in places if fqn not in elsewhere)
+    for fqn, like in elsewhere.items():
+        owner, name = places[fqn]
+        if is_whole and fqn not in state and name not in owner._non_persistent_buffers_set:
+            missing.append(fqn)
+        elif isinstance(x := state.pop(fqn, None), torch.Tensor) and x.shape != like.shape:
+            errors.append(
+                f"size mismatch for {fqn}: copying a param with shape {x.shape} from checkpoint, the shape in current"
+                f" model is {like.shape}."
+            )
+    for fqn, place in places.items():
+        x, like = state.get(fqn), held(*place)
+        if (
             isinstance(x, torch.Tensor)
             and not isinstance(x, DTensor)
-            and isinstance(like := stored.get(name), DTensor)
+            and isinstance(like, DTensor)
             and x.shape == like.shape
         ):
-            cut[name] = distribute_tensor(
-                x.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
-            )
-    return cut
+            whole = x.detach().to(like.device)
+            state[fqn] = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()

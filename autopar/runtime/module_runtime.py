@@ -52,6 +52,7 @@ from autopar.runtime.interop.own_forward import as_written
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
+from autopar.runtime.pipeline.held_tensors import held_by
 from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import (
     agree_on_call,
@@ -310,14 +311,8 @@ class Runtime:
         if any(is_random(op) for op in graph.ops):
             check_seed(self.mesh)
         mesh, _, rank = pipeline_mesh(self.mesh)
-        own = [plan.stages[number] for number in plan.schedule.stages_of(rank)]
-        held = {item.fqn: item for stage in own for item in stateful(stage.graph)}
-        layouts = {
-            item.value.name: stage.assignment.layouts[item.value.name]
-            for stage in own
-            for item in stateful(stage.graph)
-        }
-        self._take_over(module, replace(graph, inputs=tuple(held.values())), layouts, mesh)
+        held, layouts = held_by(plan, rank)
+        self._take_over(module, replace(graph, inputs=held), layouts, mesh)
         return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:

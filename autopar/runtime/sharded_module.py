@@ -20,7 +20,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
-from autopar.runtime.dtensor_state import holding, owners, put, whole_state, with_parts, without_data
+from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, whole_state, without_data
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
@@ -31,7 +31,7 @@ from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.module_runtime import LATER_WAIT_S, Planner, Runtime
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import check_weights, from_first, meet
-from autopar.torch_compat import wants_whole_state
+from autopar.torch_compat import wants_grouped_state, wants_whole_state
 
 _numbers = itertools.count()  # of sharded modules of this process
 
@@ -76,6 +76,12 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
                 " broadcast_from_rank0), and save and load by torch.distributed.checkpoint, or give every rank the"
                 " whole state by model.load_state_dict"
             )
+        if asking == "" and runtime is not None and runtime.elsewhere and wants_grouped_state():
+            raise AutoparError(
+                "an optimizer has groups of this rank's parameters only, and a checkpoint would keep one rank's groups"
+                " for all: give options=StateDictOptions(flatten_optimizer_state_dict=True), by which its state is"
+                " saved and loaded by name"
+            )
         return super().named_parameters(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -104,7 +110,16 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
                 plain,
                 "load the same state on every rank, or give it as DTensors (check=False turns this off)",
             )
-        return super().load_state_dict(with_parts(self, state_dict, runtime.elsewhere), *args, **kwargs)
+        # after hooks of the module's own, which may rename what is in the state
+        handle = self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, metadata, strict, missing, unexpected, errors: cut_to_parts(
+                self, state, runtime.elsewhere, missing, errors
+            )
+        )
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        finally:
+            handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
         """A module with tensors of its own that runs the same programs, e.g. for a moving average of the parameters."""
@@ -115,6 +130,19 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         )
         copied._autopar = self._autopar.of(copied)
         return copied
+
+    def __copy__(self) -> "ShardedModule":
+        """The same module under another object, as `copy.copy` of any module."""
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            "a compiled module cannot be pickled whole, for it is of this process: save its state_dict() by"
+            " torch.distributed.checkpoint, or get_model_state_dict(model,"
+            " options=StateDictOptions(full_state_dict=True)), and load that into the model of another run"
+        )
 
     @property
     def plan(self) -> Plan | StagedPlan:

@@ -44,7 +44,8 @@ class _ConvertAxis(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, src, dst):
         ctx.axis, ctx.src, ctx.dst = axis, src, dst
-        return _moved(x, axis, src, dst)
+        # detached, it is no view to autograd, so that who gets it may write to it in place
+        return _moved(x, axis, src, dst).detach()
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -69,7 +70,7 @@ class _ReduceTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx, axis, *tensors):
         ctx.axis = axis
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(x.detach() for x in tensors)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -59,3 +59,17 @@ def test_fingerprint_is_stable_and_tells_graphs_apart():
         fingerprint(trace(nn.Sequential(Small()), (x,), {})),
     }
     assert len(others | {*same}) == 6
+
+
+def test_fingerprint_of_a_tensor_that_is_read_both_once_and_by_the_forward():
+    class Orders(nn.Module):
+        def __init__(self, order):
+            super().__init__()
+            self.order = order
+
+        def forward(self, x):
+            order = torch.tensor(self.order)
+            return x[order] + x[order.flip(0)]
+
+    x = torch.ones(3, 4)
+    assert fingerprint(trace(Orders([2, 0, 1]), (x,), {})) == fingerprint(trace(Orders([2, 0, 1]), (x,), {}))

@@ -156,6 +156,79 @@ def test_what_is_no_loss_is_refused(name):
         trace_loss(case.model, loss_fn, (*case.args, LABELS), {})
 
 
+class Warming(nn.Module):
+    """A loss module with a weight that grows with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits, target):
+        self.calls += 1
+        return F.cross_entropy(logits, target) * self.calls
+
+    compute = forward
+
+
+class Smoothed:
+    """An object that is a loss function, with a running mean of its losses."""
+
+    def __init__(self):
+        self.mean = torch.ones(())
+
+    def __call__(self, logits, target):
+        loss = F.cross_entropy(logits, target)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+class Logged(Smoothed):
+    """Keeps the last loss for a log, which nobody reads in it."""
+
+    def __init__(self):
+        self.last = None
+
+    def __call__(self, logits, target):
+        self.last = F.cross_entropy(logits, target)
+        return self.last
+
+
+KEPT = {
+    "a number of a module": (Warming(), "loss_fn.calls"),
+    "a number of a module's method": (Warming().compute, "loss_fn.calls"),
+    "a tensor of an object": (Smoothed(), "loss_fn.mean"),
+    "a tensor of a partial's object": (functools.partial(Smoothed()), "loss_fn.mean"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_loss_that_keeps_state_is_refused(name):
+    loss_fn, place = KEPT[name]
+    case = zoo.build("mlp")
+    with pytest.raises(TraceError, match=rf"test_trace_with_loss.py:\d+: the forward keeps state in attribute {place}"):
+        trace_loss(case.model, loss_fn, (*case.args, LABELS), {})
+
+
+@pytest.mark.filterwarnings("ignore:.*the forward sets attribute loss_fn.last")
+def test_a_loss_that_notes_its_last_value_stays_as_it_is():
+    case, loss_fn = zoo.build("mlp"), Logged()
+    check(case.model, Logged(), (*case.args, LABELS), {})
+    trace_loss(case.model, loss_fn, (*case.args, LABELS), {})
+    assert loss_fn.last is None
+
+
+def test_a_model_that_keeps_state_in_an_attribute_of_its_own_is_refused_with_a_loss():
+    class Growing(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    with pytest.raises(TraceError, match=r"the forward keeps state in attribute calls"):
+        trace_loss(Growing(4, 4), F.mse_loss, (torch.randn(2, 4), torch.randn(2, 4)), {})
+
+
 def test_calls_that_do_not_fit():
     case = zoo.build("mlp")
     with pytest.raises(AutoparError, match="last positional argument"):

@@ -177,7 +177,7 @@ def difference(outcomes: list[Outcome], expected: Numbers, tolerance: float = TO
         for key, x in outcome.numbers.items():
             if x.shape != expected[key].shape:
                 return f"rank {rank}: {key} has shape {tuple(x.shape)}, expected {tuple(expected[key].shape)}"
-            scale = max(float(expected[key].abs().max()), least) if x.numel() else 1.0
+            scale = (max(float(expected[key].abs().max()), least) if x.numel() else 1.0) or 1.0
             gap = float((x - expected[key]).abs().max()) / scale if x.numel() else 0.0
             if not gap < tolerance:
                 return f"rank {rank}: {key} is off by {gap:.2g} of its largest entry"

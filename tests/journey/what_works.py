@@ -107,13 +107,24 @@ def measured(ranks: Ranks, theme: str) -> dict[str, dict[str, str]]:
     results: dict[str, dict[str, str]] = {name: {} for name in found}
     settings = [*dict.fromkeys(setting for case in found.values() for setting in case.on), *PEERS]
     for setting in settings:
-        if setting in PEERS:
-            ranks.stop()  # autopar.compile has handlers for DTensors, which are those of the process
         names = tuple(name for name, case in found.items() if setting in case.on or (case.peers and setting in PEERS))
-        for name, outcomes in outcomes_of(ranks, theme, names, setting).items():
+        for name, outcomes in _outcomes(ranks, theme, names, setting).items():
             results[name][setting] = summary(outcomes, theme, name, MOST_CHARACTERS.get(setting, 300))
         print(f"{theme}, {setting}: {len(names)} cases", file=sys.stderr, flush=True)
     return results
+
+
+def _outcomes(ranks: Ranks, theme: str, names: tuple[str, ...], setting: str) -> dict[str, list[Outcome]]:
+    """What each rank saw of the cases. Under DDP and FSDP2 each has processes of its own: where some ranks alone fail,
+    the next case would meet the collectives of the others; and autopar's handlers of DTensors are those of a process.
+    """
+    if setting not in PEERS:
+        return outcomes_of(ranks, theme, names, setting)
+    found: dict[str, list[Outcome]] = {}
+    for name in names:
+        ranks.stop()
+        found |= outcomes_of(ranks, theme, (name,), setting)
+    return found
 
 
 def summary(outcomes: list[Outcome], theme: str, name: str, most: int) -> str:

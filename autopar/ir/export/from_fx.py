@@ -199,7 +199,8 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
             storage.owner = storage.owner or f"a tensor that {target} gave a view of"
-        return tuple(whole(value, shared[0].owner) for value in outputs)
+        read_only = tuple(whole(value, shared[0].owner) for value in outputs)
+        return read_only if builder.ops[-1].is_tuple else read_only[0]
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
     return views if builder.ops[-1].is_tuple else views[0]
 

@@ -9,9 +9,13 @@ from torch import nn
 def skeleton(model: nn.Module) -> nn.Module:
     """A deep copy of `model` with plain meta tensors for its parameters and buffers; ties are kept, no data is copied.
 
+    Attributes that a forward hook has computed of parameters (pruning, weight norm) are copied without their graph.
+
     Raises the errors of `copy.deepcopy` for attributes that cannot be copied.
     """
     empty: dict[int, object] = {id(x): bare(x) for x in (*model.parameters(), *model.buffers())}
+    computed = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    empty |= {id(x): bare(x).requires_grad_(False) for x in computed if not x.is_leaf and id(x) not in empty}
     return copy.deepcopy(model, empty)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
-from autopar.ir.export.source_lines import line_of_error
+from autopar.ir.export.source_lines import in_own_lines, line_of_error
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.torch_compat import FakeTensor, pytree
 
@@ -34,6 +35,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         _without_dump(),
         functions_kept(),
         losses_refused(model),
+        # a sum over ranks; in a graph over whole tensors a batch norm has the whole batch
+        patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward),
     ):
         return keeping_no_state(model, lambda: _checked_export(model, args, kwargs))
 
@@ -42,12 +45,15 @@ def _checked_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         return _export(model, args, kwargs)
     except GuardOnDataDependentSymNode as error:
-        raise TraceError(_data_dependent(error)) from error
+        raise TraceError(_data_dependent(error)) from None
     except Exception as error:
         _check_signature(model, args, kwargs)
         line, text = line_of_error(error)
         where = f"{line}: `{text}`" if line else type(model).__name__
-        raise TraceError(f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}") from error
+        if isinstance(error, TraceError):  # a refusal, which says all there is
+            raise TraceError(f"{where}: {error}") from None
+        told = f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}"
+        raise TraceError(told) from in_own_lines(error)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -70,7 +76,7 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     except TypeError as error:
         raise TraceError(
             f"{type(model).__name__} cannot be called so: {error}; its forward takes {signature}"
-        ) from error
+        ) from None
 
 
 def _separate(leaf: Any) -> Any:
@@ -108,7 +114,7 @@ def _without_dump() -> Iterator[None]:
         with redirect_stderr(said):
             yield
     except TraceError as error:
-        if (graph := getattr(error.__cause__, "partial_fx_graph", None)) is not None:
+        if (graph := getattr(error.__context__, "partial_fx_graph", None)) is not None:
             dump = f"{graph}\n"
         raise
     finally:

@@ -5,9 +5,12 @@ import os
 import re
 import traceback
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import torch
+
+from autopar.errors import is_users
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -45,6 +48,22 @@ def line_of_error(error: BaseException) -> tuple[str, str]:
     """
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return _innermost([frame for frame in frames if not frame[0].startswith(_HERE)])
+
+
+def in_own_lines(error: BaseException | None) -> BaseException | None:
+    """`error` and what caused it with the lines of the user's code alone in their tracebacks; None without any."""
+    if error is None:
+        return None
+    trace, own = error.__traceback__, []
+    while trace is not None:
+        own += [trace] if is_users(trace.tb_frame.f_code.co_filename) else []
+        trace = trace.tb_next
+    if not own:
+        return None
+    for entry in reversed(own):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__cause__ = in_own_lines(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+    return error.with_traceback(trace)
 
 
 def module_of(nn_module_stack: Any) -> str:

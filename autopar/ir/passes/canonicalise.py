@@ -98,6 +98,13 @@ def _cat(op: Op) -> Op:
     return replace(op, args=(tuple(Slot(i) for i in range(len(parts))), dim), kwargs=(), inputs=parts)
 
 
+def _dense(op: Op) -> Op:
+    """A lookup whose weight gets a gradient of all its rows: the same numbers, which ranks can sum."""
+    names = [arg.name for arg in resolve(op.target)._schema.arguments]
+    args = tuple(False if name == "sparse" else arg for name, arg in zip(names, op.args))
+    return replace(op, args=args, kwargs=tuple((name, arg) for name, arg in op.kwargs if name != "sparse"))
+
+
 def _resolve_dims(op: Op) -> Op:
     """The op with dims counted from the front; an op that adds a dim counts differently and is left unchanged."""
     if not op.inputs or op.target == "aten.stack.default":
@@ -134,5 +141,6 @@ _REWRITES: Mapping[str, Callable[[Op], Op]] = {
     **_rows(_narrow, "narrow.default"),
     **_rows(_select, "select.int"),
     **_rows(_fill_new, "new_zeros.default", "new_ones.default", "new_full.default"),
+    **_rows(_dense, "embedding.default", "embedding_bag.default", "embedding_bag.padding_idx"),
     **_rows(_cat, "cat.default", "concat.default", "concatenate.default"),
 }

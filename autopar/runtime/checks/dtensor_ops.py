@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
+from autopar.runtime.checks.dtensor_writes import handle_writes, is_copied, write_whole
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
 aten = torch.ops.aten
@@ -29,7 +30,10 @@ _OF_VALUES = frozenset((aten.bernoulli.default, aten.native_dropout.default, ate
 
 
 def handle_scalars_and_random_ops() -> None:
-    """From now on `read_scalar` and `draw` compute these ops of every DTensor of the process."""
+    """From now on `read_scalar` and `draw` compute these ops of every DTensor of the process; writes as
+    `dtensor_writes` says.
+    """
+    handle_writes()
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw) | {aten._local_scalar_dense.default: read_scalar}
     )
@@ -68,6 +72,8 @@ def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     whole = x.full_tensor() if is_read else torch.empty(x.shape, dtype=x.dtype)
     drawn = op(whole, *args[1:], **kwargs)
     placements = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    if op in _WRITTEN and is_copied(x):
+        return write_whole(aten.copy_.default, (x, distribute_tensor(drawn, x.device_mesh, placements)), {})
     if op in _WRITTEN:
         x.to_local().copy_(distribute_tensor(drawn, x.device_mesh, placements).to_local())
         return x

@@ -71,6 +71,7 @@ class Changes:
             return False
         watch, before = self.watch, self.states[self.generation]
         now, current = describe(module), ModuleWatch(module)
+        _check_parameters(module)
         self.watch = current
         assert watch is not None, "a change that is due was watched for"
         watch.check_data()
@@ -221,6 +222,17 @@ def _same(now: list[Any], before: list[Any]) -> bool:
         return now == before  # what is not the same object is compared as such, tensors raise
     except Exception:
         return False
+
+
+def _check_parameters(module: nn.Module) -> None:
+    for prefix, owner in module.named_modules():
+        for name, x in owner._parameters.items():
+            if x is not None and not isinstance(x, nn.Parameter):
+                raise AutoparError(
+                    f"a plain tensor is in the place of parameter {f'{prefix}.{name}'.removeprefix('.')}"
+                    " (torch.func.functional_call?), and a program reads the model's own: write it into the parameter"
+                    " under torch.no_grad() and back again, or copy.deepcopy the model, load_state_dict and call that"
+                )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """`Trainer`: training steps of a plan in stages and microbatches, on this rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
+from autopar.runtime.pipeline.held_tensors import holders, trained
 from autopar.runtime.pipeline.run_schedule import StageRunner
 from autopar.runtime.pipeline.stage_gradient import mark_gradients
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
@@ -147,8 +148,8 @@ class Trainer:
                 close_step(part.loaded, results)
             self._sum_tied(before)
         if self.group is not None:
-            trained = ((part.loaded, item.fqn) for part in self.parts for item in _trained(part.loaded.graph))
-            mark_gradients(loaded.state(fqn) for loaded, fqn in trained)
+            own = ((part.loaded, item.fqn) for part in self.parts for item in trained(part.loaded.graph))
+            mark_gradients((*(loaded.state(fqn) for loaded, fqn in own), *self._tied_here().values()))
         return result.loss
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -288,7 +289,8 @@ def make_trainer(
     runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
     meeting = Meeting(place, mesh.mesh.flatten().tolist())
     draws = any(is_random(op) for op in graph.ops)
-    return Trainer(plan, graph, micro, tuple(parts), runner, group, _tied(plan), meeting, draws)
+    tied = {fqn: ranks for fqn, ranks in holders(plan).items() if len(ranks) > 1}
+    return Trainer(plan, graph, micro, tuple(parts), runner, group, tied, meeting, draws)
 
 
 def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalStage:
@@ -300,16 +302,3 @@ def _local_stage(number: int, receives: Sequence[str], loaded: Loaded) -> LocalS
 
 def _wire(value: Value, layout: Layout, loaded: Loaded) -> Wire:
     return Wire(local_shape(value.shape, layout, loaded.program.mesh.shape), value.dtype, value.needs_grad)
-
-
-def _tied(plan: StagedPlan) -> dict[str, tuple[int, ...]]:
-    """FQN of each trained parameter that several ranks of the pipeline hold -> those ranks."""
-    holders: dict[str, set[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        for item in _trained(stage.graph):
-            holders.setdefault(item.fqn, set()).add(plan.schedule.rank_of(number))
-    return {fqn: tuple(sorted(ranks)) for fqn, ranks in holders.items() if len(ranks) > 1}
-
-
-def _trained(graph: Graph) -> Iterator[Input]:
-    return (item for item in graph.of_kind("parameter") if item.value.needs_grad)

@@ -51,6 +51,74 @@ def loss_function(run: Run) -> Numbers:
     return {"loss": model.train_step(x, y)} | run.gradients(model)
 
 
+class Warming(nn.Module):
+    """A loss whose weight grows with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.calls * F.mse_loss(out, y)
+
+    weighted = forward
+
+
+class Smoothed:
+    """A loss over the running mean of losses: an object with a tensor."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(())
+
+    def __call__(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(out, y)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+def with_loss(run: Run, loss_fn) -> Numbers:
+    x, y = batch()
+    model = run.compile(Outputs(), args=(x, y), loss_fn=loss_fn)
+    return {str(i): model.train_step(x, y) for i in range(2)} | run.gradients(model)
+
+
+@case(refused=r"compile.py:\d+: the forward keeps state in attribute loss_fn.calls", peers=False)
+def loss_module_with_state(run: Run) -> Numbers:
+    """loss_fn= of a module that counts its calls in an attribute"""
+    return with_loss(run, Warming())
+
+
+@case(refused=r"compile.py:\d+: the forward keeps state in attribute loss_fn.calls", peers=False)
+def loss_method_with_state(run: Run) -> Numbers:
+    """loss_fn= of a method of such a module"""
+    return with_loss(run, Warming().weighted)
+
+
+@case(refused=r"compile.py:\d+: the forward keeps state in attribute loss_fn.mean", peers=False)
+def loss_object_with_state(run: Run) -> Numbers:
+    """loss_fn= of an object that keeps a running mean of its losses"""
+    return with_loss(run, Smoothed())
+
+
+class CountedOutputs(Outputs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+@case(refused=r"compile.py:\d+: the forward keeps state in attribute calls", peers=False)
+def model_with_state_and_a_loss_function(run: Run) -> Numbers:
+    """A model that counts its calls in an attribute of its own, with loss_fn="""
+    x, y = batch()
+    model = run.compile(CountedOutputs(), args=(x, y), loss_fn=F.mse_loss)
+    return {"loss": model.train_step(x, y)}
+
+
 @case(on=FORWARD, peers=False)
 def loss_outside(run: Run) -> Numbers:
     """The loss of what the model returns, computed outside"""

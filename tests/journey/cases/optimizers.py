@@ -89,7 +89,7 @@ def averaged_sgd(run: Run) -> Numbers:
     return by(run, torch.optim.ASGD, lr=0.1)
 
 
-@case(wrong="aten.index_put_.default: in-place operations that require placement changes")
+@case()
 def rprop(run: Run) -> Numbers:
     """Rprop"""
     return by(run, torch.optim.Rprop, lr=0.01)

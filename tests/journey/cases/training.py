@@ -287,15 +287,23 @@ def last_weights_kept_by_reference(run: Run) -> Numbers:
     return {fqn: run.whole(x) for fqn, x in kept.items()}
 
 
-@case(on=FORWARD)
-def head_alone_trained(run: Run) -> Numbers:
-    """All but the last block frozen before compile"""
+def head_alone(run: Run, optimizer_of: Callable) -> Numbers:
     model = Stack()
     for block in model.blocks[:-1]:
         block.requires_grad_(False)
-    return trained(
-        run, model, lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    )
+    return trained(run, model, optimizer_of)
+
+
+@case()
+def head_alone_trained(run: Run) -> Numbers:
+    """All but the last block frozen before compile, the optimizer has what is not frozen"""
+    return head_alone(run, lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@case(peers=False)
+def head_alone_trained_by_an_optimizer_of_all(run: Run) -> Numbers:
+    """All but the last block frozen before compile, the optimizer has all parameters"""
+    return head_alone(run, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3))
 
 
 @case()

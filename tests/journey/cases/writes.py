@@ -151,6 +151,20 @@ def calls_counted_in_a_number(run: Run) -> Numbers:
     return stepped(run, Counted)
 
 
+class CountedByClass(Block):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+@case(refused=r"writes.py:\d+: the forward keeps state in attribute blocks.0.calls", peers=False)
+def calls_counted_in_a_number_of_the_class(run: Run) -> Numbers:
+    """self.calls += 1 of `calls = 0` in the class"""
+    return stepped(run, CountedByClass)
+
+
 class Remembering(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -165,6 +179,20 @@ class Remembering(Block):
 def state_in_a_list(run: Run) -> Numbers:
     """self.history.append(x), summed in each call"""
     return stepped(run, Remembering)
+
+
+class RememberingByClass(Block):
+    history: list = []  # noqa: RUF012, which is what people do
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history.append(x.detach())
+        return super().forward(self.history[0])
+
+
+@case(refused=r"writes.py:\d+: the forward keeps state in attribute blocks.0.history", peers=False)
+def state_in_a_list_of_the_class(run: Run) -> Numbers:
+    """self.history.append(x) of a list of the class, which all blocks share"""
+    return stepped(run, RememberingByClass)
 
 
 class Cached(Block):

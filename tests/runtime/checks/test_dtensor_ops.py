@@ -17,6 +17,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "kaiming_uniform_": nn.init.kaiming_uniform_,
     "normal_": lambda x: x.normal_(1, 2),
     "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "normal_ of rows": lambda x: (x[2:5].normal_(), x)[1],
     "exponential_": lambda x: x.exponential_(),
     "rand_like": torch.rand_like,
     "randn_like": lambda x: torch.randn_like(x, dtype=torch.float64),

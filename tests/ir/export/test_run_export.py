@@ -1,0 +1,63 @@
+"""What a user sees of a model that cannot be traced: the error with its remedy, and lines of his own."""
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import TraceError
+from autopar.ir.export.run_export import export
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x @ x.new_zeros(5, 5)
+        except RuntimeError as error:
+            raise KeyError("no such weight") from error
+
+
+class Hooked(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        y.register_hook(lambda grad: 3 * grad)
+        return y
+
+
+def raised(model: nn.Module) -> TraceError:
+    with pytest.raises(TraceError) as caught:
+        export(model, (torch.ones(2, 3, requires_grad=True),), {})
+    return caught.value
+
+
+@pytest.mark.parametrize("model", [Branches(), Hooked()], ids=["branch", "refusal"])
+def test_a_cause_that_says_nothing_new_is_not_shown(model: nn.Module) -> None:
+    error = raised(Around(model))
+    assert str(error).startswith("test_run_export.py:")
+    shown = "".join(traceback.format_exception(error))
+    assert "The above exception was the direct cause" not in shown and shown.count(str(error)) == 1
+
+
+def test_the_cause_is_shown_in_the_users_own_lines() -> None:
+    error = raised(Around(Fails()))
+    assert "KeyError: 'no such weight'" in str(error)
+    causes = [error.__cause__, error.__cause__.__cause__]
+    assert [type(cause) for cause in causes] == [KeyError, RuntimeError]
+    names = [[frame.name for frame in traceback.extract_tb(cause.__traceback__)] for cause in causes]
+    assert names == [["forward", "forward"], ["forward"]]
+    assert {frame.filename for cause in causes for frame in traceback.extract_tb(cause.__traceback__)} == {__file__}

@@ -1,0 +1,131 @@
+"""What is written to a DTensor through a view, at indices or from a plain tensor is what one device has."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.checks.dtensor_writes import handle_writes
+from tests.workers import Ranks, device_mesh
+
+LAYOUTS = ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()])
+
+
+def setting(place: object, value: object) -> Callable[[torch.Tensor], None]:
+    """`x[place] = value`."""
+    return lambda x: x.__setitem__(place, value)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a row": setting(0, 0.0),
+    "a row by another": lambda x: x.__setitem__(0, x[5]),
+    "an entry": setting((-1, -1), 7),
+    "a column": setting((slice(None), 1), 2.0),
+    "rows with a step": setting(slice(1, None, 2), 3.0),
+    "a block": setting((slice(1, 4), slice(2, 5)), 5.0),
+    "no row": setting(slice(0, 0), 1.0),
+    "listed rows": setting([0, 2], 4.0),
+    "listed entries": setting((torch.tensor([0, 2]), torch.tensor([1, 5])), 4.0),
+    "rows at indices, scaled": lambda x: x.__setitem__(torch.tensor([0, 6]), x[torch.tensor([6, 0])] * 2),
+    "where a mask is": lambda x: x.__setitem__(x > 0.2, 0.0),
+    "where a plain mask is": setting(torch.arange(48).view(8, 6) % 5 == 0, 0.5),
+    "a row of .data": lambda x: x.data[3].zero_(),
+    "a view of a view": lambda x: x.view(-1)[5:13].view(2, 4)[1].mul_(3),
+    "a transposed row": lambda x: x.T[2].add_(1),
+    "an unsqueezed row": lambda x: x.unsqueeze(0)[0, 4].detach().fill_(2),
+    "a diagonal": lambda x: x.diagonal().sub_(1),
+    "the diagonal of a square": lambda x: x[:6].fill_diagonal_(3.0),
+    "a chunk": lambda x: x.chunk(3)[1].clamp_(max=0),
+    "a split column": lambda x: x.split([2, 4], 1)[1].div_(2),
+    "a narrow part by nn.init": lambda x: nn.init.constant_(x.narrow(0, 3, 2), 9.0),
+    "a plain tensor": lambda x: x.copy_(torch.arange(48.0).view(8, 6)),
+    "a plain row, broadcast": lambda x: x.mul_(torch.arange(6.0)),
+    "a part by a plain tensor": lambda x: x[:3].copy_(torch.arange(18.0).view(3, 6)),
+    "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 0, 7]), torch.ones(3, 6)),
+    "scatter_": lambda x: x.scatter_(1, torch.zeros(8, 1, dtype=torch.long), 3.0),
+    "tril_": lambda x: x.tril_(),
+    "renorm_": lambda x: x.renorm_(2, 0, 0.5),
+}
+
+
+def whole() -> torch.Tensor:
+    return torch.linspace(-1, 1, 48).view(8, 6).sin()
+
+
+def written(name: str) -> list[torch.Tensor]:
+    """On each rank, all of what the tensor is in each layout after the write."""
+    handle_writes()
+    found = []
+    for layout in LAYOUTS:
+        x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), layout).requires_grad_()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            WRITES[name](x)
+        assert isinstance(x, DTensor) and list(x.placements) == layout
+        found.append(x.detach().full_tensor())
+    return found
+
+
+@pytest.mark.multirank
+def test_a_write_is_that_of_one_device(ranks4: Ranks) -> None:
+    for name, write in WRITES.items():
+        write(expected := whole())
+        for number, found in enumerate(x for rank in ranks4.run(written, name) for x in rank):
+            assert torch.equal(found, expected), (name, LAYOUTS[number % len(LAYOUTS)])
+
+
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "listed rows": lambda x: x[[5, 0, 2]],
+    "rows and columns": lambda x: x[torch.tensor([5, 0]), torch.tensor([1, 1])],
+    "where a mask is": lambda x: x[x > 0],
+    "rows of a mask": lambda x: x[x[:, 0] > 0],
+    "index_select": lambda x: x.index_select(1, torch.tensor([4, 4])),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "allclose": lambda x: torch.tensor([torch.allclose(x, x + 1e-9), torch.allclose(x, x + 1)]),
+}
+
+
+def read(name: str) -> list[torch.Tensor]:
+    handle_writes()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    made = [READS[name](distribute_tensor(whole(), mesh, layout)) for layout in LAYOUTS]
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in made]
+
+
+@pytest.mark.multirank
+def test_a_read_is_that_of_one_device(ranks4: Ranks) -> None:
+    for name, function in READS.items():
+        for found in (x for rank in ranks4.run(read, name) for x in rank):
+            assert torch.equal(found, function(whole())), name
+
+
+def written_by_each_rank() -> torch.Tensor:
+    handle_writes()
+    x = distribute_tensor(whole(), device_mesh((2, 2), ("a", "b")), LAYOUTS[0])
+    x[3:].copy_(torch.full((5, 6), float(torch.distributed.get_rank())))
+    return x.full_tensor()
+
+
+@pytest.mark.multirank
+def test_of_plain_tensors_that_differ_the_first_ranks_is_taken(ranks4: Ranks) -> None:
+    expected = whole()
+    expected[3:] = 0
+    assert all(torch.equal(found, expected) for found in ranks4.run(written_by_each_rank))
+
+
+def written_to_summands() -> str:
+    handle_writes()
+    x = DTensor.from_local(torch.ones(4, 4), device_mesh((4,), ("a",)), [Partial()])
+    try:
+        x[torch.tensor([1])] = 0.0
+    except AutoparError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multirank
+def test_a_write_to_summands_is_refused(ranks4: Ranks) -> None:
+    assert all("call x.full_tensor() first" in error for error in ranks4.run(written_to_summands))
