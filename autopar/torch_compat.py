@@ -91,6 +91,7 @@ MEMBERS = {
     "_buffers": "as _parameters",
     "_modules": "as _parameters; a module that is traced with a loss has the other's children and no others",
     "_non_persistent_buffers_set": "which buffers state_dict leaves out; a module only tells by leaving them out",
+    "_compiled_call_impl": "whether a module was compiled in place by module.compile()",
     "_call_impl": "a call with hooks that tracing does not take for a call of another module",
     "_flat_weights": "recurrent modules keep their parameters here once more",
     "_flat_weights_names": "as _flat_weights",

@@ -150,7 +150,7 @@ def test_members_of_modules() -> None:
     assert list(module._parameters) == ["weight", "bias"] and module._modules == {} == module._buffers
     module.register_buffer("mask", torch.ones(2), persistent=False)
     assert module._non_persistent_buffers_set == {"mask"}
-    assert torch.equal(module._call_impl(torch.zeros(2)), module.bias)
+    assert torch.equal(module._call_impl(torch.zeros(2)), module.bias) and module._compiled_call_impl is None
     assert recurrent._flat_weights_names[0] == "weight_ih_l0"
     assert recurrent._flat_weights[0] is recurrent.weight_ih_l0 is recurrent._flat_weight_refs[0]()
 
