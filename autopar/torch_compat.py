@@ -107,6 +107,7 @@ MEMBERS = {
     "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
     "_scaled_dot_product_efficient_attention": "the fused kernels, of which only the private ops say what they keep",
     "_scaled_dot_product_flash_attention": "as _scaled_dot_product_efficient_attention",
+    "_amp_foreach_non_finite_check_and_unscale_": "the op by which GradScaler looks at all gradients at once",
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_schema": "argument names and aliases of an op",
     "_type": "class of a script object, by which the arguments of collectives are told from others",

@@ -82,7 +82,7 @@ def row_name(model: str, shape: Iterable[int], axes: Iterable[str]) -> str:
 def measure(settings: Settings) -> list[Row]:
     """The rows, measured on `num_ranks` processes."""
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-check-") as folder:
-        multiprocessing.set_forkserver_preload(["bench.gpu_check"])
+        multiprocessing.set_forkserver_preload(["autopar.api", "bench.models"])
         mp.start_processes(run_rank, (settings, folder), nprocs=settings.num_ranks, start_method="forkserver")
         return pickle.loads((Path(folder) / "rows").read_bytes())
 

@@ -27,9 +27,16 @@ def _uses(node: ast.AST, file: str, function: str) -> Iterator[tuple[str, str, s
         is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
         inside = f"{function}.{child.name}".lstrip(".") if is_scope else function
         found = {ast.Attribute: "attr", ast.keyword: "arg", ast.Name: "id"}.get(type(child))
-        if found and getattr(child, found) in NAMES:
+        if found and getattr(child, found) in NAMES and _is_of_torch(child):
             yield file, inside, getattr(child, found)
         yield from _uses(child, file, inside)
+
+
+def _is_of_torch(node: ast.AST) -> bool:
+    """Whether `autocast` is torch's; all other names are."""
+    if "autocast" not in (getattr(node, "attr", ""), getattr(node, "arg", ""), getattr(node, "id", "")):
+        return True
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def named() -> set[tuple[str, str, str]]:

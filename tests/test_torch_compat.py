@@ -254,6 +254,11 @@ def test_ops_of_dtensors(tmp_path) -> None:
         dist.destroy_process_group()
 
 
+def test_the_op_of_grad_scaler() -> None:
+    schema = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default._schema
+    assert [argument.name for argument in schema.arguments] == ["self", "found_inf", "inv_scale"]
+
+
 def test_every_member_is_here() -> None:
     """What the package touches of torch's objects is listed, and what is listed is touched here."""
     root = Path(torch_compat.__file__).parent

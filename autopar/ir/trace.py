@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.ir.autocast import Autocast, autocast_on, without_autocast
 from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
@@ -24,16 +25,23 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
 
 
 def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The exported forward as functional ops, before any pass."""
-    return outline_to_graph(export_outline(model, args, kwargs), model, args, kwargs)
+    """The exported forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
+    outline, autocast = export_outline(model, args, kwargs), autocast_on()
+    with without_autocast():
+        return outline_to_graph(outline, model, args, kwargs, autocast)
 
 
-def outline_to_graph(outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of `model`, called with `args` and `kwargs`, from its exported `outline`, before any pass."""
+def outline_to_graph(
+    outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast | None = None
+) -> Graph:
+    """The graph of `model`, called with `args` and `kwargs` within `autocast`, from its exported `outline`, before any
+    pass.
+    """
     program, builder = outline.program, OpBuilder()
     spec = program.call_spec
     placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), builder)
-    region = ConvertedRegion(program.graph_module, placeholders.env, False, expander(outline, placeholders.state))
+    expand = expander(outline, placeholders.state)
+    region = ConvertedRegion(program.graph_module, placeholders.env, False, expand, autocast=autocast)
     results = convert_region(region, builder)
     outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
     return Graph(

@@ -6,6 +6,7 @@ from enum import Enum
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.autocast import without_autocast
 from autopar.ir.graph import Graph
 from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Progress, Watch
@@ -33,6 +34,7 @@ class Way(Enum):
     STAGED = "staged"
 
 
+@without_autocast()
 def choose_plan(
     graph: Graph,
     mesh: Mesh | Devices,

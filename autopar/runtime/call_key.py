@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
+from autopar.ir.autocast import autocast_on
 from autopar.ir.export.pytree_types import register_types
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import pytree
@@ -34,14 +35,18 @@ CONSTANTS = (
 )
 
 
-def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict) -> tuple[Key, Key]:
-    """(parts of a call that the ranks must agree on, parts that a program depends on); keywords in any order."""
+def describe_call(modes: tuple[bool, ...], args: tuple, kwargs: dict, device_type: str) -> tuple[Key, Key]:
+    """(parts of a call that the ranks must agree on, parts that a program depends on); keywords in any order.
+
+    `device_type`: of the model's tensors, whose autocast counts.
+    """
     kwargs = dict(sorted(kwargs.items()))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *CONSTANTS)) for leaf in leaves):
         register_types((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    key = (tuple(map(_describe, leaves)), spec, modes, torch.get_default_dtype(), torch.is_grad_enabled())
+    ambient = torch.get_default_dtype(), autocast_on(device_type), torch.is_grad_enabled()
+    key = (tuple(map(_describe, leaves)), spec, modes, *ambient)
     placements = tuple(leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves)
     return (*key, placements), key
 

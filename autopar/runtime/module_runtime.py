@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
 from autopar.errors import AutoparError, PlanError, warn
+from autopar.ir.autocast import without_autocast
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import run_constants
@@ -184,8 +185,7 @@ class Runtime:
 
     def _backward(self, outputs: Any) -> torch.Tensor:
         graph = self._alone().graph
-        position = graph.outputs.index(loss_only(graph).outputs[0])
-        loss = pytree.tree_leaves(outputs)[position]
+        loss = pytree.tree_leaves(outputs)[graph.outputs.index(loss_only(graph).outputs[0])]
         if torch.is_grad_enabled():
             with peers_alive():
                 loss.backward()
@@ -243,13 +243,12 @@ class Runtime:
             is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
             self._keep_programs()
-        call, mode = describe_call(self.changes.modes(module), args, kwargs)
+        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)
         key = (*mode, self.changes.generation, trains)
         if key not in self.loaded:
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
             start_s = time.perf_counter()
-            with grad_mode_reads() as reads, own_autograd():
-                kwargs = dict(sorted(kwargs.items()))
+            with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
                 graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
                 axis_names = mesh_of(self.mesh).axis_names
                 outputs = {} if trains else output_layouts(graph, axis_names, self.parts, is_whole=self.gives_whole)
@@ -285,6 +284,7 @@ class Runtime:
         """The key in the store under which all ranks meet next, to load a program."""
         return f"autopar/{self.name}/{self.num_met + 1}"
 
+    @without_autocast()
     def _load(self, module: nn.Module, graph: Graph, plan: Plan | StagedPlan) -> Loaded | Trainer:
         """The program of a plan; the first time, also take over the model's tensors."""
         if isinstance(plan, StagedPlan):

@@ -23,6 +23,9 @@ KEY_PARTS = (
     "arguments",
     "structures of arguments",
     "models, or modes (train or eval)",
+    "default dtypes",
+    "states of autocast",
+    "grad modes",
     "placements of DTensor arguments",
 )
 LONG_S = 10.0  # a rank that waits longer for others says for whom

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.ir.autocast import autocast_off
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
 from autopar.runtime.load_program import Loaded, torch_placements
@@ -29,7 +30,7 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
     by_name = {
         name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
     }
-    with peers_alive():
+    with peers_alive(), autocast_off(loaded.mesh.device_type):
         flat = loaded.function(
             loaded, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items())
         )

@@ -28,6 +28,7 @@ THEMES = (
     "hf",
     "compile",
     "habits",
+    "amp",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

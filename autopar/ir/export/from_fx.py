@@ -9,10 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.errors import TraceError
-from autopar.ir.call_args import map_leaves
+from autopar.ir.autocast import Autocast
+from autopar.ir.call_args import map_leaves, take_slots
 from autopar.ir.export import functionalise, inplace_ops
 from autopar.ir.export.functionalise import Storage, View, read, whole
-from autopar.ir.export.infer_metas import Meta
+from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
@@ -62,7 +63,8 @@ class ConvertedRegion:
     """An fx graph being converted, with the results of its nodes so far and its grad mode.
 
     `env`: node -> its result: a View, a tuple of Views or a constant. `expand`: converts opaque calls of modules. In
-    the body of one, `inside` is the FQN of its module and `line` the line of the model that called it.
+    the body of one, `inside` is the FQN of its module and `line` the line of the model that called it. `autocast`: the
+    casts of inputs that ops here are given, as ops of their own.
     """
 
     module: GraphModule
@@ -71,6 +73,7 @@ class ConvertedRegion:
     expand: Expand | None = None
     inside: str = ""
     line: str = ""
+    autocast: Autocast | None = None
 
 
 def convert_region(region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
@@ -141,26 +144,24 @@ def _values_of(node: Node) -> tuple[Any, ...]:
 
 
 def _inline(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
-    """Convert the body of a grad-mode or disabled autocast region in place."""
+    """Convert the body of a grad-mode or autocast region in place."""
     args = _arguments(node)
+    autocast = region.autocast
     if target == _GRAD_MODE:
         is_no_grad, body, inputs = not args[0], args[1], args[2:]
     elif target == _AUTOCAST:
         is_no_grad, body, inputs = region.is_no_grad, args[4], args[5:]
+        autocast = Autocast(args[0], args[1]) if args[2] else None
     else:
         raise TraceError(
             f"{_quote(node)}: {target} is control flow or an opaque region; only plain tensor ops can be laid out on a"
             " mesh"
         )
     module = region.env[body]
-    if target == _AUTOCAST and args[2]:
-        where = next((_quote(inner) for inner in module.graph.nodes if inner.meta.get("stack_trace")), "the model")
-        raise TraceError(
-            f"{where}: autocast to {args[1]} inside the model is not supported; cast the parameters to it instead"
-        )
     placeholders = [item for item in module.graph.nodes if item.op == "placeholder"]
     env = {inner: region.env[outer] if isinstance(outer, Node) else outer for inner, outer in zip(placeholders, inputs)}
-    return convert_region(replace(region, module=module, env=env, is_no_grad=is_no_grad), builder)
+    inner = replace(region, module=module, env=env, is_no_grad=is_no_grad, autocast=autocast)
+    return convert_region(inner, builder)
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
@@ -174,7 +175,7 @@ def _quote(node: Node) -> str:
 def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> Any:
     written = inplace_ops.written_arguments(node.target)
     aliased, args = _aliased_input(node), _arguments(node)
-    if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")):
+    if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")) and _is_as_traced(node, region):
         return region.env[args[0]]
     bound = map_leaves(args, lambda leaf: _bind(leaf, region.env, builder, at))
     named = {
@@ -195,6 +196,8 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
         return inplace_ops.convert_batch_norm(
             target, [region.env.get(arg) if isinstance(arg, Node) else arg for arg in node.args], bound, builder, at
         )
+    if region.autocast is not None:
+        bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
     outputs = builder.emit(target, bound, named, at=at, fallback=_fallback(node))
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
@@ -203,6 +206,41 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
         return read_only if builder.ops[-1].is_tuple else read_only[0]
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
     return views if builder.ops[-1].is_tuple else views[0]
+
+
+def _is_as_traced(node: Node, region: ConvertedRegion) -> bool:
+    """Whether the first input has the dtype that it was traced in: autocast of another device than the CPU has not."""
+    view, traced = region.env.get(_arguments(node)[0]), node.meta.get("val")
+    return not (isinstance(view, View) and isinstance(traced, torch.Tensor)) or view.value.dtype == traced.dtype
+
+
+def _cast(
+    target: str, args: Any, kwargs: dict[str, Any], autocast: Autocast, builder: OpBuilder, at: Origin, where: str
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call in an autocast region, with the inputs cast that autocast casts."""
+    if not target.startswith("aten."):
+        raise TraceError(
+            f"{where}: {target} is run under autocast to {autocast.dtype}, which cannot be seen inside; take the call"
+            " out of autocast and cast its inputs by hand"
+        )
+    kept = {name: value for name, value in kwargs.items() if name not in PLACEMENT_KWARGS}
+    slotted, named, inputs = take_slots(args, kept, lambda leaf: isinstance(leaf, Value))
+    if not inputs:
+        return args, kwargs
+    try:
+        casts = builder.casts_of(target, slotted, named, inputs, autocast)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
+    made = {
+        value.name: builder.emit("aten.to.dtype", (value, dtype), at=replace(at, name="to"))[0]
+        for value, dtype in zip(inputs, casts.inputs)
+        if dtype != value.dtype
+    }
+    args, kwargs = (
+        map_leaves(x, lambda leaf: made.get(leaf.name, leaf) if isinstance(leaf, Value) else leaf)
+        for x in (args, kwargs)
+    )
+    return args, kwargs if casts.result is None else kwargs | {"dtype": casts.result}
 
 
 def _bind(leaf: Any, env: Mapping[Node, Any], builder: OpBuilder, at: Origin) -> Any:

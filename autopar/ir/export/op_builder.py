@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import TraceError
+from autopar.ir.autocast import Autocast, Casts, casts_of
 from autopar.ir.call_args import take_slots
 from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Inference, Meta
 from autopar.ir.graph import Op, Value
@@ -44,6 +45,7 @@ class OpBuilder:
     used_names: set[str] = field(default_factory=set)
     next_number: dict[str, int] = field(default_factory=dict)
     inference: Inference = field(default_factory=Inference)
+    known_casts: dict[Any, Casts] = field(default_factory=dict)
 
     def unique(self, base: str) -> str:
         """A fresh Python identifier like `base` that is no name of a builtin."""
@@ -70,6 +72,13 @@ class OpBuilder:
         )
         self.ops.append(Op(name, target, slotted, named, inputs, outputs, at.is_no_grad, at.module, at.line, is_tuple))
         return outputs
+
+    def casts_of(self, target: str, args: Any, kwargs: Any, inputs: Sequence[Value], on: Autocast) -> Casts:
+        """As `autocast.casts_of`, once for each kind of call."""
+        key = (target, repr(args), repr(kwargs), tuple((v.shape, v.dtype) for v in inputs), on)
+        if key not in self.known_casts:
+            self.known_casts[key] = casts_of(target, args, kwargs, inputs, on)
+        return self.known_casts[key]
 
     def _infer(
         self, target: str, args: Any, kwargs: Any, inputs: Any, at: Origin, fallback: Sequence[Meta]

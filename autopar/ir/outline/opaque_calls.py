@@ -234,7 +234,7 @@ def _ambient() -> Any:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(),
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
         torch.get_default_dtype(),
         modes,
     )

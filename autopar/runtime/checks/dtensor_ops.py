@@ -1,10 +1,13 @@
-"""Ops on DTensors that torch computes from each rank's part alone: scalars that are read, and random numbers."""
+"""Ops on DTensors that torch computes from each rank's part alone: scalars that are read, random numbers, and
+GradScaler's test for infinite gradients.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, distribute_tensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
@@ -30,12 +33,14 @@ _OF_VALUES = frozenset((aten.bernoulli.default, aten.native_dropout.default, ate
 
 
 def handle_scalars_and_random_ops() -> None:
-    """From now on `read_scalar` and `draw` compute these ops of every DTensor of the process; writes as
+    """From now on `read_scalar`, `draw` and `unscale` compute these ops of every DTensor of the process; writes as
     `dtensor_writes` says.
     """
     handle_writes()
     handle_dtensor_ops(
-        dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw) | {aten._local_scalar_dense.default: read_scalar}
+        dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
+        | {aten._local_scalar_dense.default: read_scalar}
+        | {aten._amp_foreach_non_finite_check_and_unscale_.default: unscale}
     )
 
 
@@ -50,6 +55,19 @@ def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         f"a value of which each rank has a part, a DTensor of placements {tuple(x.placements)}, was read as a number"
         " (item(), float(), bool(), if); torch reads this rank's part of it. Call x.full_tensor() first, on every rank"
     )
+
+
+def unscale(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """GradScaler's division of all gradients, and whether one has an infinite entry, on which all ranks agree.
+
+    torch's own asks only the ranks that hold other parts of the first gradient: if that is whole, ranks that hold parts
+    of others do not learn of each other's, and some update while others skip the step.
+    """
+    gradients, found, *others = args
+    op([x.to_local() if isinstance(x, DTensor) else x for x in gradients], found, *others, **kwargs)
+    for mesh in {x.device_mesh: None for x in gradients if isinstance(x, DTensor)}:
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
 def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

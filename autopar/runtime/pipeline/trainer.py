@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
+from autopar.ir.autocast import autocast_off
 from autopar.ir.call_args import call
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph, Input, Value
@@ -133,7 +134,7 @@ class Trainer:
         """
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed() if self.draws else 0  # of other models the random state stays, as on one device
-        with failing_together(self.meeting):
+        with failing_together(self.meeting), autocast_off(self.runner.device.type):
             given = self._given(leaves)
             opened = [(part, open_step(part.loaded)) for part in self.parts]
             works = {part.number: self._work(part, given, seed) for part in self.parts}
