@@ -197,7 +197,7 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
         tell("gather")
         for number in range(count):
             part = microbatch(case, number, count)
-            loss = case.loss(run(loaded, part.args, part.kwargs))
+            loss = case.loss(run(loaded, part.args, part.kwargs, None, is_whole=False))
             tell(f"0F{number}")
             loss.backward()
             del loss

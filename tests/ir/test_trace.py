@@ -176,11 +176,6 @@ class Sum(nn.Module):
         return self.function(self, self.linear(x))
 
 
-def _autocast(model, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model.linear(x)
-
-
 def _branch(model, x):
     if x.sum() > 0:
         return x
@@ -202,7 +197,6 @@ ERRORS = {
         lambda model, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)),
         "higher_order.cond is control flow",
     ),
-    "autocast": (_autocast, "autocast to torch.bfloat16"),
     "own bug": (lambda model, x: x @ torch.ones(3, 3), "RuntimeError"),
     "parameter": (_write_parameter, "without autograd's knowledge"),
     "attribute": (lambda model, x: x + model.cache.add_(1), "tensor attribute cache in place"),

@@ -1,6 +1,6 @@
 """Every case of the journey gives one device's numbers or is refused by name; no case may be silently wrong.
 
-`make test` runs every twelfth case in one setting, another than the next one's; `make test-full` all cases in all
+`make test` runs every sixteenth case in one setting, another than the next one's; `make test-full` all cases in all
 settings (`tests/long.txt`).
 """
 
@@ -16,7 +16,7 @@ from tests.workers import Ranks
 
 pytestmark = pytest.mark.multirank
 
-NTH = 12
+NTH = 16
 EVERYTHING = [found for theme in THEMES for found in cases_of(theme).values()]
 
 

@@ -72,7 +72,7 @@ def step(loaded: Loaded, case: Case, count: int) -> float:
     results, total = open_step(loaded), 0.0
     for number in range(count):
         part = microbatch(case, number, count)
-        loss = case.loss(run(loaded, part.args, part.kwargs))
+        loss = case.loss(run(loaded, part.args, part.kwargs, None, is_whole=False))
         loss.backward()
         total += float(loss)
     close_step(loaded, results)
