@@ -136,7 +136,14 @@ def _sharded_step(
 ) -> tuple[TrainingStep, list[Collective]]:
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     example = _seeded(target, dtype)
-    model = shard(example.model, device_mesh, args=example.args, kwargs=example.kwargs, plan=Path(folder) / "plan.json")
+    model = shard(
+        example.model,
+        device_mesh,
+        args=example.args,
+        kwargs=example.kwargs,
+        plan=Path(folder) / "plan.json",
+        outputs="sharded",  # gathers of a call would not be the plan's
+    )
     loaded = model._autopar.current()
     parts = [part.loaded for part in loaded.parts] if isinstance(loaded, Trainer) else [loaded]
     if any(part.program.has_random_ops for part in parts):
