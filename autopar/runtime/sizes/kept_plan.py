@@ -1,0 +1,133 @@
+"""`KeptPlan`: a plan that calls of other sizes keep, as long as planning anew cannot pay."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph, Value
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.placement import Layout, format_layout
+
+CLOSE = 0.05  # a plan is kept where one that is made anew takes no less than this share less
+# Planning anew is said to take at least this long: a plan that was read from a file took no time.
+LEAST_PLANNING_S = 1.0
+
+Shapes = tuple[tuple[int, ...], ...]  # of the tensors of a call
+
+
+class CallPlanner(Protocol):
+    """A planner that every rank calls alike, and that gives every rank the same."""
+
+    def __call__(
+        self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]
+    ) -> Plan | StagedPlan:
+        """The plan of `graph`. `fixed`: layouts of parameters that are laid out already. `trains`: it is for
+        `train_step`. `outputs`: layouts of outputs.
+        """
+        ...
+
+    def peaks(self, plan: Plan) -> tuple[int, ...]:
+        """The predicted peak of a plan."""
+        ...
+
+
+@dataclass
+class KeptPlan:
+    """A plan, and the sizes of calls for which it is known to be as fast as one that is made for them.
+
+    `ranges`: sizes (least, most) between the calls that it was made for, or compared with a plan made anew. A call of
+    other sizes runs under it too. How much faster a plan made anew would be is not known then; it is at most the
+    predicted time of the call. Once that adds up to what planning takes, a plan is made for these sizes. So the time
+    lost is at most twice what it would be if the sizes of all calls were known beforehand.
+    """
+
+    plan: Plan
+    shapes: Shapes  # of the call that it was made for
+    planning_s: float  # the same on every rank
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+    lost_s: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, shapes: Shapes, planning_s: float) -> "KeptPlan":
+        return cls(plan, shapes, max(planning_s, LEAST_PLANNING_S), _flat(shapes), _flat(shapes))
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The predicted peak; () if nobody predicted it here."""
+        return () if self.plan.is_from_file else self.plan.peak_bytes
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Whether calls of these shapes lie between those that it is known to be good for."""
+        return all(low <= size <= high for low, size, high in zip(self.least, _flat(shapes), self.most, strict=True))
+
+    def widen(self, shapes: Shapes) -> None:
+        """It is as good as a plan made for these shapes; affine times are so between two sizes where they are."""
+        self.least = tuple(map(min, self.least, _flat(shapes)))
+        self.most = tuple(map(max, self.most, _flat(shapes)))
+        self.lost_s = 0.0
+
+    def plan_for(
+        self, graph: Graph, stored: Mapping[str, str], outputs: Mapping[str, Layout], planner: CallPlanner
+    ) -> Plan | None:
+        """The plan for a graph of the same model with other sizes.
+
+        None if there is none, if it does not fit, or if it has other layouts than parameters and outputs must have.
+        `stored`: FQN -> layout of what lies on the mesh already.
+        """
+        try:
+            plan = self.plan.of_other(graph)
+        except (AutoparError, ValueError):
+            return None
+        layouts = plan.assignment.layouts
+        lying = ((item.fqn, layouts[item.value.name]) for item in graph.inputs if item.fqn in stored)
+        if any(format_layout(layout) != stored[fqn] for fqn, layout in lying):
+            return None
+        if any(plan.assignment.outputs[name] != layout for name, layout in outputs.items()):
+            return None
+        return plan if self._fits(plan, planner) else None
+
+    def _fits(self, plan: Plan, planner: CallPlanner) -> bool:
+        """Whether the peak of `plan` is within the limit: at most that of the known plan times what tensors grow by.
+
+        Squared, since an op may have tensors inside that grow twice as much as its outputs, such as scores. The peak is
+        predicted only where that is too much, and where the choices are others.
+        """
+        if plan.assignment != self.plan.assignment:
+            return max(planner.peaks(plan)) <= plan.memory_limit_bytes
+        growth = max(1.0, *_growths(self.plan.graph, plan.graph))
+        known = max(self.peak_bytes, default=plan.memory_limit_bytes)
+        if known * growth**2 <= plan.memory_limit_bytes:
+            return True
+        return max(planner.peaks(plan)) <= plan.memory_limit_bytes
+
+
+@dataclass
+class Trial:
+    """Calls of these `shapes` that run under `plan`, whose choices are those of a kept plan."""
+
+    kept: KeptPlan
+    plan: Plan
+    shapes: Shapes
+
+    def is_over(self) -> bool:
+        """Count a call; whether it is time to plan for these sizes."""
+        if self.kept.covers(self.shapes):
+            return False
+        self.kept.lost_s += self.plan.step_s
+        return self.kept.lost_s > self.kept.planning_s
+
+
+def _growths(before: Graph, after: Graph) -> list[float]:
+    pairs = zip(_values(before), _values(after), strict=True)
+    return [new.num_bytes / old.num_bytes for old, new in pairs if old.num_bytes]
+
+
+def _values(graph: Graph) -> list[Value]:
+    return [item.value for item in graph.inputs] + [value for op in graph.ops for value in op.outputs]
+
+
+def _flat(shapes: Shapes) -> tuple[int, ...]:
+    return tuple(size for shape in shapes for size in shape)

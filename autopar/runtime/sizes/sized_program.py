@@ -1,0 +1,148 @@
+"""`SizedProgram`: one program for all values of a size, such as the length of a cache that grows with each token.
+
+It is found by comparing the programs of three calls. That the comparison holds for all sizes follows from the trace,
+which has all sizes as expressions: if they are polynomials of degree two at most, every number that is affine in three
+sizes is affine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+
+from autopar.codegen.emit import emit
+from autopar.codegen.program import Call, Convert, Program, UseTogether, flat
+from autopar.ir.graph import Op, Value
+from autopar.ir.interpret import run_constants
+from autopar.ir.sizes.size import NAME, Different, Size, at, fit
+from autopar.ir.sizes.sized_trace import SizedTrace
+from autopar.runtime.load_program import Loaded, code_of, function_of
+from autopar.runtime.sizes.kept_plan import Shapes, Trial
+from autopar.sbp.placement import Layout
+
+NUM_COMPARED = 3
+
+
+@dataclass(frozen=True)
+class MadeProgram:
+    """A program, made from a trace for a range of sizes and a plan that was kept, for a call of these shapes."""
+
+    sized: SizedTrace
+    trial: Trial
+    loaded: Loaded
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of the tensors of the call."""
+        return self.trial.shapes
+
+
+@dataclass(frozen=True)
+class SizedProgram:
+    """The program of calls whose `dims` all have the size of the first of them plus a difference; all others are fixed.
+
+    `dims`: (tensor, dim) -> difference. `largest`: the largest size for which the plan is known to fit.
+    """
+
+    like: MadeProgram
+    dims: Mapping[tuple[int, int], int]
+    code: CodeType
+    constant_ops: tuple[Op, ...]
+    largest: float
+
+    def made_for(self, shapes: Shapes) -> MadeProgram | None:
+        """The program for a call of these shapes; None if it does for others only."""
+        (tensor, dim), *_ = self.dims
+        size = shapes[tensor][dim]
+        if size > self.largest or shapes != _with_size(self.like.shapes, self.dims, size):
+            return None
+        if self.like.sized.range.values(shapes) is None:
+            return None
+        old = self.like.loaded
+        graph = replace(old.graph, constant_ops=at(self.constant_ops, size))
+        constants = run_constants(graph, old.mesh.device_type) if self.constant_ops else old.constants
+        loaded = replace(old, function=function_of(self.code, {NAME: size}), constants=constants, used={})
+        return replace(self.like, trial=replace(self.like.trial, shapes=shapes), loaded=loaded)
+
+
+def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
+    """The program for all sizes between and beyond those of the programs `made`; None if they differ in more."""
+    last = made[-1]
+    is_alike = all(each.sized is last.sized and each.trial.kept is last.trial.kept for each in made)
+    is_alike = is_alike and all(each.loaded.rows == last.loaded.rows for each in made)
+    known, known_shapes = last.trial.kept.plan, last.trial.kept.shapes
+    if not is_alike or any(each.trial.plan.assignment != known.assignment for each in made):
+        return None
+    dims = _dims([each.shapes for each in made])
+    if not dims or not last.sized.is_quadratic:
+        return None
+    (tensor, dim), *_ = dims
+    sizes = [each.shapes[tensor][dim] for each in made]
+    try:
+        program = fit(sizes, [each.loaded.program for each in made])
+        constant_ops = fit(sizes, [each.loaded.graph.constant_ops for each in made])
+    except Different:
+        return None
+    if any(_is_split(value, layout) for value, layout in _layouts(program)):
+        return None
+    known_size = known_shapes[tensor][dim]
+    if known_shapes != _with_size(last.shapes, dims, known_size):
+        return None
+    limit = known.memory_limit_bytes / max(last.trial.kept.peak_bytes, default=known.memory_limit_bytes)
+    return SizedProgram(last, dims, code_of(emit(program)), constant_ops, _largest(program, known_size, limit))
+
+
+def _layouts(program: Program) -> Iterator[tuple[Value, Layout]]:
+    """Every value of the program with each layout in which it is made, read or converted."""
+    values = {item.value.name: item.value for item, _ in program.inputs}
+    yield from ((item.value, layout) for item, layout in program.inputs)
+    for step in flat(program.steps):
+        if isinstance(step, Call):
+            values.update((value.name, value) for value in step.outputs)
+            yield from zip(step.outputs, step.layouts, strict=True)
+            yield from ((values[name], layout) for name, layout in step.reads)
+        elif isinstance(step, Convert):
+            values[step.output] = step.value
+            yield from ((step.value, layout) for layout in (step.after, (step.src, step.dst)))
+        elif isinstance(step, UseTogether):
+            values.update(zip(step.outputs, step.values, strict=True))
+
+
+def _is_split(value: Value, layout: Layout) -> bool:
+    """Whether a dim is split whose size changes: it may not divide, and its parts are cut by its size."""
+    return any(part.is_split and isinstance(value.shape[part.dim], Size) for part in layout)
+
+
+def _largest(program: Program, known: int, limit: float) -> float:
+    """The largest size for which a peak at size `known` is within `limit` times that.
+
+    No tensor, not even one inside an op, grows by more than the square of what the dim grows by that grows most.
+    """
+    sizes = [size for value, _ in _layouts(program) for size in value.shape if isinstance(size, Size)]
+    least = min((max(size.at(known), 1) / abs(size.slope) for size in sizes), default=known)
+    return known + least * (max(limit, 1.0) ** 0.5 - 1)
+
+
+def _dims(shapes: Sequence[Shapes]) -> dict[tuple[int, int], int]:
+    """(tensor, dim) of each size that differs -> its difference to the first of them; {} if that is not fixed."""
+    varying = [
+        (tensor, dim)
+        for tensor, shape in enumerate(shapes[0])
+        for dim in range(len(shape))
+        if len({each[tensor][dim] for each in shapes}) > 1
+    ]
+    if not varying or len({each[varying[0][0]][varying[0][1]] for each in shapes}) < len(shapes):
+        return {}
+    found = {}
+    for tensor, dim in varying:
+        differences = {each[tensor][dim] - each[varying[0][0]][varying[0][1]] for each in shapes}
+        if len(differences) > 1:
+            return {}
+        found[tensor, dim] = differences.pop()
+    return found
+
+
+def _with_size(shapes: Shapes, dims: Mapping[tuple[int, int], int], size: int) -> Shapes:
+    return tuple(
+        tuple(size + dims[tensor, dim] if (tensor, dim) in dims else old for dim, old in enumerate(shape))
+        for tensor, shape in enumerate(shapes)
+    )

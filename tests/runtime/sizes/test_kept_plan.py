@@ -1,0 +1,99 @@
+"""A plan is kept for other sizes where it is valid, fits, and planning anew cannot pay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.costmodel.evaluate import evaluate
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.peak_memory.predict import rank_peaks
+from autopar.plans.plan import Plan
+from autopar.runtime.sizes.kept_plan import KeptPlan, Trial
+from autopar.sbp.candidates import even_layouts
+
+
+class Predicting:
+    """A planner that only predicts peaks, and counts how often."""
+
+    def __init__(self) -> None:
+        self.num_predicted = 0
+
+    def __call__(self, *args: object) -> Plan:
+        raise AssertionError("nothing is planned here")
+
+    def peaks(self, plan: Plan) -> tuple[int, ...]:
+        self.num_predicted += 1
+        return rank_peaks(plan)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).to("meta")
+
+
+def graph_of(rows: int) -> Graph:
+    return trace(model(), (torch.zeros(rows, 32, device="meta"),), {})
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return autopar.plan(model(), "dp=2,tp=2", cluster="free-links", args=(torch.zeros(8, 32, device="meta"),))
+
+
+def kept_for(plan: Plan, **changes: object) -> KeptPlan:
+    return KeptPlan.of(replace(plan, **changes), ((8, 32),), 3.0)
+
+
+@pytest.mark.parametrize("rows", [4, 8, 64])
+def test_the_same_choices(plan: Plan, rows: int) -> None:
+    found = kept_for(plan).plan_for(graph_of(rows), {}, {}, Predicting())
+    assert found is not None and found.assignment == plan.assignment
+    assert found.graph.inputs[-1].value.shape == (rows, 32)
+    assert found.step_s == evaluate(graph_of(rows), plan.assignment, plan.mesh, plan.cluster).step_s
+
+
+def test_what_does_not_divide_is_whole(plan: Plan) -> None:
+    (argument,) = (item.value.name for item in plan.graph.of_kind("argument"))
+    assert any(part.is_split for part in plan.assignment.layouts[argument]), "the batch is split"
+    found = kept_for(plan).plan_for(graph_of(7), {}, {}, Predicting())
+    assert found is not None and not any(part.is_split and part.dim == 0 for part in found.assignment.layouts[argument])
+
+
+def test_layouts_that_must_stay(plan: Plan) -> None:
+    kept, planner = kept_for(plan), Predicting()
+    assert kept.plan_for(graph_of(16), {"0.weight": "S(1)S(1)"}, {}, planner) is None
+    (name,) = plan.assignment.outputs
+    assert kept.plan_for(graph_of(16), {}, {name: plan.assignment.outputs[name]}, planner) is not None
+    others = [layout for layout in even_layouts((16, 32), (2, 2)) if layout != plan.assignment.outputs[name]]
+    assert others and all(kept.plan_for(graph_of(16), {}, {name: layout}, planner) is None for layout in others)
+
+
+def test_memory_is_predicted_where_a_bound_does_not_tell(plan: Plan) -> None:
+    planner, (peak,) = Predicting(), plan.peak_bytes
+    assert kept_for(plan).plan_for(graph_of(80), {}, {}, planner) and not planner.num_predicted
+    tight = kept_for(plan, memory_limit_bytes=2.0 * peak)
+    assert tight.plan_for(graph_of(4), {}, {}, planner) and not planner.num_predicted
+    assert tight.plan_for(graph_of(16), {}, {}, planner) and planner.num_predicted == 1
+    (large,) = rank_peaks(tight.plan.of_other(graph_of(4096)))
+    assert large > 2 * peak and tight.plan_for(graph_of(4096), {}, {}, planner) is None
+    assert planner.num_predicted == 2
+
+
+def test_no_claim_of_a_file_is_believed(plan: Plan) -> None:
+    planner = Predicting()
+    assert kept_for(plan, is_from_file=True, peak_bytes=(1,)).plan_for(graph_of(16), {}, {}, planner)
+    assert planner.num_predicted == 1
+
+
+def test_planned_anew_once_calls_have_taken_as_long(plan: Plan) -> None:
+    kept = kept_for(replace(plan))
+    inside, outside = Trial(kept, plan, ((8, 32),)), Trial(kept, plan, ((16, 32),))
+    kept.planning_s = 2.5 * plan.step_s
+    assert [inside.is_over() for _ in range(10)] == [False] * 10
+    assert [outside.is_over() for _ in range(3)] == [False, False, True]
+    kept.widen(((32, 32),))
+    assert kept.lost_s == 0 and kept.covers(((16, 32),)) and not outside.is_over()
+    assert not kept.covers(((33, 32),)) and not kept.covers(((7, 32),))
