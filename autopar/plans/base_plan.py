@@ -9,6 +9,9 @@ from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.serialise import SavedAnyPlan
 
+# What `found_by` says of a plan whose peak memory was not predicted, since planning was interrupted.
+UNPREDICTED = "without a predicted peak"
+
 
 class BasePlan(ABC):
     """The base class of `Plan` and `StagedPlan`; `SAVED`: the type of the part of the plan that its file holds."""

@@ -10,7 +10,7 @@ from autopar.costmodel.memory import local_bytes
 from autopar.costmodel.roofline import op_time, weight_share
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
-from autopar.errors import MicrobatchError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.print_graph import fingerprint
@@ -106,30 +106,6 @@ class StagedPlan(BasePlan):
     def fingerprint(self) -> str:
         """The fingerprint of the whole batch's graph."""
         return fingerprint(self.graph)
-
-    def of_other(self, graph: Graph) -> "StagedPlan":
-        """The same plan for a graph of the same model with other shapes.
-
-        MicrobatchError or PlanError if that is impossible.
-        """
-        count = self.schedule.num_microbatches
-        try:
-            _, cut_graphs = stage_graphs(graph, self.starts, count)
-        except MicrobatchError as error:
-            raise MicrobatchError(
-                f"the stages run {count} equal microbatches a step, into which this batch cannot be cut: leave a short"
-                f" last batch out (drop_last=True of a DataLoader), or pad it; {error}"
-            ) from error
-        stages = tuple(
-            Plan.of_saved(
-                replace(stage, fingerprint=fingerprint(part.graph)),
-                part.graph,
-                stage.mesh,
-                is_own=not stage.is_from_file,
-            )
-            for stage, part in zip(self.stages, cut_graphs)
-        )
-        return replace(self, graph=graph, stages=stages, lower_bound_s=0.0, peak_bytes=())
 
     @classmethod
     def of_saved(cls, saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "StagedPlan":

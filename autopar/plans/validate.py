@@ -10,7 +10,7 @@ from autopar.costmodel.activations.recomputable import saves
 from autopar.costmodel.state_offload import hostable
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
@@ -162,7 +162,12 @@ def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
     for name, layout in kept.items():
         if name not in used:
             raise PlanError(f"the plan keeps {shown(name)}, which the model has not or never reads; {_AGAIN}")
-        kinds, value = {placement.kind for placement in layout}, values[name]
-        has_sum = not (("R" in kinds and not value.needs_grad) or ("P" in kinds and value.dtype == torch.bool))
-        if len(layout) != mesh.ndim or not is_even(value.shape, layout, mesh.shape) or not has_sum:
-            raise PlanError(f"{value} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")
+        if not can_be_kept(values[name], layout, mesh):
+            raise PlanError(f"{values[name]} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")
+
+
+def can_be_kept(value: Value, layout: Layout, mesh: Mesh) -> bool:
+    """Whether a value with several uses can be converted to `layout` first."""
+    kinds = {placement.kind for placement in layout}
+    has_sum = not (("R" in kinds and not value.needs_grad) or ("P" in kinds and value.dtype == torch.bool))
+    return len(layout) == mesh.ndim and is_even(value.shape, layout, mesh.shape) and has_sum

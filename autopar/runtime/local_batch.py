@@ -1,6 +1,6 @@
 """Calls in which each rank gives its own part of the batch, as under DistributedDataParallel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class LocalBatch:
         """This rank's part of an argument that lies in `layout`; `x` is what it was given."""
         own = self.layout([axis.name for axis in axes]) if x.ndim else (I,) * len(axes)
         return redistributed(x, axes, own, layout)
+
+    def whole(self, x: Any, move: Callable[[torch.Tensor], torch.Tensor], axes: Sequence[Axis]) -> Any:
+        """All ranks' parts of an argument, if it has parts. `move`: to the mesh's device."""
+        is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        return self.enter(move(x), axes, (I,) * len(axes)) if is_part else x
 
     def leave(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout, dim: int) -> torch.Tensor:
         """This rank's rows of an output that lies in `layout`, the batch along `dim`.
@@ -118,4 +123,4 @@ def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | No
     parts: Any = 1
     for name in batch:
         parts *= sizes[name]
-    return LocalBatch(tuple(batch), int(parts))
+    return LocalBatch(tuple(name for name in batch if sizes[name] > 1), int(parts)) if parts > 1 else None

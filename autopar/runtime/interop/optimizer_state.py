@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError
+from autopar.runtime.checks.saved_parts import check_saved_here
 from autopar.runtime.interop.full_state import all_called, plain_copy
 from autopar.runtime.module_runtime import Runtime
 from autopar.runtime.rank_agreement import is_first
@@ -51,10 +52,14 @@ class FullOptimizerState(nn.Module):
 
 @functools.cache
 def cut_loaded_state() -> None:
-    """From now on each optimizer of the process that was given whole state has its parts before its next step."""
+    """From now on each optimizer of the process that was given whole state has its parts before its next step, and
+    Adafactor over weights in parts is refused.
+    """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, torch.optim.Adafactor):
+            _check_whole(optimizer)
         if seen.get(optimizer) is not optimizer.state:  # load_state_dict makes another dict
             seen[optimizer] = optimizer.state
             for group in optimizer.param_groups:
@@ -63,6 +68,18 @@ def cut_loaded_state() -> None:
                         optimizer.state[parameter] = _in_parts(parameter, optimizer.state[parameter])
 
     register_optimizer_step_pre_hook(before_step)
+
+
+def _check_whole(optimizer: torch.optim.Optimizer) -> None:
+    """AutoparError if a rank has a part of a weight: the update divides by norms of rows, columns and whole weights."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements):
+            raise AutoparError(
+                f"{type(optimizer).__name__} divides by means over the rows and columns of each weight and by its norm,"
+                f" and a rank has a part of a weight of shape {tuple(parameter.shape)}, a DTensor of placements"
+                f" {tuple(parameter.placements)}: expected an optimizer that updates element by element (AdamW, SGD,"
+                " Rprop, ...), or weights that pins= of autopar.compile stores whole ('B' for each axis of the mesh)"
+            )
 
 
 def _in_parts(parameter: DTensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,13 +98,5 @@ def _like(parameter: DTensor, x: Any, name: str) -> Any:
         )
     if not isinstance(x, DTensor):
         return distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    here, there = parameter.device_mesh.get_coordinate(), x.device_mesh.get_coordinate()
-    if here != there and not all(placement.is_replicate() for placement in x.placements):
-        raise AutoparError(
-            f"the loaded optimizer state has a part of {name!r} of a parameter of shape {tuple(parameter.shape)} that"
-            f" another rank saved (this rank is at {here} of the mesh, that one was at {there}): a file written by one"
-            " rank has that rank's parts only. Save the state of model.full_optimizer_state_dict(optimizer), called on"
-            " every rank, and load that, or save by torch.distributed.checkpoint; docs/trainers.md has the lines for"
-            " each trainer"
-        )
+    check_saved_here(x, f"{name!r} of a parameter of shape {tuple(parameter.shape)}")
     return x

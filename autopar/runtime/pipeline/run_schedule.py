@@ -60,25 +60,30 @@ class StageRunner:
             tuple(stages),
         )
         self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
+        self._losses: list[torch.Tensor] = []  # of the microbatches of a step, on the rank of the last stage
+        self._scale: torch.Tensor | None = None
         self._torch = self._made() if self.stages else None
 
     def _made(self) -> Any:
         # The losses of microbatches are terms of the whole batch's loss: they are summed, not averaged.
         options: dict[str, Any] = {
             "n_microbatches": self.schedule.num_microbatches,
-            "loss_fn": _loss_of,
+            "loss_fn": self._scaled_loss,
             "scale_grads": False,
         }
         if self.schedule.name in ONE_STAGE_A_RANK:
             return ONE_STAGE_A_RANK[self.schedule.name](self.stages[0], **options)
         return SEVERAL_STAGES_A_RANK[self.schedule.name]([*self.stages], **options)
 
-    def step(self, works: Mapping[int, Work], *, is_timed: bool = False) -> StepResult:
+    def step(
+        self, works: Mapping[int, Work], *, is_timed: bool = False, scale: torch.Tensor | None = None
+    ) -> StepResult:
         """Run forward and backward of all microbatches, and add their gradients to those of the leaves.
 
-        `works`: number of a stage -> its work.
+        `works`: number of a stage -> its work. `scale`: the factor of the loss in backward.
         """
         start_s = self._start() if is_timed else 0.0
+        self._scale = scale
         if self._torch is None:
             losses, spans = self._accumulate(works[0], is_timed=is_timed)
             total = torch.stack(losses).sum()
@@ -91,18 +96,24 @@ class StageRunner:
         for stage in self.stages:
             stage.begin(works[stage.stage_index], is_timed=is_timed)
         last = next((stage for stage in self.stages if stage.is_last), None)
-        losses: list[torch.Tensor] = []
+        self._losses.clear()
         try:
             # torch requires a target, of which it cuts a part for each microbatch.
             target = torch.arange(self.schedule.num_microbatches) if last is not None else None
             assert self._torch is not None, "this rank is one of a pipeline"
-            self._torch.step(target=target, losses=losses, return_outputs=False)
+            self._torch.step(target=target, return_outputs=False)
             for stage in self.stages:
                 stage.end()
         except RuntimeError as error:
             raise _own_error(error)  # noqa: B904  it has a cause of its own
         spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
-        return self._total(losses), spans
+        return self._total(self._losses), spans
+
+    def _scaled_loss(self, outputs: tuple[torch.Tensor, ...], target: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of a microbatch, which is noted, times the scale: torch runs backward of it."""
+        loss = outputs[0]
+        self._losses.append(loss.detach())
+        return loss if self._scale is None else loss * self._scale
 
     def _total(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses, which the rank of the last stage has, on every rank."""
@@ -138,19 +149,19 @@ class StageRunner:
         return self._total(losses)
 
     def _accumulate(self, work: Work, *, is_timed: bool) -> tuple[list[torch.Tensor], list[Span]]:
-        losses, spans = [], []
+        spans = []
+        self._losses.clear()
         for microbatch in range(self.schedule.num_microbatches):
             begin_s = self._clock(is_timed)
-            (loss,) = work.body(microbatch, ())
+            scaled = self._scaled_loss(work.body(microbatch, ()))
             middle_s = self._clock(is_timed)
-            loss.backward()
-            losses.append(loss.detach())
+            scaled.backward()
             end_s = self._clock(is_timed)
             spans += [
                 Span(Action("F", 0, microbatch), begin_s, middle_s),
                 Span(Action("B", 0, microbatch), middle_s, end_s),
             ]
-        return losses, spans
+        return self._losses, spans
 
     def _clock(self, is_timed: bool) -> float:
         return now_s(self.device) if is_timed else 0.0
@@ -165,10 +176,6 @@ def _own_error(error: RuntimeError) -> BaseException:
     """The error that a stage raised, without torch's wrapper, which lists every argument."""
     is_wrapped = STAGE_FAILED in str(error)
     return error.__cause__ if is_wrapped and error.__cause__ is not None else error
-
-
-def _loss_of(outputs: tuple[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    return outputs[0]
 
 
 def measured_timeline(step: StepResult, group: dist.ProcessGroup | None) -> Timeline:

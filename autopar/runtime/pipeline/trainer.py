@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
+from autopar.errors import AutoparError
 from autopar.ir.autocast import autocast_off
 from autopar.ir.call_args import call
 from autopar.ir.export.placeholders import flat_arguments
@@ -29,6 +30,7 @@ from autopar.runtime.pipeline.stage_gradient import mark_gradients
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
 from autopar.runtime.process_groups import with_axis_of_one
 from autopar.runtime.rank_agreement import peers_alive
+from autopar.runtime.run_program import on_device
 from autopar.runtime.seeded_rng import draw_seed
 from autopar.sbp.convert import Axis, move
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
@@ -127,11 +129,13 @@ class Trainer:
         """The trainer for a copy of the module, whose tensors have these `owners`."""
         return replace(self, parts=tuple(replace(part, loaded=part.loaded.of(owners)) for part in self.parts))
 
-    def step(self, args: tuple, kwargs: dict) -> torch.Tensor:
+    def step(self, args: tuple, kwargs: dict, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of the whole batch, add its gradients to those of the parameters, return the loss.
 
-        Under torch.no_grad, forward alone.
+        Under torch.no_grad, forward alone. Backward is that of `scale` times the loss, if it is given.
         """
+        if scale is not None:
+            self._check_one_dtype()
         leaves = flat_arguments(self.graph.argument_spec, args, kwargs)
         seed = draw_seed() if self.draws else 0  # of other models the random state stays, as on one device
         with failing_together(self.meeting), autocast_off(self.runner.device.type):
@@ -143,21 +147,36 @@ class Trainer:
                 for part in self.parts:
                     part.loaded.used.clear()
                 return loss
-            result = self.runner.step(works)
+            result = self.runner.step(works, scale=scale)
             before = self._set_aside()
             for part, results in opened:
                 close_step(part.loaded, results)
             self._sum_tied(before)
         if self.group is not None:
             own = ((part.loaded, item.fqn) for part in self.parts for item in trained(part.loaded.graph))
-            mark_gradients((*(loaded.state(fqn) for loaded, fqn in own), *self._tied_here().values()))
+            parameters = (*(loaded.state(fqn) for loaded, fqn in own), *self._tied_here().values())
+            mark_gradients(parameters, is_scaled=scale is not None)
         return result.loss
+
+    def _check_one_dtype(self) -> None:
+        """AutoparError if gradients are of several dtypes, of which GradScaler looks at one after the other: a rank
+        that has none of one would not take part in the ranks' exchange.
+        """
+        stages = self.plan.stages if self.group is not None else ()
+        dtypes = {item.value.dtype for stage in stages for item in trained(stage.graph)}
+        if len(dtypes) > 1:
+            raise AutoparError(
+                f"the parameters that are trained are of several dtypes ({', '.join(sorted(map(str, dtypes)))}), of"
+                " which a stage may have one only, and GradScaler asks for infinite gradients of each dtype apart: have"
+                " them in one dtype, or compile for a mesh without a pipeline axis"
+            )
 
     def _given(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Name of each argument of the graph -> its whole tensor, token counts of the loss included."""
-        device = torch.device(self.parts[0].loaded.mesh.device_type)
+        device_type = self.parts[0].loaded.mesh.device_type
+        fqns = {item.value.name: item.fqn for item in self.graph.of_kind("argument")}
         given = {
-            name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(device)
+            name: on_device(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, fqns[name], device_type)
             for name, leaf in zip(self.graph.arguments, leaves)
             if isinstance(name, str) and isinstance(leaf, torch.Tensor)  # a constant may be a text too
         }

@@ -1,0 +1,82 @@
+"""`fit_assignment`: a plan's choices for a graph of the same model with other shapes, or other microbatches."""
+
+from collections.abc import Mapping
+
+from autopar.costmodel.activations.autograd_footprint import regatherable
+from autopar.costmodel.activations.recomputable import saves
+from autopar.costmodel.state_offload import hostable
+from autopar.ir.graph import Graph, Op
+from autopar.mesh import Mesh
+from autopar.plans.validate import can_be_kept
+from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.candidates import annotate, nearest_strategy, neighbours_of
+from autopar.sbp.placement import I, Layout, format_layout
+from autopar.sbp.signature import Strategy
+
+
+def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignment:
+    """The choices of `assignment` that are valid for `graph`, by the names of ops and values, and others in place of
+    the rest.
+
+    A layout that does not divide a tensor gives way to the nearest that does. An op whose strategy does not divide, or
+    that the assignment does not know, gets the one that is nearest to how its inputs lie: any valid strategy computes
+    the same numbers.
+    """
+    candidates = annotate(graph, mesh, near={})  # of layouts only
+    layouts = {name: _nearest(assignment.layouts.get(name), found) for name, found in candidates.layouts.items()}
+    outputs = {name: _nearest(assignment.outputs.get(name), found) for name, found in candidates.outputs.items()}
+    produced, strategies = dict(layouts), dict[str, Strategy]()
+    for op in graph.ops:
+        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, produced)
+        strategies[op.name] = strategy
+        produced.update((value.name, strategy.output_layout(index)) for index, value in enumerate(op.outputs))
+    one_class_each = {name: name for name in (*strategies, *layouts)}
+    return Assignment(
+        strategies,
+        layouts,
+        _kept(assignment, graph, mesh, Assignment(strategies, layouts, {}, outputs)),
+        outputs,
+        assignment.regathered & regatherable(graph, one_class_each),
+        _regions(assignment.recomputed, graph),
+        _regions(assignment.offloaded, graph),
+        assignment.state_on_host & {item.value.name for item in hostable(graph)},
+    )
+
+
+def _nearest(wanted: Layout | None, offered: tuple[Layout, ...]) -> Layout:
+    """The layout that differs from the `wanted` one on the fewest axes, by default from the whole."""
+    near = wanted or (I,) * len(offered[0])
+    return min(offered, key=lambda layout: (sum(a != b for a, b in zip(layout, near)), format_layout(layout)))
+
+
+def _strategy(op: Op, planned: Strategy | None, mesh: Mesh, produced: Mapping[str, Layout]) -> Strategy:
+    same = neighbours_of(op.nameless, mesh.shape, planned, 0) if planned is not None else ()
+    return (*same, nearest_strategy(op.nameless, mesh.shape, tuple(produced[x.name] for x in op.inputs)))[0]
+
+
+def _kept(planned: Assignment, graph: Graph, mesh: Mesh, found: Assignment) -> dict[str, Layout]:
+    """The layouts to which values with several uses are converted first, of values that lie and are read as planned."""
+    changed = {name for name, layout in found.layouts.items() if planned.layouts.get(name) != layout}
+    changed |= {name for name, layout in found.outputs.items() if planned.outputs.get(name) != layout}
+    for op in graph.ops:
+        if planned.strategies.get(op.name) != found.strategies[op.name]:
+            changed.update(value.name for value in (*op.inputs, *op.outputs))
+    values = {item.value.name: item.value for item in graph.inputs} | {
+        v.name: v for op in graph.ops for v in op.outputs
+    }
+    several = {name for name, uses in uses_of(graph).items() if len(uses) > 1} - changed
+    return {
+        name: layout
+        for name, layout in planned.kept.items()
+        if name in several and can_be_kept(values[name], layout, mesh)
+    }
+
+
+def _regions(planned: tuple[tuple[str, ...], ...], graph: Graph) -> tuple[tuple[str, ...], ...]:
+    """The ops from the first to the last that the graph has of each region."""
+    position, found = {op.name: index for index, op in enumerate(graph.ops)}, []
+    for region in planned:
+        own = [position[name] for name in region if name in position]
+        ops = graph.ops[min(own) : max(own) + 1] if own else ()
+        found += [tuple(op.name for op in ops)] if any(map(saves, ops)) else []
+    return tuple(found)
