@@ -78,11 +78,23 @@ def program_keys(key: Key, *, in_both_grad_modes: bool, for_both_ways: bool) -> 
     return [(*call, mode, generation, way) for mode in grad_modes for way in ways]
 
 
-def tell_time_of_another(seconds: float) -> None:
-    """Warn of how long it takes to make the program of another kind of call."""
+def up_to_sizes(key: Key) -> Key:
+    """`key` of a program without the sizes of tensors."""
+    leaves, *rest = key
+    return tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], tuple) else leaf for leaf in leaves), *rest
+
+
+def tell_time_of_another(seconds: float, *, is_for_sizes: bool) -> None:
+    """Warn of how long planning anew took: for another kind of call, or for other sizes of a known one."""
+    if is_for_sizes:
+        warn(
+            f"a call whose sizes no known plan is good for was planned in {seconds:.1f} s, once: the plan is kept for"
+            " calls of sizes like these"
+        )
+        return
     warn(
-        f"a call that is new to the model (other shapes, numbers or modes) was traced and planned in {seconds:.1f} s;"
-        " every further kind of call takes about as long, once: pad batches to few shapes"
+        f"a call that is new to the model (other numbers, structures or modes) was traced and planned in"
+        f" {seconds:.1f} s; every further kind of call takes about as long, once; other sizes of tensors keep the plan"
     )
 
 

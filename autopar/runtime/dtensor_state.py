@@ -1,5 +1,6 @@
 """Parameters and buffers as DTensors: cut out of a real model, or materialised module by module from a meta one."""
 
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from autopar.errors import AutoparError
 from autopar.ir.export.meta_copy import bare
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import PIPELINE
+from autopar.runtime.checks.own_memory import check_own_memory
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
-from autopar.sbp.placement import I, Layout, S
+from autopar.sbp.placement import I, Layout, S, format_layout
 from autopar.torch_compat import root_of
 
 _SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made
@@ -156,7 +158,30 @@ def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
         if fqn not in own and tensor is not None:
             dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
     put(module, dict.fromkeys(dropped))
+    if dropped:
+        _refuse_loads_inside(module)
     return dropped
+
+
+def _refuse_loads_inside(module: nn.Module) -> None:
+    """From now on load_state_dict of a module inside `module`, of which this rank holds a part, raises AutoparError."""
+    named: dict[nn.Module, list[str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        if prefix and (owner._parameters or owner._buffers):
+            named.setdefault(owner, []).append(f"{prefix}.")
+    for owner, places in named.items():
+        owner.register_load_state_dict_pre_hook(functools.partial(_check_load_of_all, tuple(places)))
+
+
+def _check_load_of_all(
+    places: tuple[str, ...], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    if not prefix.endswith(places):
+        raise AutoparError(
+            f"{places[0].removesuffix('.')} was loaded by load_state_dict of a module inside the compiled one, of whose"
+            " stages this rank holds its own only: call model.load_state_dict(state, strict=False) on the compiled"
+            f" model, with keys such as {places[0]}{next(iter(module._parameters or module._buffers))}"
+        )
 
 
 def put(module: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -190,6 +215,7 @@ def shard_model(model: nn.Module, graph: Graph, layouts: Mapping[str, Layout], m
     Tensors on the meta device are initialised here, as `materialise.initialise` says, from the first rank's random
     state.
     """
+    check_own_memory(model, {fqn for fqn, _ in graph.mutations})
     items = {fqn: item for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
     named = [(items.get(fqn), x) for fqn, x in (*model.named_parameters(), *model.named_buffers())]
     by_tensor = {id(x): item for item, x in named}
@@ -302,3 +328,10 @@ def whole_state(
         dist.broadcast(whole, group=group, group_src=holder)
         state[fqn] = whole
     return state | {name: x for name, x in own.items() if name not in state}
+
+
+def stored_layouts(module: nn.Module, graph: Graph, mesh: DeviceMesh) -> dict[str, str]:
+    """FQN -> layout of the parameters and buffers of the graph that lie on the mesh."""
+    places = owners(module)
+    tensors = {item.fqn: held(*places[item.fqn]) for item in stateful(graph)}
+    return {fqn: format_layout(layout_of(x, fqn, mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)}

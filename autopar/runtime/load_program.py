@@ -5,7 +5,7 @@ import linecache
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,9 +112,21 @@ def compile_source(source: str, names: dict[str, Any]) -> Forward:
     """The function `forward` that `source` defines, which with all others is then in `names`; tracebacks show its
     lines.
     """
+    exec(code_of(source), names)
+    return names["forward"]
+
+
+def code_of(source: str) -> CodeType:
+    """The compiled `source`; tracebacks show its lines."""
     filename = f"<autopar {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), names)
+    return compile(source, filename, "exec")
+
+
+def function_of(code: CodeType, numbers: Mapping[str, int]) -> Forward:
+    """The function `forward` of compiled source that reads these numbers too."""
+    names: dict[str, Any] = {**namespace(), **numbers}
+    exec(code, names)
     return names["forward"]
 
 

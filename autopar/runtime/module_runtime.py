@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import lower
-from autopar.errors import AutoparError, PlanError, warn
+from autopar.errors import AutoparError, warn
 from autopar.ir.autocast import without_autocast
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Graph
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
-from autopar.ir.trace_with_loss import LossFunction, traced
+from autopar.ir.trace_with_loss import LossFunction, traced, traced_for_sizes
 from autopar.mesh import mesh_of
+from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.call_key import (
@@ -32,6 +33,7 @@ from autopar.runtime.call_key import (
     own_autograd,
     program_keys,
     tell_time_of_another,
+    up_to_sizes,
 )
 from autopar.runtime.checks.lone_call import Calls
 from autopar.runtime.checks.module_changes import Changes
@@ -43,35 +45,37 @@ from autopar.runtime.dtensor_state import (
     held,
     holding,
     install,
-    layout_of,
     not_sharded,
     owners,
     shard_model,
     stateful,
+    stored_layouts,
 )
 from autopar.runtime.interop.own_forward import as_written
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
 from autopar.runtime.pipeline.held_tensors import held_by
+from autopar.runtime.pipeline.same_stages import same_stages
 from autopar.runtime.pipeline.trainer import Trainer, make_trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import (
     agree_on_call,
     agreed_graph,
     check_seed,
     check_weights,
+    from_first,
     is_first,
     meet,
     on_every_rank,
     peers_alive,
     take_from_first,
 )
-from autopar.runtime.run_program import is_more_than_forward, run
-from autopar.sbp.placement import I, Layout, format_layout
+from autopar.runtime.run_program import is_more_than_forward, on_device, run
+from autopar.runtime.sizes.call_kind import CallKind, Examples, shapes_of
+from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
+from autopar.sbp.placement import Layout
 from autopar.torch_compat import pytree
 
-# (graph, pins of what is laid out, whether it is for train_step, layouts of outputs) -> plan, equal on every rank
-Planner = Callable[[Graph, dict[str, str], bool, Mapping[str, Layout]], Plan | StagedPlan]
 # A rank that is called with new shapes waits this long for the others to be: they may be reading data or writing a
 # checkpoint.
 LATER_WAIT_S = 300.0
@@ -82,7 +86,7 @@ class Runtime:
     """The runtime of a sharded module: the programs loaded so far, by mode and input shapes."""
 
     mesh: DeviceMesh
-    plan: Planner
+    plan: CallPlanner
     original: type[nn.Module]
     name: str  # the same on every rank, and no other module's
     whole: dict[str, torch.Tensor]  # FQN -> the model's own parameter, until the first plan shards it
@@ -101,6 +105,8 @@ class Runtime:
     offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
+    kinds: dict[Key, CallKind] = field(default_factory=dict)  # by key up to sizes
+    trials: dict[Key, Trial | None] = field(default_factory=dict)  # under plans made for other sizes
     first: Loaded | Trainer | None = None
     last: Loaded | Trainer | None = None
     num_met: int = 0  # how often all ranks loaded a program
@@ -125,6 +131,7 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
         own = {"num_copies": 0, "num_met": 0, "changes": changes, "calls": Calls(), "replaced": ReplacedBuffers()}
+        own |= {"kinds": {}, "trials": {}}
         return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
@@ -171,24 +178,27 @@ class Runtime:
         self._compare(args, kwargs)
         return run(self._alone(), args, kwargs, self.parts, is_whole=self.gives_whole)
 
-    def train_step(self, module: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Forward and backward of `module` in training."""
+    def train_step(
+        self, module: nn.Module, args: tuple, kwargs: dict, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of `module` in training, backward of `scale` times the loss."""
         self.prepare(module, args, kwargs, trains=True)
         if isinstance(self.last, Loaded) and self.loss_fn is None and is_more_than_forward(module):
-            return self._backward(module(*args, **kwargs))
+            return self._backward(module(*args, **kwargs), scale)
         self._remind(module)
         self._compare(args, kwargs)
         if isinstance(self.last, Trainer):
             self._check_hooks(module)
-            return self.last.step(*self._whole_batch(args, kwargs))
-        return self._backward(run(self._alone(), args, kwargs, self.parts, is_whole=False))  # but the loss, of no dims
+            return self.last.step(*self._whole_batch(args, kwargs), scale)
+        outputs = run(self._alone(), args, kwargs, self.parts, is_whole=False)  # but the loss, of no dims
+        return self._backward(outputs, scale)
 
-    def _backward(self, outputs: Any) -> torch.Tensor:
+    def _backward(self, outputs: Any, scale: torch.Tensor | None) -> torch.Tensor:
         graph = self._alone().graph
         loss = pytree.tree_leaves(outputs)[graph.outputs.index(loss_only(graph).outputs[0])]
         if torch.is_grad_enabled():
             with peers_alive():
-                loss.backward()
+                (loss if scale is None else loss * scale).backward()
         return loss.detach()
 
     def _alone(self) -> Loaded:
@@ -223,16 +233,11 @@ class Runtime:
         parts, trainer = self.parts, self.last
         if parts is None or not isinstance(trainer, Trainer):
             return args, kwargs
-        device, axes = self.mesh.device_type, trainer.parts[0].loaded.axes
-        layout = (I,) * trainer.parts[0].loaded.mesh.ndim
+        axes, kind = trainer.parts[0].loaded.axes, self.mesh.device_type
+        moved = {"move": lambda x: on_device(x, "of the batch", kind), "axes": axes}
+        return pytree.tree_map(lambda x: parts.whole(x, **moved), (args, kwargs))
 
-        def gathered(x: Any) -> Any:
-            is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-            return parts.enter(x.to(device), axes, layout) if is_part else x
-
-        return pytree.tree_map(gathered, (args, kwargs))
-
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs: leave out fullgraph=True")
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         self.calls.num_begun += 1
@@ -245,31 +250,62 @@ class Runtime:
             self._keep_programs()
         call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)
         key = (*mode, self.changes.generation, trains)
-        if key not in self.loaded:
+        if key not in self.loaded or ((trial := self.trials.get(key)) is not None and trial.is_over()):
             self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
-            start_s = time.perf_counter()
-            with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
-                graph = agreed_graph(self.mesh, lambda: self._trace(module, args, kwargs, trains))
-                axis_names = mesh_of(self.mesh).axis_names
-                outputs = {} if trains else output_layouts(graph, axis_names, self.parts, is_whole=self.gives_whole)
-                plan = self._of_first_stages(graph, trains)
-                found = self._load(module, graph, plan or self.plan(graph, self._pins(module, graph), trains, outputs))
-            # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
-            is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not outputs
-            keys = program_keys(key, in_both_grad_modes=not reads.found, for_both_ways=is_for_both)
-            self.loaded.update(dict.fromkeys(keys, found))
-            if self.num_met == 2 and is_first(self.mesh):  # later ones are no news
-                tell_time_of_another(time.perf_counter() - start_s)
-            self.first = self.first or found
-            self.changes.take(module)
-            self.replaced.mark(fqn for fqn, _ in found.graph.mutations)
+            examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
+            kind = self.kinds.get(up_to_sizes(key)) or CallKind(shapes_of(examples))
+            if key not in self.trials and (made := kind.known(shapes_of(examples))):
+                self.loaded[key], self.trials[key] = made.loaded, made.trial
+            else:
+                self._make(module, kind, examples, key)
+                self.changes.take(module)
         elif self.check is not None:
             self.calls.passed(self)
         self.last = self.loaded[key]
 
+    def _make(self, module: nn.Module, kind: CallKind, examples: Examples, key: Key) -> None:
+        """Load the program for `key`, (*key of the call, generation, trains), under a plan that is kept or made."""
+        start_s, trains = time.perf_counter(), key[-1]
+        shapes, over = shapes_of(examples), self.trials.get(key)
+        with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
+            graph = agreed_graph(self.mesh, lambda: self._trace(module, kind, examples, trains))
+            axis_names = mesh_of(self.mesh).axis_names
+            outputs = {} if trains else output_layouts(graph, axis_names, self.parts, is_whole=self.gives_whole)
+            plan, trial, stored = self._of_first_stages(graph, trains), None, {}
+            if plan is None:
+                stored = stored_layouts(module, graph, self.mesh) if self.first is not None else {}
+                trial = None if over is not None else kind.trial(graph, shapes, stored, outputs, self.plan)
+                plan = None if trial is None else trial.plan
+            if is_planned := plan is None:
+                plan = self.plan(graph, stored, trains, outputs)
+                plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
+            found = self._load(module, graph, plan)
+        # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
+        is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not outputs
+        kind.reads_grad_mode |= reads.found
+        keys = program_keys(key, in_both_grad_modes=not kind.reads_grad_mode, for_both_ways=is_for_both)
+        self.loaded.update(dict.fromkeys(keys, found))
+        self.trials.update(dict.fromkeys(keys, trial))
+        if is_planned and is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
+            tell_time_of_another(time.perf_counter() - start_s, is_for_sizes=kind.made_of is not None)
+        kind.note(trial, found)
+        self.kinds.update(dict.fromkeys(map(up_to_sizes, keys), kind))
+        self.first = self.first or found
+        self.replaced.mark(fqn for fqn, _ in found.graph.mutations)
+
+    def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
+        """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""
+        first = self.first
+        if not isinstance(first, Trainer) or not goes_by(first.plan, graph, trains=trains):
+            return None
+        held, last = len(first.parts), self.changes.last
+        return on_every_rank(self.mesh, "planning", lambda: same_stages(first.plan, graph, held, last, trains=trains))
+
     def _keep_programs(self) -> None:
         """Forget the programs of states of the module that are forgotten too."""
-        self.loaded = {key: found for key, found in self.loaded.items() if key[-2] in self.changes.states}
+        for known in (self.loaded, self.kinds, self.trials):
+            for key in [key for key in known if key[-2] not in self.changes.states]:
+                del known[key]
 
     def _meet(self, call: Key, changed: str) -> None:
         """All ranks load a program now; the first time they may come far apart. `changed`: what of the module."""
@@ -354,42 +390,11 @@ class Runtime:
         elif self.check is not None:
             fill_in(module, take_from_first(self.mesh, tensors))
 
-    def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
-        """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""
-        first = self.first
-        if not isinstance(first, Trainer) or first.plan.schedule.num_ranks == 1:
-            return None
-        if not trains:
-            raise AutoparError(
-                f"the plan has {first.plan.schedule.num_stages} stages, of which this rank holds {len(first.parts)}:"
-                " model(...) cannot run alone; call model.train_step(...), under torch.no_grad() for the loss alone,"
-                " or compile for a mesh without a pipeline axis"
-            )
-        return on_every_rank(self.mesh, "planning", lambda: self._same_stages(first.plan, graph))
+    def _trace(self, module: nn.Module, kind: CallKind, examples: Examples, trains: bool) -> Graph:
+        loss_fn = self.loss_fn if trains else None
 
-    def _same_stages(self, plan: StagedPlan, graph: Graph) -> StagedPlan:
-        try:
-            return plan.of_other(graph)
-        except (AutoparError, ValueError) as error:
-            if not self.changes.last:
-                raise
-            raise PlanError(
-                f"{', '.join(self.changes.last[:3])} changed after the model was cut into stages, whose ops it no"
-                " longer has; change it before autopar.compile, or compile for a mesh without a pipeline axis"
-            ) from error
+        def trace(how: Callable[..., Any], *asked: Any) -> Any:
+            with as_written(module, self, keeps_hooks=loss_fn is not None) as bare:
+                return how(bare, loss_fn, *examples, *asked)
 
-    def _trace(self, module: nn.Module, args: tuple, kwargs: dict, trains: bool) -> Graph:
-        keeps_hooks = self.loss_fn is not None and trains
-        with as_written(module, self, keeps_hooks=keeps_hooks) as bare:
-            examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
-            return traced(bare, self.loss_fn if trains else None, *examples)
-
-    def _pins(self, module: nn.Module, graph: Graph) -> dict[str, str]:
-        """Layouts in which the parameters and buffers are already stored."""
-        if self.first is None:
-            return {}
-        places = owners(module)
-        tensors = {item.fqn: held(*places[item.fqn]) for item in stateful(graph)}
-        return {
-            fqn: format_layout(layout_of(x, fqn, self.mesh)) for fqn, x in tensors.items() if isinstance(x, DTensor)
-        }
+        return kind.graph(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))

@@ -3,7 +3,7 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -179,7 +179,10 @@ def _told(what: str, error: Exception) -> AutoparError:
 
 def check_same(mesh: DeviceMesh, item: Any, what: str, remedy: str) -> None:
     """RankMismatch on every rank, naming the first that differs from rank 0, unless `item` is equal on all."""
-    items = gather(mesh, item)
+    _check_equal(gather(mesh, item), what, remedy)
+
+
+def _check_equal(items: Sequence[Any], what: str, remedy: str) -> None:
     different = next((rank for rank, other in enumerate(items) if other != items[0]), None)
     if different is not None:
         raise RankMismatch(f"rank {different} and rank 0 of the mesh were given different {what}; {remedy}")
@@ -194,9 +197,11 @@ def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
 
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:
     """RankMismatch on every rank unless all are called alike; `key` has the `KEY_PARTS`."""
-    for what, part in zip(KEY_PARTS, key):
+    keys = gather(mesh, key)
+    for number, (what, part) in enumerate(zip(KEY_PARTS, key)):
         padding = ", pad each rank's rows to the same length" if what == "arguments" else ""
-        check_same(mesh, part, what, f"call the same model alike on every rank{padding} (this rank: {part})")
+        remedy = f"call the same model alike on every rank{padding} (this rank: {part})"
+        _check_equal([other[number] for other in keys], what, remedy)
 
 
 def digest_of(item: Any) -> int:

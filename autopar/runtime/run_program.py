@@ -54,12 +54,22 @@ def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, part
     if isinstance(leaf, DTensor):
         _check_mesh(leaf.device_mesh, item, loaded.mesh)
         return leaf.redistribute(loaded.mesh, torch_placements(layout)).to_local()
-    leaf = leaf.to(loaded.mesh.device_type)
+    leaf = on_device(leaf, item.fqn, loaded.mesh.device_type)
     if parts is not None:
         return parts.enter(leaf, loaded.axes, layout)
     for axis, placement in zip(loaded.axes, layout):
         leaf = move(leaf, axis, I, placement)
     return leaf
+
+
+def on_device(x: torch.Tensor, name: str, device_type: str) -> torch.Tensor:
+    """Argument `name` of a call on the device of the mesh; AutoparError if it has no values."""
+    if x.is_meta:
+        raise AutoparError(
+            f"argument {name} is on the meta device and has no values; expected a tensor with values: those on"
+            " meta are examples, for args= of autopar.compile and autopar.plan"
+        )
+    return x.to(device_type)
 
 
 def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:

@@ -20,17 +20,20 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
+from autopar.runtime.checks.saved_parts import check_saved_here, watch_files
 from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, whole_state, without_data
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
+from autopar.runtime.interop.loss_scale import take_loss_scale
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
 from autopar.runtime.interop.own_forward import OwnForward, forward_like
 from autopar.runtime.interop.trainer_attributes import TrainerAttributes
 from autopar.runtime.load_program import torch_placements
 from autopar.runtime.local_batch import LocalBatch
-from autopar.runtime.module_runtime import LATER_WAIT_S, Planner, Runtime
+from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import check_weights, from_first, meet
+from autopar.runtime.sizes.kept_plan import CallPlanner
 from autopar.torch_compat import wants_grouped_state, wants_whole_state
 
 _numbers = itertools.count()  # of sharded modules of this process
@@ -46,8 +49,10 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
 
         Called as the module is; with the `loss_fn` of `autopar.compile`, with its target behind. Gradients are added to
         those of the parameters, as `backward` does. Under torch.no_grad() the loss alone, as for an evaluation.
+        `scaler=`, a torch.amp.GradScaler: backward is that of the scaled loss, which is returned as it is.
         """
-        return self._autopar.train_step(self, args, kwargs)
+        scale = take_loss_scale(self, kwargs, torch.device(self._autopar.mesh.device_type))
+        return self._autopar.train_step(self, args, kwargs, scale)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -101,6 +106,8 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         if runtime.last is None:  # what is read now is sharded by the first plan
             with holding(self, runtime.whole):
                 return super().load_state_dict(state_dict, *args, **kwargs)
+        for fqn, x in state_dict.items():
+            check_saved_here(x, fqn)
         plain = {fqn: x for fqn, x in state_dict.items() if type(x) in (torch.Tensor, nn.Parameter)}
         if runtime.check is not None and plain:
             runtime.num_loads += 1
@@ -173,7 +180,7 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
 def shard_module(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Planner,
+    plan: CallPlanner,
     loss_fn: LossFunction | None = None,
     *,
     parts: LocalBatch | None = None,
@@ -186,6 +193,7 @@ def shard_module(
     """
     handle_scalars_and_random_ops()
     cut_loaded_state()
+    watch_files()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
     whole = without_data(model, mesh)

@@ -84,7 +84,7 @@ def test_no_dropout_in_eval(ranks4: Ranks) -> None:
 
 
 def new_sizes() -> None:
-    """Another batch size is planned anew, around the layouts there are; gradients add up until they are cleared."""
+    """Another batch size keeps the plan; gradients add up until they are cleared."""
     truth, model = _mlp(), _shard(_mlp(), pins=PINS)
     assert isinstance(model, MLP) and type(model).__name__ == "MLP"
     draw = torch.Generator().manual_seed(0)
@@ -93,9 +93,7 @@ def new_sizes() -> None:
         with warnings.catch_warnings(record=True) as said:
             for each in (truth, model):
                 (whole(each(x)) ** 2).sum().backward()
-        of_time = [one for one in said if "was traced and planned in" in str(one.message)]
-        assert len(of_time) == (size == 4 and dist.get_rank() == 0), "the first rank says it once"
-        assert all(one.filename == __file__ for one in of_time)
+        assert not [one for one in said if "planned in" in str(one.message)]
         assert worst(_gradients(model), _gradients(truth), 1e-6)[0] <= 1e-9
     assert len(set(model._autopar.loaded.values())) == 3 and _is_split(model)
     model.zero_grad()

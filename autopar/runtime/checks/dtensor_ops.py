@@ -2,6 +2,7 @@
 GradScaler's test for infinite gradients.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
-from autopar.runtime.checks.dtensor_writes import handle_writes, is_copied, write_whole
+from autopar.runtime.checks.dtensor_writes import handle_writes
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
 aten = torch.ops.aten
@@ -37,6 +38,8 @@ def handle_scalars_and_random_ops() -> None:
     `dtensor_writes` says.
     """
     handle_writes()
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, functools.partialmethod(_as_plain, name))
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
         | {aten._local_scalar_dense.default: read_scalar}
@@ -49,7 +52,7 @@ def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     torch reads this rank's part.
     """
     x = args[0]
-    if all(placement.is_replicate() or size == 1 for placement, size in zip(x.placements, x.device_mesh.shape)):
+    if _is_whole(x):
         return op(x.to_local(), **kwargs)
     raise AutoparError(
         f"a value of which each rank has a part, a DTensor of placements {tuple(x.placements)}, was read as a number"
@@ -57,17 +60,34 @@ def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     )
 
 
+def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
+    """`x.numpy()` or `x.tolist()` of a DTensor that every rank has whole; AutoparError for any other."""
+    if _is_whole(x):
+        return getattr(x.to_local(), method)(*args, **kwargs)
+    raise AutoparError(
+        f"{method}() of a DTensor of placements {tuple(x.placements)}, of which each rank has a part: call"
+        f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model"
+    )
+
+
+def _is_whole(x: DTensor) -> bool:
+    return all(placement.is_replicate() or size == 1 for placement, size in zip(x.placements, x.device_mesh.shape))
+
+
 def unscale(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """GradScaler's division of all gradients, and whether one has an infinite entry, on which all ranks agree.
 
     torch's own asks only the ranks that hold other parts of the first gradient: if that is whole, ranks that hold parts
-    of others do not learn of each other's, and some update while others skip the step.
+    of others do not learn of each other's, and some update while others skip the step. Ranks of other stages are asked
+    too: each has a gradient, and all are of one dtype (`Trainer.step`), so that each rank comes here once.
     """
     gradients, found, *others = args
     op([x.to_local() if isinstance(x, DTensor) else x for x in gradients], found, *others, **kwargs)
-    for mesh in {x.device_mesh: None for x in gradients if isinstance(x, DTensor)}:
-        for axis in range(mesh.ndim):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    meshes = {x.device_mesh: None for x in gradients if isinstance(x, DTensor)}
+    roots = {root: None for mesh in meshes if PIPELINE in ((root := root_of(mesh)).mesh_dim_names or ())}
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    for group in (*groups, *(root.get_group(PIPELINE) for root in roots)):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
 
 def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,8 +110,6 @@ def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     whole = x.full_tensor() if is_read else torch.empty(x.shape, dtype=x.dtype)
     drawn = op(whole, *args[1:], **kwargs)
     placements = [Replicate() if placement.is_partial() else placement for placement in x.placements]
-    if op in _WRITTEN and is_copied(x):
-        return write_whole(aten.copy_.default, (x, distribute_tensor(drawn, x.device_mesh, placements)), {})
     if op in _WRITTEN:
         x.to_local().copy_(distribute_tensor(drawn, x.device_mesh, placements).to_local())
         return x

@@ -6,33 +6,20 @@ tensor, of which each rank keeps its part.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
-from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, pytree, root_of
+from autopar.torch_compat import OpOverload, as_torch_does, compute_without_rule, handle_dtensor_ops, pytree, root_of
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """A DTensor that torch calls a view of `base` and that has memory of its own: the ops from there to it, with their
-    arguments after the tensor and the number of the result.
-    """
-
-    base: DTensor
-    views: tuple[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any], int], ...]
-
-
-# Views that torch may make of redistributed parts, and those that only pass such a view on.
+# Views that torch may make of redistributed parts.
 _MAY_COPY = ("select", "slice", "split", "split_with_sizes", "diagonal", "view", "squeeze")
-_PASS_ON = ("alias", "detach", "expand", "permute", "t", "transpose", "unbind", "unsqueeze")
 # Ops that torch has no rule for, refuses in parts, or refuses with a plain tensor of indices.
 _ON_THE_WHOLE = (
     "cumprod_",
@@ -61,16 +48,18 @@ _WITH_PLAIN = (
     aten.mul_.Tensor,
     aten.sub_.Tensor,
 )
+_FACTORIES = ("arange", "eye", "full", "linspace", "logspace", "ones", "zeros")
 # By which a layer begins.
 _OF_LAYERS = (
     aten.addmm.default,
     aten.bmm.default,
+    aten.convolution.default,
     aten.embedding.default,
     aten.mm.default,
+    aten.native_batch_norm.default,
+    aten.native_group_norm.default,
     aten.native_layer_norm.default,
 )
-_RANDOM = frozenset(("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "uniform_"))
-_copied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # DTensor -> _Copied
 
 
 def handle_writes() -> None:
@@ -80,42 +69,45 @@ def handle_writes() -> None:
     handle_dtensor_ops({aten.fill_.Tensor: _fill} | dict.fromkeys(_WITH_PLAIN, _write_plain))
     handle_dtensor_ops(dict.fromkeys((aten.index.Tensor, aten.index_select.default), _read_at))
     handle_dtensor_ops(dict.fromkeys(_OF_LAYERS, _check_all))
+    compute_without_rule(_without_rule)
+    handle_dtensor_ops(dict.fromkeys(_overloads(_FACTORIES, with_out=True), _make))
     handle_dtensor_ops(dict.fromkeys(_READ_ON_THE_WHOLE, _read_whole) | {aten.as_strided.default: _view})
-
-
-def is_copied(x: DTensor) -> bool:
-    """Whether what is written to `x` must be written to what it is a view of, too."""
-    return x in _copied
 
 
 @torch.no_grad()
 def write_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
-    """An in-place op, done on all of the tensor that its first argument is, or is a view of; each rank keeps its part.
+    """An in-place op, done on all of the tensor that its first argument is; each rank keeps its part.
 
     Plain tensors among the arguments are those of the first rank.
     """
     x = args[0]
-    copied = _copied.get(x) or _Copied(x, ())
-    base = copied.base
-    if any(placement.is_partial() for placement in (*base.placements, *x.placements)):
-        raise AutoparError(
-            f"{op} would write to a value of which each rank has a summand, a DTensor of placements"
-            f" {tuple(base.placements)}; call x.full_tensor() first, on every rank"
-        )
-    whole = base.full_tensor().clone()
-    rest, named = pytree.tree_map(lambda item: _whole_of(item, base), (tuple(args[1:]), dict(kwargs)))
-    written = whole
-    for view, others, options, number in copied.views:
-        made = view(written, *others, **options)
-        written = made[number] if isinstance(made, (list, tuple)) else made
-    op(written, *rest, **named)
-    _keep_part(base, whole)
-    if copied.views:
-        _keep_part(x, written)
+    check_no_summands(x, op)
+    whole = x.full_tensor().clone()
+    rest, named = pytree.tree_map(lambda item: _whole_of(item, x), (tuple(args[1:]), dict(kwargs)))
+    op(whole, *rest, **named)
+    keep_part(x, whole)
     return x
 
 
-def _keep_part(x: DTensor, whole: torch.Tensor) -> None:
+@torch.no_grad()
+def _make(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+    """A factory with `out=`, as in nn.init.eye_: torch would make each rank's part as large as the whole."""
+    x = kwargs["out"]
+    keep_part(x, op(*args, **{**kwargs, "out": torch.empty(x.shape, dtype=x.dtype, device=x.device)}))
+    return x
+
+
+def check_no_summands(x: DTensor, op: OpOverload) -> None:
+    """AutoparError if each rank has a summand of `x` only."""
+    if any(placement.is_partial() for placement in x.placements):
+        raise AutoparError(
+            f"{op} would write to a value of which each rank has a summand, a DTensor of placements"
+            f" {tuple(x.placements)}; call x.full_tensor() first, on every rank"
+        )
+
+
+def keep_part(x: DTensor, whole: torch.Tensor) -> None:
+    """Write this rank's part of `whole` into `x`."""
     part = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
     x.to_local().copy_(part.to_local())
 
@@ -143,14 +135,6 @@ def _of_first(x: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(x.detach().to(like.device), like.device_mesh, placements)
 
 
-def _write(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An in-place op as torch does it, but on views that are copies."""
-    if args[0] in _copied:
-        return write_whole(op, args, kwargs)
-    with as_torch_does(op):
-        return op(*args, **kwargs)
-
-
 def _check_all(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The op as torch does it; AutoparError if plain tensors meet DTensors, as where a layer is called by itself."""
     if any(type(item) in (torch.Tensor, torch.nn.Parameter) and item.ndim for item in args):
@@ -175,10 +159,20 @@ def _read_at(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return op(x, *placed, **kwargs)
 
 
+def _without_rule(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+    """The result of an op that torch has no layouts for, computed on the whole tensors; `error` if that is unknown."""
+    written = [
+        argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
+    if torch.Tag.nondeterministic_seeded in op.tags or written[1:]:
+        raise error
+    return (write_whole if written else _read_whole)(op, args, kwargs)
+
+
 @torch.no_grad()
 def _read_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of `op` for the whole tensors, on every rank."""
-    x = args[0]
+    x = next(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, DTensor))
     args, kwargs = pytree.tree_map(lambda item: _whole_of(item, x), (tuple(args), dict(kwargs)))
     made, mesh = op(*args, **kwargs), x.device_mesh
     return pytree.tree_map_only(
@@ -198,21 +192,20 @@ def _write_plain(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         )
     if type(other) in (torch.Tensor, torch.nn.Parameter) and other.ndim:
         args = x, _of_first(other, x), *rest
-    return _write(op, args, kwargs)
+    with as_torch_does(op):
+        return op(*args, **kwargs)
 
 
 @torch.no_grad()
 def _fill(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
     """`x.fill_(value)` of a value without dims, which is also what `x[...] = 0` calls."""
     x, value = args
-    if x in _copied:
-        return write_whole(op, args, kwargs)
     x.to_local().fill_(_whole_of(value, x))
     return x
 
 
 def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A view as torch makes it; what turns out to be a copy is remembered."""
+    """A view as torch makes it, or one that follows the tensor where torch made a copy."""
     x = args[0]
     try:
         with as_torch_does(op):
@@ -221,13 +214,9 @@ def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if op is not aten.as_strided.default:
             raise
         made = _read_whole(op, (x.contiguous(), *args[1:]), kwargs)
-    before = _copied.get(x)
     for number, y in enumerate(made if isinstance(made, (list, tuple)) else (made,)):
-        if before is not None or not _share(x, y):
-            if not _copied:
-                handle_dtensor_ops(dict.fromkeys(_overloads(_PASS_ON), _view) | dict.fromkeys(_in_place_ops(), _write))
-            base, views = (x, ()) if before is None else (before.base, before.views)
-            _copied[y] = _Copied(base, (*views, (op, tuple(args[1:]), kwargs, number)))
+        if not _share(x, y):
+            follow(y, x, ((op, tuple(args[1:]), kwargs, number),))
     return made
 
 
@@ -237,13 +226,91 @@ def _share(x: DTensor, y: DTensor) -> bool:
     return x.to_local().untyped_storage()._cdata == y.to_local().untyped_storage()._cdata
 
 
-def _overloads(names: Sequence[str]) -> list[OpOverload]:
+def _overloads(names: Sequence[str], *, with_out: bool = False) -> list[OpOverload]:
     packets = [getattr(aten, name) for name in names]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name]
+    named = [(packet, name) for packet in packets for name in packet.overloads()]
+    return [getattr(packet, name) for packet, name in named if ("out" in name) == with_out]
 
 
-def _in_place_ops() -> list[OpOverload]:
-    """The ops of tensors' methods that have no handler yet."""
-    methods = (name for name in dir(torch.Tensor) if name.endswith("_") and not name.endswith("__"))
-    names = [name for name in methods if hasattr(aten, name) and name not in (*_ON_THE_WHOLE, *_RANDOM)]
-    return [op for op in _overloads(names) if op not in (*_WITH_PLAIN, aten.fill_.Tensor)]
+# The ops from a tensor to a view of it, with their arguments after the tensor and the number of the result.
+Steps = tuple[tuple[OpOverload, tuple[Any, ...], Mapping[str, Any], int], ...]
+
+
+class CopiedView(DTensor):
+    """A DTensor that torch calls a view of `_base_of_view` and that has memory of its own: what is read of it is what
+    the base has by now, what is written to it reaches the base.
+    """
+
+    _base_of_view: DTensor
+    _steps: Steps
+    _seen: int  # version of the base whose content this one has
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        if _version(self._base_of_view) != self._seen:
+            self._read_base()
+        return _PART.__get__(self)
+
+    @torch.no_grad()
+    def _read_base(self) -> None:
+        self._seen = _version(self._base_of_view)
+        keep_part(self, self._taken(self._base_of_view.full_tensor()))
+
+    def _taken(self, whole: torch.Tensor) -> torch.Tensor:
+        """This view of all of the base."""
+        for op, others, options, number in self._steps:
+            made = op(whole, *others, **options)
+            whole = made[number] if isinstance(made, (list, tuple)) else made
+        return whole
+
+    @torch.no_grad()
+    def _write_base(self, content: torch.Tensor) -> None:
+        """Give the base what this view has, which is all of `content`."""
+        base = self._base_of_view
+        whole = base.full_tensor().clone()
+        self._taken(whole).copy_(content)
+        keep_part(base, whole)
+        if not base.is_inference():
+            torch.autograd.graph.increment_version(base)
+        self._seen = _version(base)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+        is_written = [given[name] for name, alias in aliases.items() if name in given and alias and alias.is_write]
+        written = [x for x in pytree.tree_leaves(is_written) if isinstance(x, CopiedView)]
+        for x in written:
+            check_no_summands(x._base_of_view, func)
+            check_no_summands(x, func)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for x, content in [(x, x.full_tensor()) for x in written]:  # all before one changes a base
+            x._write_base(content)
+        if written:
+            return args[0] if func._schema.returns and func._schema.returns[0].alias_info is not None else made
+        alias = func._schema.arguments[0].alias_info
+        if alias is not None and isinstance(x := args[0], CopiedView):
+            step = (func, tuple(args[1:]), kwargs)
+            for number, y in enumerate(made if isinstance(made, (list, tuple)) else (made,)):
+                follow(y, x._base_of_view, (*x._steps, (*step, number)))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.clone().__reduce_ex__(proto)
+
+
+_PART: Any = vars(DTensor)["_local_tensor"]
+
+
+def follow(view: DTensor, base: DTensor, steps: Steps) -> None:
+    """Make `view`, a copy of a part of `base`, a view of it."""
+    vars(view).update(_base_of_view=base, _steps=steps, _seen=_version(base))
+    view.__class__ = CopiedView
+
+
+def _version(x: DTensor) -> int:
+    return 0 if x.is_inference() else x._version

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
-from autopar.torch_compat import dict_version, without_function_modes
+from autopar.torch_compat import settings_counted, versions_of, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.
@@ -71,7 +71,7 @@ class Changes:
             return False
         watch, before = self.watch, self.states[self.generation]
         now, current = describe(module), ModuleWatch(module)
-        _check_parameters(module)
+        now = {**now, **_stand_ins(module, before, now)}
         self.watch = current
         assert watch is not None, "a change that is due was watched for"
         watch.check_data()
@@ -108,8 +108,9 @@ class Changes:
 class ModuleWatch:
     """The module as it was: `has_changed()` says whether anything that a program depends on differs, but the mode.
 
-    Python counts the writes to each dict, so that the attributes and hooks of a module are compared only after a write
-    to one of its dicts. Tensors, and containers and objects that are attributes, are compared at every call.
+    Python counts the writes to each dict and `settings_counted` those to DTensors' settings, so that attributes, hooks
+    and parameters are compared only after a write. Parameters that are no DTensors, and containers and objects that are
+    attributes, are compared at every call.
     """
 
     @torch.no_grad()
@@ -122,22 +123,17 @@ class ModuleWatch:
         self._read = [(itemgetter(*own), d) for own, d in zip(names, dicts) if own]
         self._values = [read(d) for read, d in self._read]
         changeable = {id(d[name]): d[name] for own, d in zip(names, dicts) for name in own}.values()
-        contents = [d[name] for d in dicts for name in _CONTENTS]
-        hooks = [d[name] for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
-        tables = (*contents, *hooks)
-        self._filled = [table for table in tables if table]
-        self._empty = [table for table in tables if not table]
-        self._contents = [tuple(table.values()) for table in self._filled]
+        contents = [(d, name) for d in dicts for name in _CONTENTS]
+        hooks = [(d, name) for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
+        self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks)]
         self._mutable = [(x, _copied(x)) for x in changeable if not isinstance(x, (*_PLAIN, tuple)) and _copied(x)]
         self.tensors = dict(_tensors(module))
         self._parameters = [x for x in self.tensors.values() if isinstance(x, nn.Parameter)]
         self._memory = list(map(_memory, self._parameters))
-        with without_function_modes():  # asking for them takes longer than the attributes themselves
-            self._needs_grad = list(map(_needs_grad, self._parameters))
-            # kept, so that no other storage gets its address
-            self._storages = list(map(torch.Tensor.untyped_storage, self._parameters))
-        self._written = [*dicts, *self._filled]
-        self._see_modes()
+        self._needs_grad, self._storages = _settings(self._parameters)  # kept, so that no other has their addresses
+        self._are_counted = all(isinstance(x, DTensor) for x in self._parameters)
+        self._versions_of = versions_of([*dicts, *(table for _, _, table, _ in self._tables)])
+        self._see()
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training, as of the last `has_changed()`."""
@@ -145,31 +141,31 @@ class ModuleWatch:
 
     def has_changed(self) -> bool:
         """Whether an attribute, a hook below the root, a module, a tensor or what needs a gradient is another now."""
-        if any(self._empty) or self._tensors_differ() or any(_copied(x) != before for x, before in self._mutable):
+        if self._mutable and any(_copied(x) != before for x, before in self._mutable):
             return True
-        if list(map(dict_version, self._written)) == self._versions:
+        is_unwritten = self._versions_of() == self._versions
+        if is_unwritten and self._are_counted and self._settings == settings_counted()[0]:
             return False
-        if self._attributes_differ():
+        if self._tensors_differ() or (not is_unwritten and self._attributes_differ()):
             return True
-        self._see_modes()
+        self._see()
         return False
 
-    def _see_modes(self) -> None:
-        self._versions = list(map(dict_version, self._written))
+    def _see(self) -> None:
+        self._versions, self._settings = self._versions_of(), settings_counted()[0]
         self._modes = tuple(map(_mode_of, self._dicts))
 
     def _tensors_differ(self) -> bool:
-        with without_function_modes():
-            return (
-                list(map(_needs_grad, self._parameters)) != self._needs_grad
-                or list(map(torch.Tensor.untyped_storage, self._parameters)) != self._storages
-            )
+        return _settings(self._parameters) != (self._needs_grad, self._storages)
 
     def _attributes_differ(self) -> bool:
         return (
             list(map(len, self._dicts)) != self._lengths
             or not _same([read(d) for read, d in self._read], self._values)
-            or not _same([tuple(table.values()) for table in self._filled], self._contents)
+            or any(d[name] is not table for d, name, table, _ in self._tables)
+            or not _same(
+                [tuple(table.values()) for _, _, table, _ in self._tables], [held for *_, held in self._tables]
+            )
         )
 
     @torch.no_grad()
@@ -197,7 +193,8 @@ def describe(module: nn.Module) -> ModuleState:
         state |= {f"{prefix}{name}": _value(x) for name, x in each.__dict__.items() if name not in _COMMON}
         hooks = {f"{prefix}{name}": tuple(map(Same, each.__dict__[name].values())) for name in _HOOKS if path}
         state |= {name: x for name, x in hooks.items() if x}
-    return state | {fqn: _tensor(x) for fqn, x in _tensors(module)}
+    first: dict[int, str] = {}  # what is tied lies under its first name
+    return state | {fqn: (first.setdefault(id(x), fqn), *_tensor(x)) for fqn, x in _tensors(module)}
 
 
 def differences(before: ModuleState, now: ModuleState) -> list[str]:
@@ -224,15 +221,35 @@ def _same(now: list[Any], before: list[Any]) -> bool:
         return False
 
 
-def _check_parameters(module: nn.Module) -> None:
+def _settings(parameters: list[nn.Parameter]) -> tuple[list[bool], list[Any]]:
+    """Whether each needs a gradient, and its storage."""
+    with without_function_modes():  # asking for them takes longer than the attributes themselves
+        return list(map(_needs_grad, parameters)), list(map(torch.Tensor.untyped_storage, parameters))
+
+
+def _stand_ins(module: nn.Module, before: ModuleState, now: ModuleState) -> ModuleState:
+    """The state `before` of parameters in whose place DTensors like them are, put there by torch.func.functional_call:
+    programs read these, whether or not they need a gradient.
+
+    AutoparError for a tensor that is otherwise than the parameter was.
+    """
+    found = {}
     for prefix, owner in module.named_modules():
         for name, x in owner._parameters.items():
-            if x is not None and not isinstance(x, nn.Parameter):
+            if x is None or isinstance(x, nn.Parameter):
+                continue
+            fqn = f"{prefix}.{name}".removeprefix(".")
+            tied, _, shape, dtype, _, layout = now[fqn]
+            was = before.get(fqn)
+            if layout is None or was is None or [tied, shape, dtype, layout] != [was[i] for i in (0, 2, 3, 5)]:
                 raise AutoparError(
-                    f"a plain tensor is in the place of parameter {f'{prefix}.{name}'.removeprefix('.')}"
-                    " (torch.func.functional_call?), and a program reads the model's own: write it into the parameter"
-                    " under torch.no_grad() and back again, or copy.deepcopy the model, load_state_dict and call that"
+                    f"a tensor is in the place of parameter {fqn} (torch.func.functional_call?) that is not like it:"
+                    f" expected a DTensor of the parameter's shape, dtype and placements, such as p.detach() * 0.5 of"
+                    f" the model's own, found {'a plain tensor' if layout is None else layout[0]} of shape {shape} in"
+                    f" {dtype}. Cut it by torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements)"
                 )
+            found[fqn] = was
+    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,7 +262,7 @@ def _memory(x: torch.Tensor) -> int:
     return x.to_local().data_ptr() if isinstance(x, DTensor) else x.data_ptr()
 
 
-def _tensor(x: torch.Tensor) -> Any:
+def _tensor(x: torch.Tensor) -> tuple[Any, ...]:
     layout = (tuple(x.placements), Same(x.device_mesh)) if isinstance(x, DTensor) else None
     return isinstance(x, nn.Parameter), tuple(x.shape), x.dtype, x.requires_grad, layout
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RankMismatch, warn
 from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.rank_agreement import gather, peers_alive
+from autopar.runtime.run_program import on_device
 from autopar.runtime.seeded_rng import peek_seed
 from autopar.torch_compat import without_dispatch_modes
 
@@ -41,7 +42,7 @@ class InputCheck:
         names = [name for name, _ in named] + [SEED] * draws
         if not names:
             return
-        own = [digest(x).to(self.mesh.device_type) for _, x in named]
+        own = [digest(on_device(x, name, self.mesh.device_type)) for name, x in named]
         if draws:
             own.append(torch.tensor(peek_seed(), device=self.mesh.device_type))
         both = torch.stack([torch.stack(own), -torch.stack(own)])

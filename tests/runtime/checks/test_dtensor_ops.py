@@ -72,6 +72,26 @@ def test_a_scalar_in_parts_is_not_read(ranks4: Ranks, has_mean: bool) -> None:
     assert len({own for *_, own in results}) > 1  # what torch alone reads
 
 
+def as_plain() -> list[object]:
+    handle_scalars_and_random_ops()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    parts = distribute_tensor(whole(), mesh, [Shard(0), Shard(1)])
+    replicated = distribute_tensor(whole(), mesh, [Replicate(), Replicate()])
+    found: list[object] = [replicated.tolist(), replicated.numpy().tolist()]
+    for method in (parts.tolist, parts.numpy, parts.detach().__array__):
+        with pytest.raises(AutoparError) as error:
+            method()
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.multirank
+def test_lists_and_arrays_are_made_of_what_is_whole(ranks4: Ranks) -> None:
+    for a, b, *refusals in ranks4.run(as_plain):
+        assert a == b == whole().tolist()
+        assert all("full_tensor()." in refusal and "on every rank" in refusal for refusal in refusals)
+
+
 def test_plain_tensors_are_left_alone() -> None:
     handle_scalars_and_random_ops()
     assert torch.ones(3).sum().item() == 3 and not isinstance(torch.rand_like(torch.ones(2)), DTensor)

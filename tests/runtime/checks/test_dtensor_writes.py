@@ -48,6 +48,12 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "scatter_": lambda x: x.scatter_(1, torch.zeros(8, 1, dtype=torch.long), 3.0),
     "tril_": lambda x: x.tril_(),
     "renorm_": lambda x: x.renorm_(2, 0, 0.5),
+    "eye_": nn.init.eye_,
+    "full with out=": lambda x: torch.full((8, 6), 2.0, out=x),
+    "several rows at once": lambda x: torch._foreach_mul_([x[0], x[3], x[4:, 1]], 2.0),
+    "rows of lists at once": lambda x: torch._foreach_lerp_([x[1], x[2]], [x[5] * 1, x[6] * 1], 0.5),
+    "a row after another write": lambda x: (lambda row: (x.mul_(2), row.add_(1)))(x[4]),
+    "a row of a view of before": lambda x: (lambda flat, row: (row.fill_(3), flat[6:9].mul_(2)))(x.view(-1), x[1]),
 }
 
 
@@ -84,6 +90,14 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows of a mask": lambda x: x[x[:, 0] > 0],
     "index_select": lambda x: x.index_select(1, torch.tensor([4, 4])),
     "nonzero": lambda x: (x > 0).nonzero(),
+    "unique": lambda x: torch.unique((4 * x).round()),
+    "median": lambda x: x.median(),
+    "histc": lambda x: torch.histc(x, 5, -1, 1),
+    "kthvalue": lambda x: x.kthvalue(2, 0).values,
+    "a row that is written later": lambda x: (lambda row: (x.mul_(2), row)[1])(x[4]),
+    "a view that is written through another": lambda x: (lambda flat: (x[4].mul_(2), flat[20:30])[1])(x.view(-1)),
+    "a row of what is detached, later": lambda x: (lambda row: (x.add_(1), row * 2)[1])(x.detach()[0]),
+    "a part of a split, later": lambda x: (lambda part: (x[:, 2].zero_(), part)[1])(x.split(3)[1]),
     "allclose": lambda x: torch.tensor([torch.allclose(x, x + 1e-9), torch.allclose(x, x + 1)]),
 }
 

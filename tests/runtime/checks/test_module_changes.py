@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar.runtime.checks.module_changes import ModuleWatch
+from tests.workers import Ranks, device_mesh
 
 
 class Block(nn.Module):
@@ -95,6 +97,67 @@ def test_root_may_get_hooks_of_its_own() -> None:
     assert not watch.has_changed()
 
 
+def _table_replaced(model: Model) -> None:
+    model.norm.__dict__["_parameters"] = {"weight": nn.Parameter(torch.ones(4)), "bias": model.norm.bias}
+
+
+def test_another_table_is_noticed() -> None:
+    model = Model()
+    watch = ModuleWatch(model)
+    _table_replaced(model)
+    assert watch.has_changed()
+
+
+def in_parts(num_blocks: int) -> Model:
+    """A model whose parameters are DTensors."""
+    model, mesh = Model(num_blocks), device_mesh((4,), ("dp",))
+    for module in model.modules():
+        for name, x in module._parameters.items():
+            module._parameters[name] = nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)]))
+    return model
+
+
+def _flag(model: Model) -> None:
+    model.blocks[1].first.weight.requires_grad = False
+
+
+def _swap(model: Model, other: nn.Parameter) -> None:
+    torch.utils.swap_tensors(model.norm.weight, other)
+
+
+CHANGES_OF_DTENSORS: dict[str, Callable[[Model, nn.Parameter], object]] = {
+    "requires_grad_": lambda m, _: m.blocks[0].requires_grad_(False),
+    "requires_grad": lambda m, _: _flag(m),
+    "data": lambda m, _: setattr(m.norm.weight, "data", m.norm.weight.data * 2),
+    "detach_": lambda m, _: m.norm.weight.detach_(),
+    "dtype of the model": lambda m, _: m.double(),
+    "dtype of a layer": lambda m, _: m.blocks[1].second.to(torch.bfloat16),
+    "swapped": _swap,
+    "replaced": lambda m, other: setattr(m.norm, "weight", other),
+    "written into the table": lambda m, other: _write(m.norm._parameters, "weight", other),
+    "assigned by load_state_dict": lambda m, _: m.load_state_dict(
+        {name: x.detach().clone() for name, x in m.state_dict().items()}, assign=True
+    ),
+}
+
+
+def noticed(name: str) -> tuple[bool, bool, bool]:
+    """Of DTensors, whether a change is noticed: before it, after it, and again after other DTensors were set."""
+    model, other = in_parts(2), nn.Parameter(torch.empty(0))
+    other = nn.Parameter(distribute_tensor(torch.ones(4), model.norm.weight.device_mesh, [Shard(0)]))
+    watch = ModuleWatch(model)
+    other.requires_grad_(True)
+    before = watch.has_changed()
+    CHANGES_OF_DTENSORS[name](model, other)
+    return before, watch.has_changed(), watch.has_changed()
+
+
+@pytest.mark.multirank
+def test_what_is_set_on_dtensors_is_noticed(ranks4: Ranks) -> None:
+    for name in CHANGES_OF_DTENSORS:
+        assert ranks4.run(noticed, name) == [(False, True, True)] * 4, name
+
+
 def _least_s(work: Callable[[], object]) -> float:
     found = []
     for _ in range(300):
@@ -104,9 +167,18 @@ def _least_s(work: Callable[[], object]) -> float:
     return min(found)
 
 
-def test_cost_where_nothing_changed() -> None:
-    """6 times a loop that reads one attribute of each module; comparing all of them takes 16 times as long."""
-    model = Model(100)
+def costs() -> tuple[int, float, float]:
+    """Modules, and seconds of a loop that reads one attribute of each, and of the watch where nothing changed."""
+    model = in_parts(100)
     watch, modules = ModuleWatch(model), list(model.modules())
     reading = _least_s(lambda: [module.training for module in modules])
-    assert len(modules) > 500 and _least_s(watch.has_changed) < 11 * reading
+    assert not watch.has_changed()
+    return len(modules), reading, _least_s(watch.has_changed)
+
+
+@pytest.mark.multirank
+def test_cost_where_nothing_changed(ranks4: Ranks) -> None:
+    """A third of a loop that reads one attribute of each module; comparing all of them takes 16 times as long as it."""
+    found = ranks4.run(costs)
+    assert all(number > 500 for number, _, _ in found)
+    assert min(watching / reading for _, reading, watching in found) < 1, found
