@@ -4,12 +4,15 @@
 `RECEIVED_MEMBERS`, which 2.11 has not (`has_pipeline_stages`).
 """
 
+import ctypes
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch._C._dynamo.guards import dict_version
 from torch._ops import HigherOrderOperator, OpOverload
@@ -53,9 +56,8 @@ __all__ = [
     "as_torch_does",
     "backward_hooks_of_all_modules",
     "below_autograd",
+    "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
-    # changes with each write to a dict; Python shows it to C alone, and torch.compile watches modules by it
-    "dict_version",
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",
@@ -67,6 +69,7 @@ __all__ = [
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
     "is_traceable_wrapper_subclass_type",
+    "is_wrapped_by_torch_compile",  # the class of what torch.compile returns is in no public module
     "local_of_caller",
     "module_of_caller",
     "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
@@ -74,11 +77,15 @@ __all__ = [
     # in all torch versions that autopar supports
     "pytree",
     "root_of",
+    "settings_counted",  # what torch counts no changes of
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
+    # change with each write to a dict; Python shows them to C alone, and torch.compile watches modules by them
+    "versions_of",
     "wants_grouped_state",  # as wants_whole_state
     "wants_whole_state",  # whether a state dict is made for one of all stages
+    "watch_saved",  # files of parts, which torch writes and reads without asking whose they are
     # a check between ranks is no part of the model's step: whoever counts that must not see it; there is no public way
     "without_dispatch_modes",
     "without_function_modes",
@@ -93,9 +100,11 @@ MEMBERS = {
     "_non_persistent_buffers_set": "which buffers state_dict leaves out; a module only tells by leaving them out",
     "_compiled_call_impl": "whether a module was compiled in place by module.compile()",
     "_call_impl": "a call with hooks that tracing does not take for a call of another module",
+    "_check_input_dim": "whether a batch norm was given what it expects, as its own forward asks",
     "_flat_weights": "recurrent modules keep their parameters here once more",
     "_flat_weights_names": "as _flat_weights",
     "_flat_weight_refs": "as _flat_weights, weakly",
+    "_expr": "the symbol that an export gives the size of an argument, before it is replaced by an equal one",
     "_base": "the tensor that a view is of, for autograd",
     "_is_view": "whether autograd takes a tensor for a view, which detach_() refuses",
     "_version": "how often a tensor was written to; autograd checks what it saved by it",
@@ -202,14 +211,20 @@ def local_of_caller(name: str) -> Any:
     return sys._getframe(2).f_locals.get(name)
 
 
+def is_wrapped_by_torch_compile(module: torch.nn.Module) -> bool:
+    """Whether torch.compile returned `module`, around another one."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes a second
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
 def is_in_backward() -> bool:
     """Whether autograd's engine runs in this thread; torch.utils.checkpoint asks the same way."""
     return torch._C._current_graph_task_id() != -1
 
 
-def over_all_gradients() -> frozenset[Any]:
+def over_all_gradients() -> tuple[Any, Any]:
     """The functions by which torch's clip_grad_norm_ and GradScaler look at all gradients of an optimizer at once."""
-    return frozenset((torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_))
+    return torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def wants_whole_state() -> str:
@@ -240,6 +255,9 @@ def wants_grouped_state() -> bool:
     return False
 
 
+_handlers_of_torch: dict[OpOverload, Any] = dict(DTensor._op_dispatcher._custom_op_handlers)
+
+
 def handle_dtensor_ops(handlers: Mapping[OpOverload, Callable[[OpOverload, tuple, dict], Any]]) -> None:
     """Compute these ops of DTensors by `handler(op, args, kwargs)`, as torch itself does for ops that no rule says."""
     of_torch: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -249,11 +267,122 @@ def handle_dtensor_ops(handlers: Mapping[OpOverload, Callable[[OpOverload, tuple
 @contextmanager
 def as_torch_does(op: OpOverload) -> Iterator[None]:
     """Inside, `op` of DTensors is not computed by the handler that `handle_dtensor_ops` was given."""
-    handler = DTensor._op_dispatcher._custom_op_handlers.pop(op)
+    handlers: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    if op in _handlers_of_torch:
+        handlers[op] = _handlers_of_torch[op]
     try:
         yield
     finally:
-        DTensor._op_dispatcher._custom_op_handlers[op] = handler
+        handlers[op] = handler
+
+
+def compute_without_rule(compute: Callable[[OpOverload, tuple, dict, Exception], Any]) -> None:
+    """From now on an op on DTensors whose layouts torch cannot tell (it has no rule, or its rule fails with an error)
+    is computed by `compute(op, args, kwargs, error)`.
+
+    torch's C++ calls this member of its dispatcher, which may return the result instead of layouts.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    layouts_of = type(dispatcher)._propagate_op_sharding_dispatch_slow_path
+
+    def layouts_or_result(op: OpOverload, args: tuple, kwargs: dict, *rest: Any) -> Any:
+        try:
+            return layouts_of(dispatcher, op, args, kwargs, *rest)
+        except Exception as error:
+            return compute(op, args, kwargs, error)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = layouts_or_result
+
+
+def watch_saved(check: Callable[[DTensor, str], None], pickled: Callable[[DTensor], None]) -> None:
+    """From now on `check(x, key)` is called before torch.distributed.checkpoint saves or loads a DTensor under `key`,
+    and `pickled(x)` before torch.save writes one.
+
+    These are members by which torch asks any tensor; the key of a load is read from the frame of the caller.
+    """
+    kind: Any = DTensor
+    write_items, chunks, reduce = kind.__create_write_items__, kind.__create_chunk_list__, kind.__reduce_ex__
+
+    def checked_items(self: DTensor, fqn: str, *rest: Any) -> Any:
+        check(self, fqn)
+        return write_items(self, fqn, *rest)
+
+    def checked_chunks(self: DTensor) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "_create_read_items":
+            frame = frame.f_back
+        if frame is not None:
+            check(self, frame.f_locals["fqn"])
+        return chunks(self)
+
+    def checked_reduce(self: DTensor, protocol: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == "torch.serialization":
+            pickled(self)
+        return reduce(self, protocol)
+
+    kind.__create_write_items__, kind.__create_chunk_list__ = checked_items, checked_chunks
+    kind.__reduce_ex__ = checked_reduce
+
+
+def versions_of(dicts: Sequence[dict]) -> Callable[[], Any]:
+    """A function that returns something that differs once one of `dicts` was written to.
+
+    CPython keeps the version that `dict_version` returns in each dict. Where it lies is found by looking for it; then
+    all are read at once, which takes a tenth of the time of as many calls. Elsewhere the function calls `dict_version`.
+    """
+    offsets = _offsets_of_version()
+    if len(offsets) != 1 or not dicts:
+        return lambda: list(map(dict_version, dicts))
+    places = numpy.array([id(each) for each in dicts], dtype=numpy.uint64) + numpy.uint64(offsets[0])
+    first, word = int(places.min()), ctypes.sizeof(ctypes.c_uint64)
+    size = (int(places.max()) - first) // word + 1
+    memory = numpy.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(first))
+    indices = ((places - numpy.uint64(first)) // numpy.uint64(word)).astype(numpy.intp)
+    kept = (*dicts,)  # whose memory is read
+
+    def read() -> bytes:
+        assert kept, "the dicts live as long as this function"
+        return memory.take(indices).tobytes()
+
+    return read
+
+
+@functools.cache
+def _offsets_of_version() -> tuple[int, ...]:
+    """The bytes from the start of a dict at which its version is: one place in CPython 3.11, none later."""
+    samples: list[dict] = [{}, {"a": 1}, {number: number for number in range(50)}]
+    samples[0]["later"] = samples
+    word = ctypes.sizeof(ctypes.c_uint64)
+    words = [(ctypes.c_uint64 * (dict.__basicsize__ // word)).from_address(id(each)) for each in samples]
+    places = range(dict.__basicsize__ // word)
+    return tuple(word * i for i in places if all(row[i] == dict_version(d) for row, d in zip(words, samples)))
+
+
+@functools.cache
+def settings_counted() -> list[int]:
+    """[how often `requires_grad` or `.data` of a DTensor of the process was set, or its content swapped, from now on].
+
+    torch counts no such changes; to ask each parameter takes longer than all else that is asked before a call.
+    """
+    count, kind = [0], DTensor
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def set_and_count(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return function(*args, **kwargs)
+
+        return set_and_count
+
+    for name in ("requires_grad", "data"):
+        member: Any = getattr(torch.Tensor, name)
+        setattr(kind, name, property(member.__get__, counted(member.__set__)))
+    for name in ("requires_grad_", "detach_"):
+        setattr(kind, name, counted(getattr(torch.Tensor, name)))
+    torch.utils.swap_tensors = counted(torch.utils.swap_tensors)
+    return count
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:

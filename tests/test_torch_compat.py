@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar import torch_compat
 from autopar.errors import AutoparError
+from autopar.ir.sizes.size_range import conditions_on_sizes
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.pipeline import run_schedule
 from autopar.schedule.orders import Schedule
@@ -254,6 +255,32 @@ def test_ops_of_dtensors(tmp_path) -> None:
         dist.destroy_process_group()
 
 
+def test_versions_of_dicts() -> None:
+    dicts: list[dict] = [{}, {"a": 1}, nn.Linear(2, 2).__dict__]
+    versions = torch_compat.versions_of(dicts)
+    for each in dicts:
+        before = versions()
+        assert versions() == before
+        each["new"] = 2
+        assert versions() != before
+    assert torch_compat.versions_of([])() == torch_compat.versions_of([])()
+
+
+def test_settings_are_counted_of_dtensors_alone() -> None:
+    count = torch_compat.settings_counted()
+    before = count[0]
+    x = nn.Parameter(torch.ones(2))
+    x.requires_grad = False
+    x.requires_grad_(True).data = torch.zeros(2)
+    assert count[0] == before and isinstance(vars(DTensor)["requires_grad"], property)
+
+
+def test_batch_norms_look_at_their_input() -> None:
+    nn.BatchNorm1d(3)._check_input_dim(torch.ones(2, 3))
+    with pytest.raises(ValueError):
+        nn.BatchNorm2d(3)._check_input_dim(torch.ones(2, 3))
+
+
 def test_the_op_of_grad_scaler() -> None:
     schema = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default._schema
     assert [argument.name for argument in schema.arguments] == ["self", "found_inf", "inv_scale"]
@@ -281,3 +308,30 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+def test_what_torch_compile_wraps_is_known() -> None:
+    module = nn.Linear(2, 2)
+    wrapped = torch.compile(module, backend="eager")
+    assert torch_compat.is_wrapped_by_torch_compile(wrapped)
+    assert not torch_compat.is_wrapped_by_torch_compile(module)
+
+
+def test_conditions_on_sizes() -> None:
+    class Decides(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y if x.shape[0] % 2 else x - y
+
+    auto = {0: torch.export.Dim.AUTO}
+    program = torch.export.export(Decides(), (torch.ones(5), torch.ones(5)), dynamic_shapes=(auto, auto), strict=False)
+    x, y = (node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    conditions, ranges = conditions_on_sizes(x)
+    symbols = [each.shape[0].node._expr for each in (x, y)]
+    assert len(set(symbols)) == 2 and set(symbols) <= set(ranges)
+    assert x.shape[0].node.expr == y.shape[0].node.expr
+
+    def hold(*sizes: int) -> bool:
+        values = {symbol: symbol.subs(symbol, size) for symbol, size in zip(symbols, sizes)}
+        return all(bool(condition.xreplace(values)) for condition in conditions)
+
+    assert hold(7, 7) and not hold(6, 6) and not hold(7, 9)

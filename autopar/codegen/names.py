@@ -14,6 +14,7 @@ import torch
 from autopar.codegen.program import Variable
 from autopar.errors import AutoparError
 from autopar.ir.print_graph import printable
+from autopar.ir.sizes.size import Size
 from autopar.mesh import Mesh
 from autopar.sbp.placement import Placement
 
@@ -133,6 +134,8 @@ def code(item: Any) -> str:
             return kind
         case torch.device():
             return f"torch.device({str(item)!r})"
+        case Size():
+            return item.text
         case complex() if type(item) is complex:
             return f"complex({item.real!r}, {item.imag!r})"
     if type(item) in _LITERALS or isinstance(item, _TORCH_LITERALS):

@@ -68,8 +68,11 @@ def casts_of(target: str, args: Any, kwargs: Sequence[tuple[str, Any]], inputs: 
     """
     dtypes = tuple(value.dtype for value in inputs)
 
-    def kernels(dtypes: Sequence[torch.dtype], *more: tuple[str, Any]) -> Kernels:
-        return _recorded(target, args, (*kwargs, *more), inputs, dtypes, on, is_on=False).kernels
+    def kernels(dtypes: Sequence[torch.dtype], *more: tuple[str, Any]) -> Kernels | None:
+        try:
+            return _recorded(target, args, (*kwargs, *more), inputs, dtypes, on, is_on=False).kernels
+        except TraceError:  # without autocast the op does not take these dtypes together
+            return None
 
     seen = _recorded(target, args, kwargs, inputs, dtypes, on, is_on=True)
     lower, higher = (tuple(to if x.is_floating_point else x for x in dtypes) for to in (on.dtype, torch.float32))

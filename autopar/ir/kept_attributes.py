@@ -151,6 +151,14 @@ def keeping_no_state(model: nn.Module, export: Export) -> ExportedProgram:
 
 
 def _refusal(attribute: _Attribute) -> TraceError:
+    if attribute.tensors and type(attribute.value) in _CONTAINERS:
+        kind = type(attribute.value).__name__
+        return TraceError(
+            f"{_line_of(attribute)}the forward keeps state in attribute {attribute.place}: it puts tensors into this"
+            f" {kind}, which would still be there at the next call, whether that reads them or not, and a plan would"
+            " not keep them: return them from the forward and collect them outside, or register a buffer of a fixed"
+            " shape if the forward itself reads them"
+        )
     return TraceError(
         f"{_line_of(attribute)}the forward keeps state in attribute {attribute.place}, which the next call reads, and a"
         " plan would not keep it: register it as a buffer with the shape and dtype that it has later, or hand it in as"

@@ -214,3 +214,15 @@ def is_random(op: Op) -> bool:
     # arguments of dropout and of recurrent layers
     drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
     return drops and torch.Tag.nondeterministic_seeded in resolve(op.target).tags
+
+
+def order_of(target: str, args: tuple[object, ...], ndim: int, **kwargs: object) -> tuple[int, ...]:
+    """The dims of the input of one of `PERMUTATIONS` in the order in which its output has them; `args` after the input.
+
+    >>> order_of("aten.transpose.int", (0, 1), 3)
+    (1, 0, 2)
+    """
+    probe = torch.empty(
+        tuple(range(2, 2 + ndim)), device="meta"
+    )  # all sizes differ, so that they tell where each dim is
+    return tuple(size - 2 for size in resolve(target)(probe, *args, **kwargs).shape)

@@ -1,5 +1,6 @@
 """`trace`: the normalised Graph of a model for example inputs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,16 +33,23 @@ def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def outline_to_graph(
-    outline: Outline, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast | None = None
+    outline: Outline,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    autocast: Autocast | None = None,
+    number_of: Callable[[Any], Any] | None = None,
 ) -> Graph:
     """The graph of `model`, called with `args` and `kwargs` within `autocast`, from its exported `outline`, before any
-    pass.
+    pass. `number_of`: the values of symbolic sizes, if it has any.
     """
     program, builder = outline.program, OpBuilder()
     spec = program.call_spec
     placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), builder)
     expand = expander(outline, placeholders.state)
-    region = ConvertedRegion(program.graph_module, placeholders.env, False, expand, autocast=autocast)
+    region = ConvertedRegion(
+        program.graph_module, placeholders.env, False, expand, autocast=autocast, number_of=number_of
+    )
     results = convert_region(region, builder)
     outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
     return Graph(

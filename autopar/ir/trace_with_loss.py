@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
+from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.kept_attributes import BESIDE
 from autopar.ir.passes.normalise import normalise
+from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.ir.trace import to_graph, trace
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -30,7 +32,7 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
     _check_loss_function(loss_fn)
     whole = _WithLoss(model, loss_fn, len(args))
     try:
-        graph = _constant_state(to_graph(whole, args, dict(sorted(kwargs.items()))), whole)
+        graph = to_graph(whole, args, dict(sorted(kwargs.items())))
     except TraceError as error:
         if len(args) > 1:
             raise
@@ -39,13 +41,28 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
             " target left out?"
         )
         raise TraceError(f"{error} ({hint})") from error.__cause__
-    _check_loss(graph)
-    return normalise(graph)
+    return _finished(graph, whole)
 
 
 def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of `model` with `loss_fn` as `trace_loss` gives it, or as `trace` if that is None."""
     return trace(model, args, kwargs) if loss_fn is None else trace_loss(model, loss_fn, args, kwargs)
+
+
+def traced_for_sizes(
+    model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims
+) -> SizedTrace:
+    """The graphs that `traced` gives for all sizes of the `dynamic` dims that the model allows."""
+    if loss_fn is None:
+        return SizedTrace.of(model, args, kwargs, dynamic, normalise)
+    whole = _WithLoss(model, loss_fn, len(args))
+    return SizedTrace.of(whole, args, kwargs, dynamic, lambda graph: _finished(graph, whole))
+
+
+def _finished(graph: Graph, whole: "_WithLoss") -> Graph:
+    graph = _constant_state(graph, whole)
+    _check_loss(graph)
+    return normalise(graph)
 
 
 class _WithLoss(nn.Module):

@@ -117,6 +117,24 @@ def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_chang
     return tuple(_even(op, combinations, mesh_shape))
 
 
+@lru_cache(maxsize=4096)
+def nearest_strategy(op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...]) -> Strategy:
+    """The strategy of `op` that reads most of its inputs in these `layouts`, chosen one axis after the other; the first
+    of several.
+    """
+    chosen: list[Signature] = []
+    rest = [signatures_of(op)[0]] * len(mesh_shape)  # all I, which divides on any axis
+    for axis, size in enumerate(mesh_shape):
+
+        def differing(signature: Signature, axis: int = axis) -> int:
+            return sum(placement != layout[axis] for placement, layout in zip(signature.inputs, layouts))
+
+        nearest = sorted(_on_axis(op, size), key=differing)
+        several = ((*chosen, signature, *rest[axis + 1 :]) for signature in nearest)
+        chosen.append(next(_even(op, several, mesh_shape)).signatures[axis])
+    return Strategy(tuple(chosen))
+
+
 def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
     """The `combinations` of one signature for each axis in which everything divides evenly."""
     extents_of: dict[Signature, dict[SplitDim, int]] = {}

@@ -99,3 +99,18 @@ def test_a_custom_function_within_autocast_is_refused() -> None:
         TraceError, match=r"test_autocast.py:\d+.*under autocast to torch.bfloat16, which cannot be seen"
     ):
         trace(Custom(), (torch.randn(4, 4, requires_grad=True),), {})
+
+
+class Mixed(nn.Module):
+    """Attention of queries in float32, as rotary embeddings give them, and values in a half; autocast casts both."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return F.scaled_dot_product_attention(x, x, x.bfloat16())
+
+
+def test_an_op_of_mixed_dtypes_that_runs_under_autocast_alone_is_cast() -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(1, 2, 4, 8),)
+    graph = trace(Mixed(), args, {})
+    assert torch.equal(run(graph, bindings(graph, Mixed(), args, {}))[0][0], Mixed()(*args))

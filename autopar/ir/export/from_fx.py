@@ -39,8 +39,6 @@ _IDENTITIES = frozenset(
     for name in (
         "alias.default",
         "contiguous.default",
-        "dropout.default",
-        "feature_dropout.default",
         "to.dtype",
         "to.dtype_layout",
         "to.device",
@@ -50,8 +48,19 @@ _IDENTITIES = frozenset(
         "requires_grad_.default",
     )
 )
+# Ops that return their input itself where they drop nothing: the fake tensors of a trace do not show that.
+_DROPOUTS = frozenset(
+    f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+)
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
-_PARTS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.", "aten.unbind.")
+_PARTS = tuple(
+    f"aten.{name}."
+    for name in (
+        *("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"),
+        *("unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit"),
+    )
+)
 
 
 # (opaque call of a module, the region it is in, builder) -> the views of its results.
@@ -64,7 +73,8 @@ class ConvertedRegion:
 
     `env`: node -> its result: a View, a tuple of Views or a constant. `expand`: converts opaque calls of modules. In
     the body of one, `inside` is the FQN of its module and `line` the line of the model that called it. `autocast`: the
-    casts of inputs that ops here are given, as ops of their own.
+    casts of inputs that ops here are given, as ops of their own. `number_of`: a symbolic size of the traced program ->
+    its value in this graph; None if sizes are numbers already.
     """
 
     module: GraphModule
@@ -74,6 +84,7 @@ class ConvertedRegion:
     inside: str = ""
     line: str = ""
     autocast: Autocast | None = None
+    number_of: Callable[[Any], Any] | None = None
 
 
 def convert_region(region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
@@ -111,6 +122,8 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         made, index = _arguments(node)
         return region.env[made][index]
     target = _target_of(node)
+    if region.number_of is not None and isinstance(node.meta.get("val"), _SIZES):
+        return region.number_of(node.meta["val"])
     if target in _NOISE:
         return None
     if target == CALL and region.expand is not None:
@@ -123,19 +136,26 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         )
     if target.startswith("higher_order."):
         return _inline(node, target, region, builder)
-    _check_sizes(node, target)
+    _check_sizes(node, target, region)
     return _convert_op(node, target, region, builder, at)
 
 
-def _check_sizes(node: Node, target: str) -> None:
+def _check_sizes(node: Node, target: str, region: ConvertedRegion) -> None:
     for value in _values_of(node):
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+        if any(isinstance(size, _SIZES) and _number(size, region) is None for size in sizes):
             raise TraceError(
                 f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan"
                 " needs fixed shapes: keep the computation in tensors, e.g. torch.where with a mask instead of item(),"
                 " nonzero() or boolean indexing"
             )
+
+
+def _number(size: Any, region: ConvertedRegion) -> Any:
+    """A size as a number; None if it depends on the values of tensors."""
+    if not isinstance(size, _SIZES):
+        return size
+    return None if region.number_of is None else region.number_of(size)
 
 
 def _values_of(node: Node) -> tuple[Any, ...]:
@@ -175,7 +195,7 @@ def _quote(node: Node) -> str:
 def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBuilder, at: Origin) -> Any:
     written = inplace_ops.written_arguments(node.target)
     aliased, args = _aliased_input(node), _arguments(node)
-    if target in _IDENTITIES and (aliased is not None or target.endswith("_.default")) and _is_as_traced(node, region):
+    if _returns_input(node, target, aliased, region):
         return region.env[args[0]]
     bound = map_leaves(args, lambda leaf: _bind(leaf, region.env, builder, at))
     named = {
@@ -198,14 +218,23 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
         )
     if region.autocast is not None:
         bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
-    outputs = builder.emit(target, bound, named, at=at, fallback=_fallback(node))
+    outputs = builder.emit(target, bound, named, at=at, fallback=_fallback(node, region))
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
-            storage.owner = storage.owner or f"a tensor that {target} gave a view of"
+            storage.make_read_only(f"a tensor that {target} gave a view of")
         read_only = tuple(whole(value, shared[0].owner) for value in outputs)
         return read_only if builder.ops[-1].is_tuple else read_only[0]
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
     return views if builder.ops[-1].is_tuple else views[0]
+
+
+def _returns_input(node: Node, target: str, aliased: Node | None, region: ConvertedRegion) -> bool:
+    """Whether the call returns its first input itself, so that a write to either is one to both."""
+    if target in _DROPOUTS:
+        given = dict(zip(("input", "p", "train"), node.args)) | dict(node.kwargs)
+        return isinstance(node.args[0], Node) and not (given["train"] and given["p"])
+    is_same = aliased is not None or target.endswith("_.default")
+    return target in _IDENTITIES and is_same and _is_as_traced(node, region)
 
 
 def _is_as_traced(node: Node, region: ConvertedRegion) -> bool:
@@ -250,8 +279,9 @@ def _bind(leaf: Any, env: Mapping[Node, Any], builder: OpBuilder, at: Origin) ->
     return read(view, builder, replace(at, name=stem_of(leaf.name))) if isinstance(view, View) else view
 
 
-def _fallback(node: Node) -> tuple[Meta, ...]:
-    return tuple(Meta(tuple(v.shape), v.dtype, False) for v in _values_of(node) if isinstance(v, torch.Tensor))
+def _fallback(node: Node, region: ConvertedRegion) -> tuple[Meta, ...]:
+    tensors = (value for value in _values_of(node) if isinstance(value, torch.Tensor))
+    return tuple(Meta(tuple(_number(size, region) for size in x.shape), x.dtype, False) for x in tensors)
 
 
 def _aliased_input(node: Node) -> Node | None:

@@ -16,6 +16,16 @@ class Storage:
     version: int = 0
     owner: str = ""
 
+    def make_read_only(self, owner: str) -> None:
+        """Refuse writes from now on: a view that cannot be taken again would keep the old values."""
+        if not self.owner or self.is_writable:
+            self.owner = owner
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a forward may write to it; of what is not made by the call, to buffers only."""
+        return not self.owner or self.owner.startswith("buffer ")
+
 
 @dataclass
 class View:
@@ -67,7 +77,7 @@ def _check_writable(view: View, at: Origin) -> None:
             f"{at.line}: a tensor that needs a gradient is changed in place without autograd's knowledge; use the"
             " out-of-place operation here"
         )
-    if view.storage.owner and not view.storage.owner.startswith("buffer"):
+    if not view.storage.is_writable:
         raise TraceError(
             f"{at.line}: the forward changes {view.storage.owner} in place; only buffers may change: "
             "work on a clone, or register the tensor as a buffer"

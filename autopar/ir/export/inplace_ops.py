@@ -1,8 +1,14 @@
-"""Conversion of in-place ops to the functional ops that compute the written values."""
+"""Conversion of in-place ops, and of batch norms, to the functional ops that compute the written values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from autopar.errors import TraceError
 from autopar.ir.export.functionalise import View, functional_target, read, whole, write
@@ -13,6 +19,8 @@ from autopar.ir.op_facts import RESHAPES
 
 _BATCH_NORM = "aten.batch_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_forward = nn.BatchNorm1d.forward
 
 
 def written_arguments(function: Any) -> tuple[str, ...]:
@@ -120,6 +128,11 @@ def _cast(value: Value, like: Value, builder: OpBuilder, at: Origin) -> Value:
 
 
 def _convert_metadata_write(target: str, view: View, args: tuple[Any, ...], builder: OpBuilder, at: Origin) -> View:
+    if view.storage.owner and target != "aten.detach.default":
+        raise TraceError(
+            f"{at.line}: the forward changes the shape of {view.storage.owner} in place; use the out-of-place operation"
+            " here"
+        )
     base = read(view, builder, at)
     value = builder.emit(target, args, at=at)[0]
     view.steps = (*view.steps, step_of(target, args, base, value))
@@ -142,3 +155,29 @@ def convert_batch_norm(target: str, operands: list[Any], args: tuple[Any, ...], 
     for operand, value in zip(operands[3:5], outputs[3:5]):
         write(operand, value, builder, at)
     return whole(outputs[0])
+
+
+@contextmanager
+def batch_norms_traced() -> Iterator[None]:
+    """Inside, batch norms run ops that a graph can have.
+
+    `SyncBatchNorm` sums over ranks; in a graph over whole tensors a batch norm has the whole batch. `momentum=None`
+    reads the number of batches so far.
+    """
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            stack.enter_context(patch.object(kind, "forward", _traced))
+        yield
+
+
+def _traced(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.momentum is not None or not (self.training and self.track_running_stats):
+        return _forward(self, x)
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    mean, variance = torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+    out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: of this batch
+    share = 1 / self.num_batches_tracked
+    for average, own in ((self.running_mean, mean), (self.running_var, variance)):
+        average.add_((own.detach() - average) * share)
+    return out

@@ -16,6 +16,10 @@ def skeleton(model: nn.Module) -> nn.Module:
     empty: dict[int, object] = {id(x): bare(x) for x in (*model.parameters(), *model.buffers())}
     computed = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
     empty |= {id(x): bare(x).requires_grad_(False) for x in computed if not x.is_leaf and id(x) not in empty}
+    of_hooks = [
+        x for module in model.modules() for hook in module._forward_pre_hooks.values() for x in _tensors_of(hook)
+    ]
+    empty |= {id(x): x.detach().clone() for x in of_hooks if id(x) not in empty}  # torch copies no view of a DTensor
     return copy.deepcopy(model, empty)
 
 
@@ -24,3 +28,7 @@ def bare(x: torch.Tensor) -> torch.Tensor:
     # not empty_like: of a DTensor that would be a DTensor
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _tensors_of(hook: object) -> list[torch.Tensor]:
+    return [x for x in getattr(hook, "__dict__", {}).values() if isinstance(x, torch.Tensor)]

@@ -1,5 +1,5 @@
 """State that an export would lose silently: hooks on gradients, hooks that only observe, buffers that change shape, and
-random numbers that are not torch's are refused by name.
+random numbers that are not torch's are refused by name; so are models that cannot be taken as they are given.
 
 Other buffers that the forward replaces are written back.
 """
@@ -17,10 +17,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
-from autopar.torch_compat import backward_hooks_of_all_modules
+from autopar.torch_compat import backward_hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
     "{} in forward is not kept: let a custom torch.autograd.Function change the gradient in its backward, or read the"
@@ -33,10 +34,24 @@ _BACKWARD = (
 _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
 
-def check_no_gradient_hooks(model: nn.Module) -> None:
-    """AutoparError for a hook on gradients that was set before: a generated program calls no modules and has tensors
-    of its own.
+def check_given_model(model: nn.Module) -> None:
+    """AutoparError for a lazy module that has no parameters yet, a module that torch.compile wraps, and a hook on
+    gradients that was set before: a generated program calls no modules and has tensors of its own.
     """
+    for fqn, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            raise AutoparError(
+                f"{fqn} is not initialised: its module is lazy and learns its shape at the first call. Call the model"
+                " once, on one device, before autopar.compile, or give the module its sizes (nn.Linear in place of"
+                " nn.LazyLinear)"
+            )
+    for fqn, module in model.named_modules():
+        if is_wrapped_by_torch_compile(module):
+            of, inner = (f"module {fqn}", f"model.{fqn}._orig_mod") if fqn else ("the model", "model._orig_mod")
+            raise AutoparError(
+                f"{of} is what torch.compile returned: expected modules as written. Give autopar.compile the module in"
+                f" it, {inner}, and call torch.compile on what autopar.compile returns, or on nothing"
+            )
     for hooks, of in _gradient_hooks(model):
         for hook in hooks:
             raise AutoparError(

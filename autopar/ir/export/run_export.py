@@ -4,27 +4,32 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
+from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.torch_compat import FakeTensor, pytree
 
+# Number of a leaf of (args, kwargs) -> its dims whose sizes are symbols in the exported program.
+DynamicDims = Mapping[int, Collection[int]]
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims | None = None
+) -> ExportedProgram:
     """The training IR of the model's forward. Raises TraceError with the model's line."""
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
@@ -35,15 +40,16 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
         _without_dump(),
         functions_kept(),
         losses_refused(model),
-        # a sum over ranks; in a graph over whole tensors a batch norm has the whole batch
-        patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward),
+        batch_norms_traced(),
     ):
-        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs))
+        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}))
 
 
-def _checked_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _checked_export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims
+) -> ExportedProgram:
     try:
-        return _export(model, args, kwargs)
+        return _export(model, args, kwargs, dynamic)
     except GuardOnDataDependentSymNode as error:
         raise TraceError(_data_dependent(error)) from None
     except Exception as error:
@@ -56,13 +62,54 @@ def _checked_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         raise TraceError(told) from in_own_lines(error)
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims) -> ExportedProgram:
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not given and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return torch.export.export(model, args, kwargs, strict=False)
+        return _torch_export(model, args, kwargs, dynamic)
     with as_if_on_cpu(model) as fake:
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+        return _torch_export(model, args, kwargs, dynamic)
+
+
+def _torch_export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims
+) -> ExportedProgram:
+    """The program with symbols for the `dynamic` dims; a size that the model fixes stays a number."""
+    if not dynamic:
         return torch.export.export(model, args, kwargs, strict=False)
+    shapes = ShapesCollection()
+    for number, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+        if number in dynamic:
+            shapes[leaf] = dict.fromkeys(dynamic[number], Dim.AUTO)
+    with _all_keywords_named(model, kwargs):
+        sizes = shapes.dynamic_shapes(model, args, kwargs)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=sizes, strict=False)
+
+
+@contextmanager
+def _all_keywords_named(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+    """A context in which the signature of the forward names all of `kwargs`: torch.export matches dynamic dims to
+    arguments by it, and fails for those that it has as **kwargs.
+    """
+    forward, own = model.forward, model.__dict__.get("forward")
+    named = inspect.signature(forward).parameters
+    known = [each for each in named.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(known) == len(named):
+        yield
+        return
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in named]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    vars(called)["__signature__"] = inspect.Signature([*known, *more])
+    model.__dict__["forward"] = called
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
 
 
 def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

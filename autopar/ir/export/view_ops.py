@@ -6,7 +6,7 @@ from typing import Any
 from autopar.ir.call_args import fill
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Slot, Value
-from autopar.ir.op_facts import RESHAPES
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,16 @@ class ViewStep:
         if self.target == "aten.detach.default":
             return part
         rest = self.args[1:]
-        if self.target in ("aten.transpose.int", "aten.t.default"):
-            return builder.emit(self.target, (part, *rest), at=at)[0]
-        if self.target == "aten.permute.default":
-            dims = tuple(dim % len(base.shape) for dim in rest[0])
-            return builder.emit(self.target, (part, tuple(dims.index(i) for i in range(len(dims)))), at=at)[0]
+        if self.target in PERMUTATIONS:
+            order = order_of(self.target, rest, len(base.shape), **dict(self.kwargs))
+            back = tuple(order.index(dim) for dim in range(len(order)))
+            return builder.emit("aten.permute.default", (part, back), at=at)[0]
+        if self.target == "aten.narrow.default":
+            dim, start, length = rest
+            start += base.shape[dim] * (start < 0)
+            return builder.emit("aten.slice_scatter.default", (base, part, dim, start, start + length), at=at)[0]
+        if self.target == "aten.diagonal.default":
+            return builder.emit("aten.diagonal_scatter.default", (base, part, *rest), at=at)[0]
         if self.target == "aten.slice.Tensor":
             return builder.emit("aten.slice_scatter.default", (base, part, *rest), at=at)[0]
         if self.target == "aten.select.int":
@@ -54,8 +59,8 @@ def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> V
 
 
 def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> tuple[ViewStep, ...]:
-    """A step for each output of a chunk, split or unbind of `Slot(0)`."""
-    dim = _dim_of(target, args)
+    """A step for each output of a chunk, split or unbind of `Slot(0)`, whose value is `args[0]`."""
+    dim = _dim_of(target, args, len(args[0].shape))
     if target.startswith("aten.unbind."):
         return tuple(ViewStep("aten.select.int", (Slot(0), dim, i)) for i in range(len(parts)))
     steps, start = [], 0
@@ -66,6 +71,8 @@ def part_steps(target: str, args: tuple[Any, ...], parts: tuple[Value, ...]) -> 
     return tuple(steps)
 
 
-def _dim_of(target: str, args: tuple[Any, ...]) -> int:
+def _dim_of(target: str, args: tuple[Any, ...], ndim: int) -> int:
+    if target.startswith(("aten.hsplit.", "aten.vsplit.", "aten.dsplit.")):
+        return {"h": min(1, ndim - 1), "v": 0, "d": 2}[target.removeprefix("aten.")[0]]
     position = 1 if target.startswith("aten.unbind.") else 2
     return args[position] if len(args) > position else 0

@@ -7,11 +7,8 @@ All views that regroup dims are `reshape`, all that reorder them `permute`, all 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
-
-from autopar.ir.call_args import fill
 from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
-from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
 
 
 def canonicalise(graph: Graph) -> Graph:
@@ -41,10 +38,8 @@ def _cast(op: Op) -> Op:
 
 
 def _permute(op: Op) -> Op:
-    # If all sizes differ, they tell the new position of each dim.
-    probe = torch.empty(tuple(range(2, 2 + len(op.inputs[0].shape))), device="meta")
-    moved = resolve(op.target)(*fill(op.args, (probe,)), **dict(op.kwargs))
-    return _unary(op, "aten.permute.default", tuple(size - 2 for size in moved.shape))
+    order = order_of(op.target, op.args[1:], len(op.inputs[0].shape), **dict(op.kwargs))
+    return _unary(op, "aten.permute.default", order)
 
 
 def _split(op: Op) -> Op:
@@ -106,15 +101,19 @@ def _dense(op: Op) -> Op:
 
 
 def _resolve_dims(op: Op) -> Op:
-    """The op with dims counted from the front; an op that adds a dim counts differently and is left unchanged."""
-    if not op.inputs or op.target == "aten.stack.default":
+    """The op with dims counted from the front, of the result of broadcasting if it reads several tensors."""
+    if not op.inputs or op.target in _COUNTED_OTHERWISE:
         return op
-    ndim = len(op.inputs[0].shape)
+    ndim = max(len(value.shape) for value in op.inputs)
     names = [arg.name for arg in resolve(op.target)._schema.arguments]
     args = tuple(_front(arg, ndim) if name == "dim" else arg for name, arg in zip(names, op.args))
     return replace(
         op, args=args, kwargs=tuple((name, _front(arg, ndim) if name == "dim" else arg) for name, arg in op.kwargs)
     )
+
+
+# `stack` adds a dim; of weight norms -1 stands for the norm of all dims.
+_COUNTED_OTHERWISE = frozenset(("aten.stack.default", "aten._weight_norm.default", "aten.norm_except_dim.default"))
 
 
 def _front(dim: object, ndim: int) -> object:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.errors import TraceError
 from autopar.ir.print_graph import format_graph
 from autopar.ir.trace import trace
 from tests.ir.compare import assert_same_as_model
@@ -94,7 +95,29 @@ def _empty(model, x):
     return result
 
 
+def _through_views_of_all_kinds(model, x):
+    x = x.detach() * 1
+    rows, columns = x.vsplit(2)[1], x.hsplit(2)[1]
+    x.mT[1].add_(1)
+    x.T.mul_(torch.arange(2.0))
+    x.movedim(0, 1)[0].sub_(2)
+    x.narrow(1, -2, 2).neg_()
+    x.diagonal().fill_(3)
+    x.tensor_split(3, 1)[0].mul_(2)
+    return rows * 1, columns * 1, x.unsafe_chunk(2)[1]
+
+
+def _dropout_that_drops_nothing(model, x):
+    x = x * 1
+    kept, same = F.dropout(x, 0.5, False), F.alpha_dropout(x, 0.0, True)
+    x.mul_(3)
+    same[0].add_(1)
+    return x + 1, kept * 2
+
+
 PROGRAMS = [
+    _through_views_of_all_kinds,
+    _dropout_that_drops_nothing,
     _slice_then_base,
     _base_then_view,
     _view_then_view,
@@ -115,6 +138,43 @@ def test_same_results(program):
     graph = trace(model, (x,), {})
     assert_same_as_model(graph, model, (x,), {}, tolerance=1e-6)
     assert not any("_." in op.target for op in graph.ops), format_graph(graph)
+
+
+def _view_by_an_op_of_several_tensors(model, x):
+    seen = torch.broadcast_tensors(model.state, x)[0]
+    model.state.add_(1)
+    return seen + x
+
+
+def _view_by_einsum(model, x):
+    seen = torch.einsum("ij->ji", model.state)
+    model.state.add_(1)
+    return seen.t() + x
+
+
+def _turned_buffer(model, x):
+    return x + model.state.t_().t()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (_view_by_an_op_of_several_tensors, "aten.broadcast_tensors.default gave a view of"),
+        (_view_by_einsum, "aten.einsum.default gave a view of"),
+        (_turned_buffer, "changes the shape of buffer state"),
+    ],
+)
+def test_a_write_that_a_view_would_not_see_is_refused(program, words):
+    with pytest.raises(TraceError, match=words):
+        trace(InPlace(program), (torch.randn(2, 4),), {})
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_running_means_of_batch_norms(momentum):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum)), torch.randn(8, 4)
+    model(torch.randn(8, 4))
+    assert_same_as_model(trace(model, (x,), {}), model, (x,), {}, tolerance=1e-6)
 
 
 def test_no_mutation_is_forgotten():

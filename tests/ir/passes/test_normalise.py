@@ -174,3 +174,19 @@ def test_batch_norm_updates_its_buffers():
     assert [value.needs_grad for value in norms[0].outputs] == [True, False, False, False, False]
     evaluated = trace(case.model.eval(), case.args, case.kwargs)
     assert not evaluated.mutations and any(op.target == "aten.batch_norm.default" for op in evaluated.ops)
+
+
+COUNTED_FROM_THE_END = {
+    "norm of all dims": lambda w, x: x @ torch._weight_norm(w, w[0, 0], -1),
+    "norm of each column": lambda w, x: x @ torch._weight_norm(w, w[:1], 1),
+    "cosines of a vector and rows": lambda w, x: F.cosine_similarity(w[0], x, dim=-1),
+    "cosines of rows and a vector": lambda w, x: F.cosine_similarity(x, w[0], dim=-1),
+    "products of a vector and rows": lambda w, x: torch.linalg.vecdot(w[0], x, dim=-1),
+    "cross products of vectors and rows": lambda w, x: torch.linalg.cross(w[None, :1, :3], x[..., :3], dim=-1),
+    "a sum of the last dim": lambda w, x: (x @ w).sum(-1) + x.mean((-1, -2), keepdim=True)[..., 0],
+}
+
+
+@pytest.mark.parametrize("name", sorted(COUNTED_FROM_THE_END))
+def test_dims_counted_from_the_end_are_those_that_the_op_takes_them_for(name):
+    targets(COUNTED_FROM_THE_END[name])
