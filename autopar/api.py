@@ -18,7 +18,7 @@ from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster, preset
 from autopar.errors import AutoparError, InfeasibleError, MeshError, warn
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
-from autopar.ir.export.refused_state import check_no_gradient_hooks
+from autopar.ir.export.refused_state import check_given_model
 from autopar.ir.graph import Graph
 from autopar.ir.trace_with_loss import LossFunction, traced
 from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
@@ -40,7 +40,6 @@ from autopar.schedule.orders import NAMES as SCHEDULES
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
-
 
 _LONG_S = 2.0  # planning that takes longer shows what it does
 # What may fit where outputs that are given whole do not.
@@ -82,7 +81,7 @@ def plan(
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
     args, kwargs = _checked_call(model, args, kwargs)
-    check_no_gradient_hooks(model)
+    check_given_model(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
@@ -142,7 +141,7 @@ def compile(
     """
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
-    check_no_gradient_hooks(model)
+    check_given_model(model)
     request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
     _check_options(plan, request, cluster, outputs, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
@@ -199,6 +198,7 @@ class _Planner:
     request: PlanRequest
     given: str | None  # JSON text of a plan made before
     is_own: bool  # the given plan was made by this run rather than read from a file
+    peaks = staticmethod(rank_peaks)  # which every rank computes alike
 
     def __call__(
         self, graph: Graph, fixed: dict[str, str], trains: bool, outputs: Mapping[str, Layout]

@@ -1,14 +1,17 @@
 """The check whether a batch is too small: the pipeline mostly fills and drains, or devices duplicate work."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.work_bound import floor_s
+from autopar.plans.base_plan import UNPREDICTED
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.sequence_dim import batch_arguments
 from autopar.schedule.orders import Schedule
 from autopar.schedule.simulate import as_array, ordered, step_s
+from autopar.units import format_bytes
 
 # A batch is too small if more than the first share of the time is wasted, large enough if at most the second is.
 _MUCH, _LITTLE = 0.3, 0.1
@@ -45,7 +48,17 @@ def too_small(plan: Plan | StagedPlan) -> TooSmall | None:
 def notes(plan: Plan | StagedPlan) -> tuple[str, ...]:
     """Remarks that a user should read before running the plan."""
     small = too_small(plan)
-    return (str(small),) if small else ()
+    return (*((str(small),) if small else ()), *_unpredicted(plan))
+
+
+def _unpredicted(plan: Plan | StagedPlan) -> Iterator[str]:
+    if UNPREDICTED in plan.found_by:
+        used, limit = max(plan.memory_bytes), plan.memory_limit_bytes
+        yield (
+            "Planning was interrupted before the peak memory of the plan was predicted: it fits by the estimate of the"
+            f" search, {format_bytes(used)} of {format_bytes(limit)} per device, but its peak may not. Let planning"
+            " end, or give time_limit_s=, before you rely on it."
+        )
 
 
 def _filling(plan: StagedPlan, batch: int) -> TooSmall | None:

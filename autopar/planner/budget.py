@@ -17,6 +17,10 @@ Progress = Callable[[str], None]  # called with a few words about the current wo
 Watch = Callable[[str, Any], None]  # called with the name and each artifact of planning
 
 
+class Interrupted(Exception):
+    """Ctrl-C ended the work that `left_at_interrupt` is around."""
+
+
 def _quiet(_: str) -> None:
     """Report no progress."""
 
@@ -100,13 +104,42 @@ class Budget:
             yield
             return
 
-        def stop(_signal: int, _frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, before)
-            self.deadline.stop()
-            self.progress("interrupted: taking the best plan so far (Ctrl-C again to give up)")
-
-        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGINT, _Stop(self, before))
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def left_at_interrupt(self) -> Iterator[None]:
+        """A context that the Ctrl-C that ends planning leaves at once, by Interrupted: of work that looks at no
+        deadline and that planning can do without.
+        """
+        stop = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not isinstance(stop, _Stop):
+            yield
+            return
+        stop.raises = True
+        try:
+            yield
+        finally:
+            stop.raises = False
+
+
+@dataclass
+class _Stop:
+    """The handler of the Ctrl-C that ends planning within `budget`, after which the handler is the one `before`.
+
+    `raises`: whether the work at hand is left by Interrupted.
+    """
+
+    budget: Budget
+    before: Any
+    raises: bool = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, self.before)
+        self.budget.deadline.stop()
+        self.budget.progress("interrupted: taking the best plan so far (Ctrl-C again to give up)")
+        if self.raises:
+            raise Interrupted

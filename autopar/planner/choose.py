@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
@@ -20,7 +21,7 @@ from autopar.plans.staged_plan import StagedPlan
 
 # If a plan leaves more than this share of the memory limit free, the limit does not bind.
 _FREE = 0.1
-# The share of the time left for the first of two ways.
+# The share of the time left for the first of two ways, if the second one may be as good.
 _SHARE_OF_FIRST = 0.75
 # Seconds that the plan found and the prediction of its peak take for each op of the graph, on one core of an EPYC; at
 # most this share of the time is left for them.
@@ -48,10 +49,10 @@ def choose_plan(
     """The best plan within the time limit; for training also with stages, microbatches and activation checkpointing.
 
     Shortly before the time limit, and after Ctrl-C, searches end with the best plan so far, possibly a hand plan, whose
-    peak is predicted in the rest of the time. `predict`:
-    plan -> predicted peak in bytes of a device of each rank, which must be within the limit; by default the estimate of
-    the search is used. `watch`: called with each artifact, in order (`planner.printed`). MicrobatchError or another
-    AutoparError if no plan satisfies the request.
+    peak is predicted in the rest of the time; after Ctrl-C only if that takes a second at most, else the plan says that
+    it may not fit. `predict`: plan -> predicted peak in bytes of a device of each rank, which must be within the limit;
+    by default the estimate of the search is used. `watch`: called with each artifact, in order (`planner.printed`).
+    MicrobatchError or another AutoparError if no plan satisfies the request.
     """
     mesh = stages_first(mesh)
     limit_s, request = request.time_limit_s, request.on(cluster)
@@ -64,16 +65,15 @@ def choose_plan(
     budget.show("graph", graph)
     with rarely_collected(), budget.ended_by_interrupt():
         for way in ways:
-            part = budget.part(_SHARE_OF_FIRST) if len(ways) > 1 and way == ways[0] else budget
-            asked = {"budget": part, "predict": predict}
+            share = _SHARE_OF_FIRST if len(ways) > 1 and way == ways[0] else 1.0
+            asked: dict[str, Any] = {"budget": budget, "predict": predict}
             try:
                 if way is Way.WHOLE and not (staged is not None and budget.is_spent):
-                    whole = make_plan(
-                        graph, mesh, cluster, request, to_beat_s=_to_beat_s(staged, mesh, cluster), **asked
-                    )
+                    asked |= {"budget": budget.part(share), "to_beat_s": _to_beat_s(staged, mesh, cluster)}
+                    whole = make_plan(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
                     cutoff_s = math.inf if whole is None else whole.step_s
-                    staged = plan_in_stages(graph, mesh, cluster, request, cutoff_s=cutoff_s, **asked)
+                    staged = plan_in_stages(graph, mesh, cluster, request, cutoff_s=cutoff_s, share=share, **asked)
             except AutoparError as error:
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):
                     raise

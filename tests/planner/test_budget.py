@@ -12,12 +12,14 @@ import pytest
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.errors import InfeasibleError
+from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models.catalogue import build_model
 from autopar.peak_memory.predict import rank_peaks
+from autopar.planner import fit_memory
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
@@ -25,6 +27,7 @@ from autopar.planner.pipeline import search_stages
 from autopar.planner.pipeline.search_rank import RankTask, SolvedStages
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages
 from autopar.planner.request import PlanRequest
+from autopar.plans.plan import Plan
 from autopar.search.deadline import Deadline
 
 
@@ -205,3 +208,51 @@ def test_a_handler_of_the_program_and_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert struck == [True, False]
+
+
+@pytest.mark.parametrize("is_in_prediction", [False, True])
+def test_a_long_prediction_of_the_peak_is_left_out_after_ctrl_c_and_the_plan_says_so(
+    graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch, is_in_prediction: bool
+):
+    monkeypatch.setattr(fit_memory, "_PATIENCE_S", 0.0)
+    predicted, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def predict(plan: Plan) -> tuple[int, ...]:
+        predicted.append(plan)
+        os.kill(os.getpid(), signal.SIGINT)
+        return rank_peaks(plan)
+
+    def tell(text: str) -> None:
+        if not is_in_prediction and "search" in text and not predicted:
+            predicted.append(text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        found = choose_plan(
+            graph("gpt2", layers=2),
+            parse_devices("2x2"),
+            load_cluster("v100"),
+            PlanRequest(num_microbatches=1),
+            progress=tell,
+            predict=predict,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(predicted) == 1 and not found.peak_bytes
+    assert "without a predicted peak, ended by Ctrl-C" in found.found_by
+    assert any("its peak may not" in note for note in notes(found)) and "its peak may not" in found.explain()
+
+
+def test_a_short_prediction_of_the_peak_is_made_after_ctrl_c(graph: Callable[..., Graph]):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def predict(plan: Plan) -> tuple[int, ...]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return rank_peaks(plan)
+
+    asked = graph("gpt2", layers=2), parse_devices("2x2"), load_cluster("v100"), PlanRequest(num_microbatches=1)
+    try:
+        found = choose_plan(*asked, predict=predict)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found.peak_bytes and found.found_by.endswith("ended by Ctrl-C") and not notes(found)

@@ -95,13 +95,15 @@ def plan_in_stages(
     *,
     budget: Budget,
     cutoff_s: float = math.inf,
+    share: float = 1.0,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:
     """The best plan with stages, microbatches or activation checkpointing; None if no point comes near `cutoff_s`.
 
     It is never slower than the best point of the sweep that fits by its estimate. If no plan fits by the deadline and
     there is no `cutoff_s`, a few points are tried after it, since a late plan is better than none. InfeasibleError,
-    with the least memory that would do, if none fits. `predict`: as in `choose_plan`.
+    with the least memory that would do, if none fits. `share`: of the time left for the search of points, if one
+    without stages and microbatches comes near, for which the caller needs the rest. `predict`: as in `choose_plan`.
     """
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
     by_hand: list[Staged] = []
@@ -112,6 +114,7 @@ def plan_in_stages(
         factor = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
         within = replace(request, memory_limit_bytes=limit_bytes * factor**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
+        budget = fit.budget = _left_for_points(by_hand, budget, share)
         points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), cutoff_s)
         if by_hand and not points:
             return None
@@ -213,6 +216,14 @@ def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
         distinct.setdefault((point.mesh, point.schedule), point)
     limit_s = min(min((one.step_s for one in found), default=0.0) * _NEAR, cutoff_s * _GAIN)
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
+
+
+def _left_for_points(found: Sequence[Staged], budget: Budget, share: float) -> Budget:
+    """`share` of the time left if the search may make a point without stages and microbatches as fast as the best,
+    else all of it.
+    """
+    whole = (one for one in found if one.schedule.num_ranks == one.schedule.num_microbatches == 1)
+    return budget.part(share if any(one.step_s <= _GAIN * found[0].step_s for one in whole) else 1.0)
 
 
 def _searched(searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget) -> StagedPlan | None:

@@ -139,8 +139,8 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         is_hopeless = not is_last_resort and at.cache.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
         if is_hopeless and not at.task.can_move_state:
             continue
-        free = _unlimited(at, asked)
-        if free.cost_s >= (at.task.to_beat_s if best is None else best.cost_s):
+        free, to_beat_s = _unlimited(at, asked), at.task.to_beat_s if best is None else best.cost_s
+        if free.cost_s >= to_beat_s:
             is_too_slow = True
             continue
         free, found = _priced(at, free, asked), None
@@ -148,12 +148,15 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
             break
         if not is_hopeless:
             try:
-                found = _saving(at, asked, free, pressure)
+                found = _saving(at, asked, free, pressure, to_beat_s)
             except InfeasibleError as error:
                 at.cache.failed[key_of(asked)] = pressure
                 failure = error
-        for one in (found, _with_state_on_host(at, asked, free, pressure, found)):
-            best = one if one is not None and (best is None or one.cost_s < best.cost_s) else best
+        known = (best, found, _with_state_on_host(at, asked, free, pressure, found))
+        is_too_slow |= any(known)
+        best = min(
+            (one for one in known if one and one.cost_s < at.task.to_beat_s), key=lambda one: one.cost_s, default=None
+        )
         if found is not None and found.is_free:
             break  # to save memory only costs time
     if best is None and not is_too_slow:
@@ -201,8 +204,9 @@ def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
                 yield tuple(_with_saved(one, kind, one.regions[:num]) for one, num in zip(stages, nums))
 
 
-def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float) -> StagePlans:
-    """The best plans with these blocks recomputed or on the host, `free` without a memory limit.
+def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float, to_beat_s: float) -> StagePlans:
+    """The best plans with these blocks recomputed or on the host, `free` without a memory limit; some that take
+    `to_beat_s` or longer if all do.
 
     Those of a rank alike under more pressure that fit here too are taken if they are nearly as fast as that, since
     it is the slowest rank that counts.
@@ -213,8 +217,8 @@ def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float) -> 
     alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
     fitting = [one for one in (_priced(at, other.of_others(stages), stages) for other in alike) if _fits(at, one)]
     if not fitting:
-        fitting = [_search(at, stages, at.limit_bytes, pressure)]
-        known += fitting
+        fitting = [_search(at, stages, at.limit_bytes, pressure, to_beat_s=to_beat_s)]
+        known += [one for one in fitting if one.cost_s < to_beat_s]  # else its search may have ended early
     return min(fitting, key=lambda one: one.cost_s)
 
 
@@ -284,13 +288,19 @@ def _fits(at: RankTask, found: StagePlans) -> bool:
 
 
 def _search(
-    at: RankTask, stages: Stages, limit_bytes: float, pressure: float, *, is_on_host: bool = False
+    at: RankTask,
+    stages: Stages,
+    limit_bytes: float,
+    pressure: float,
+    *,
+    is_on_host: bool = False,
+    to_beat_s: float = math.inf,
 ) -> StagePlans:
-    """The stages' tables side by side under one limit.
+    """The stages' tables side by side under one limit, searched until nothing can take less than `to_beat_s`.
 
     is_on_host: those of `with_moves`, whose seconds are not those of a step.
     """
-    settings = [_setting(at, one) for one in stages]
+    settings = [replace(_setting(at, one), to_beat_s=to_beat_s) for one in stages]
     problems = [_problem(at, one) for one in stages]
     if is_on_host:
         problems = [with_moves(*each) for each in zip(settings, problems)]

@@ -24,8 +24,8 @@ from autopar.search.deadline import NEVER, Deadline
 _MOST_LATE, _FEW_LATE, _LATEST = 8, 2, 1.5
 # Points slower than this multiple of the fastest are left out.
 _SHOWN = 1.5
-# The number of fastest points for which the plan with whole parameters is tried too.
-_MOST_WHOLE = 3
+# The number of meshes, each with a number of microbatches, for which the plan with whole parameters is tried too.
+_MOST_WHOLE = 12
 # The relative precision of the least memory.
 _PRECISION = 1e-3
 # The schedules tried by default; gpipe, which takes more memory than 1f1b, only on request.
@@ -99,8 +99,11 @@ def sweep(
         beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
         here = shared.on(plans, mesh, num_ranks, num, schedules, beat_s)
         found += ((one, number) for one in here)
-    if not latest.is_past:
-        found += [(one, len(usual)) for one in shared.with_whole_parameters(found)]
+    whole = dict.fromkeys(other for one, _ in found for other in shared.as_whole(one))
+    for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
+        if latest.is_past:
+            break
+        found += [(one, len(usual)) for one in shared.on((plan,), mesh, num_ranks, num, schedules)]
     return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
 
 
@@ -148,19 +151,14 @@ class _Sweep:
         gathered = own_bytes * data / (mesh.num_devices * num_ranks) if plan.flavour == "zero2" else 0.0
         return stored + gathered * (2 if num > 1 else 1) <= self.limit_bytes
 
-    def with_whole_parameters(self, found: Sequence[tuple[Staged, int]]) -> Iterator[Staged]:
-        """The fastest points with whole parameters on the data axes instead, if they fit: these need no gathering."""
-        kinds: dict[tuple, Staged] = {}
-        for one, _ in sorted(found, key=lambda pair: pair[0].step_s):
-            kinds.setdefault((one.mesh, one.schedule.name, one.schedule.num_microbatches, one.plan.tensor_axes), one)
-        for one in list(kinds.values())[:_MOST_WHOLE]:
-            plan, num, num_ranks = (
-                replace(one.plan, flavour="ddp"),
-                one.schedule.num_microbatches,
-                one.schedule.num_ranks,
-            )
-            if plan != one.plan and self.may_fit(plan, one.mesh, num_ranks, num):
-                yield from self.on((plan,), one.mesh, num_ranks, num, (one.schedule.name,))
+    def as_whole(self, point: Staged) -> Iterator[tuple[HandPlan, int, Mesh, int]]:
+        """The point with whole parameters on the data axes, which need no gathering, if they may fit: (plan, ranks of
+        the pipeline, sub-mesh, number of microbatches).
+        """
+        plan, schedule = replace(point.plan, flavour="ddp"), point.schedule
+        given = point.mesh, schedule.num_ranks, schedule.num_microbatches
+        if plan != point.plan and self.may_fit(plan, *given):
+            yield plan, schedule.num_ranks, point.mesh, schedule.num_microbatches
 
 
 def lightest(

@@ -21,12 +21,14 @@ from autopar.mesh import Devices, Mesh, parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.budget import Budget
 from autopar.planner.choose import choose_plan
+from autopar.planner.handwritten.hand_plan import HandPlan
 from autopar.planner.pipeline import search_rank
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
-from autopar.planner.pipeline.search_pipeline import model_in_stages, plan_in_stages, sweep_stages
+from autopar.planner.pipeline.search_pipeline import _left_for_points, model_in_stages, plan_in_stages, sweep_stages
 from autopar.planner.pipeline.stage_times import in_flight, waiting
-from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.pipeline.sweep import SCHEDULES, Staged, _Sweep
+from autopar.planner.problem import ENOUGH_GAP, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan, loads
@@ -80,6 +82,28 @@ def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
         assert plan.step_s == pytest.approx(point.step_s, rel=0.02), point.name
         # a tied parameter has two readers in the whole, and one on each stage: the sweep counts a copy too many
         assert 0.85 * max(point.rank_bytes) <= max(plan.memory_bytes) <= 1.01 * max(point.rank_bytes), point.name
+
+
+def test_the_sweep_has_the_best_plan_with_whole_parameters() -> None:
+    example = build_model("llama3-8b", layers=16, batch=1024, sequence=1024)
+    wanted = PlanRequest(training=Training()).on(H100)
+    model = model_in_stages(trace(example.model, example.args, dict(example.kwargs)), wanted)
+    found = sweep_stages(model, Devices(1024), H100, wanted, Budget.of(300.0))
+    sweep = _Sweep(model, H100, Training(), wanted.limit_bytes)
+    kinds = {(one.plan.tensor_axes, one.mesh, one.schedule.num_ranks, one.schedule.num_microbatches) for one in found}
+    every = [
+        point for axes, *place in kinds for point in sweep.on((HandPlan(axes, bool(axes), "ddp"),), *place, SCHEDULES)
+    ]
+    assert len(kinds) > 20
+    assert found[0].step_s == min(point.step_s for point in (*every, *found))
+
+
+def test_time_is_left_for_a_plan_without_stages_only_where_one_comes_near(gpt: Graph) -> None:
+    budget = Budget.of(1000.0)
+    for mesh, share in (("pp=2,dp=2,tp=2", 1.0), ("dp=2,tp=2", 0.5)):
+        _, found = points(gpt, parse_mesh(mesh))
+        left_s = _left_for_points(found, budget, 0.5).deadline.remaining_s
+        assert left_s == pytest.approx(share * budget.deadline.remaining_s, rel=1e-3), mesh
 
 
 def test_the_search_is_never_worse_than_the_best_point(gpt: Graph) -> None:
@@ -247,6 +271,20 @@ def test_what_is_too_slow_without_a_memory_limit_is_not_searched_within_one(
     limited.clear()
     assert plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), cutoff_s=free.step_s) is None
     assert not limited
+
+
+def test_a_search_within_a_memory_limit_ends_when_nothing_can_be_faster_than_the_other_plan(
+    gpt: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, choices, search = parse_mesh("4x2"), [], Setting.search
+    monkeypatch.setattr(Setting, "search", lambda *given, **how: choices.append(search(*given, **how)) or choices[-1])
+    free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 4 * GIB))
+    assert free is not None and within is not None and all(choice.gap <= ENOUGH_GAP for choice in choices)
+    choices.clear()
+    cutoff_s = (free.step_s + within.step_s) / 2
+    assert plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), cutoff_s=cutoff_s) is None
+    early = [choice for choice in choices if choice.gap > ENOUGH_GAP]
+    assert early and all(choice.lower_bound_s >= cutoff_s for choice in early)
 
 
 def test_the_fold_of_the_whole_holds_within_a_stage(gpt: Graph) -> None:
