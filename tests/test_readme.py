@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.workers import Ranks, device_mesh
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
 def python_blocks() -> list[str]:
@@ -54,3 +57,11 @@ def test_examples_run(ranks4: Ranks) -> None:
     assert len(blocks) == 3
     with tempfile.TemporaryDirectory() as folder:
         assert ranks4.run(run_blocks, blocks, folder) == [True] * 4
+
+
+def test_the_demo_trains_like_one_process_and_moves_the_planned_bytes() -> None:
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--steps", "2"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]
+    assert shown.stdout.endswith("planned and counted on every rank: equal\n")

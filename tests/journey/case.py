@@ -21,9 +21,14 @@ THEMES = (
     "effects",
     "state",
     "state_dicts",
+    "checkpoints",
+    "weights",
+    "edits",
     "inputs",
     "calls",
     "modules",
+    "layers",
+    "functions",
     "writes",
     "autograd",
     "gradients",
@@ -31,6 +36,8 @@ THEMES = (
     "compile",
     "habits",
     "amp",
+    "batches",
+    "forms",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

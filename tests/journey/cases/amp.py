@@ -45,18 +45,126 @@ def infinite_entry_of_one_rank(run: Run) -> Numbers:
     return {"scale": torch.tensor(scaler.get_scale())} | run.parameters(model)
 
 
-@case(refused={PP: "this rank's stages only.*without a GradScaler"}, peers=False)
-def scaler_around_a_step(run: Run) -> Numbers:
-    """GradScaler with stages too"""
-    args, model = batch(), Stack()
-    model = run.compile(model, args=args)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.zeros(()))
-    run.step(model, *args)
+def _scaled_step(model: nn.Module, scaler: torch.amp.GradScaler, *args: torch.Tensor) -> torch.Tensor:
+    """Backward of the scaled loss, by train_step where there is one."""
+    if hasattr(model, "train_step"):
+        return model.train_step(*args, scaler=scaler)
+    loss = model(*args)
+    scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def _of_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), scaler
+
+
+@case(peers=False)
+def scaler_of_train_step(run: Run) -> Numbers:
+    """model.train_step(..., scaler=scaler), unscale_, clip_grad_norm_ and step, with stages too"""
+    args = batch()
+    model, found = run.compile(Stack(), args=args), {}
+    optimizer, scaler = _of_optimizer(model)
+    for number in range(3):
+        optimizer.zero_grad(set_to_none=number > 1)
+        found[f"loss {number}"] = _scaled_step(model, scaler, *args)
+        found |= {f"scaled {fqn}, {number}": x.clone() for fqn, x in run.gradients(model).items()}
+        scaler.unscale_(optimizer)
+        own = getattr(model, "clip_grad_norm_", lambda most: nn.utils.clip_grad_norm_(model.parameters(), most))
+        found[f"norm {number}"] = run.whole(own(0.5)).float()
+        scaler.step(optimizer)
+        scaler.update()
+        found[f"scale {number}"] = torch.tensor(scaler.get_scale())
+    return found | run.parameters(model)
+
+
+@case(peers=False)
+def infinite_in_one_stage(run: Run) -> Numbers:
+    """GradScaler where a gradient of the last stage is infinite: no rank updates, and all halve the scale"""
+    args = batch()
+    model, found = run.compile(Stack(), args=args), {}
+    optimizer, scaler = _of_optimizer(model)
+    for number in range(3):
+        optimizer.zero_grad()
+        _scaled_step(model, scaler, *args)
+        for fqn, parameter in run.named(model) if number == 1 else ():
+            if fqn == "blocks.2.up.weight":
+                content = run.whole(parameter.grad).clone()
+                content[-1, -1] = torch.inf
+                with torch.no_grad():
+                    _put(parameter.grad, content)
+        scaler.step(optimizer)
+        scaler.update()
+        found |= {f"scale {number}": torch.tensor(scaler.get_scale())}
+        found |= {f"{fqn} {number}": x for fqn, x in run.parameters(model).items()}
+    return found
+
+
+@case(peers=False)
+def scale_that_overflows(run: Run) -> Numbers:
+    """A scale by which the loss is infinite, then half of it and so on"""
+    args, found = batch(), {}
+    model = run.compile(Stack(), args=args)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for number in range(6):
+        optimizer.zero_grad()
+        found[f"loss {number}"] = _scaled_step(model, scaler, *(8 * x for x in args))
+        scaler.step(optimizer)
+        scaler.update()
+        found[f"scale {number}"] = torch.tensor(scaler.get_scale())
+    return found | run.parameters(model)
+
+
+@case(peers=False)
+def scaler_that_is_off(run: Run) -> Numbers:
+    """GradScaler(enabled=False) in the same loop"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    _scaled_step(model, scaler, *args)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     return run.parameters(model)
+
+
+@case(on=(PP,), refused=r"was not multiplied by its scale.*train_step\(\.\.\., scaler=scaler\)", peers=False)
+def scaler_around_a_step(run: Run) -> Numbers:
+    """GradScaler's unscale_ after a train_step that was not given it"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, scaler = _of_optimizer(model)
+    scaler.scale(torch.zeros(()))
+    run.step(model, *args)
+    scaler.unscale_(optimizer)
+    return run.parameters(model)
+
+
+class Uneven(Stack):
+    """Its last three blocks are in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.blocks[3:].double()
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        x = x.double()
+        for block in self.blocks[3:]:
+            x = block(x)
+        return x.float()
+
+
+@case(refused={PP: r"several dtypes \(torch.float32, torch.float64\).*have them in one dtype"}, peers=False)
+def scaler_of_two_dtypes(run: Run) -> Numbers:
+    """GradScaler over gradients in float32 and, of the last blocks, float64"""
+    args = batch()
+    model = run.compile(Uneven(), args=args)
+    optimizer, scaler = _of_optimizer(model)
+    loss = _scaled_step(model, scaler, *args)
+    scaler.step(optimizer)
+    return {"loss": loss} | run.parameters(model)
 
 
 def _kinds(**tensors: torch.Tensor) -> Numbers:

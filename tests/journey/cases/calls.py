@@ -127,7 +127,7 @@ def other_method_called(run: Run) -> Numbers:
     return {"first": first, "out": run.whole(run.inner(model).body(x).detach())}
 
 
-@case(on=FORWARD, refused="in the place of parameter blocks.0.up.weight .*functional_call", peers=False)
+@case(on=FORWARD, peers=False)
 def functional_call(run: Run) -> Numbers:
     """torch.func.functional_call with other weights"""
     args = batch()

@@ -181,6 +181,20 @@ def state_in_a_list(run: Run) -> Numbers:
     return stepped(run, Remembering)
 
 
+class Collecting(Remembering):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.history.append(x.detach().mean())
+        return Block.forward(self, x)
+
+
+@case(
+    refused=r"writes.py:\d+: the forward keeps state in .*blocks.0.history: it puts tensors into this list", peers=False
+)
+def list_that_nobody_reads(run: Run) -> Numbers:
+    """self.history.append(x.mean()), which forward itself never reads"""
+    return stepped(run, Collecting)
+
+
 class RememberingByClass(Block):
     history: list = []  # noqa: RUF012, which is what people do
 
