@@ -154,9 +154,7 @@ class Runtime:
 
     @torch.compiler.disable
     def _remind(self, module: nn.Module) -> None:
-        """Say once, when training has gone on to a second step, that the optimizer's state is not where the plan has
-        it.
-        """
+        """Say once, in the second step of training, that the optimizer's state is not where the plan has it."""
         if (
             not (module.training and torch.is_grad_enabled())
             or self.num_trained > 1
@@ -241,53 +239,62 @@ class Runtime:
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         self.calls.num_begun += 1
+        is_new = self._notice_changes(module)
+        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)
+        key = (*mode, self.changes.generation, trains)
+        if key not in self.loaded or ((over := self.trials.get(key)) is not None and over.is_over()):
+            start_s, over = time.perf_counter(), self.trials.get(key)
+            self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
+            examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
+            shapes = shapes_of(examples)
+            kind = self.kinds.get(up_to_sizes(key)) or CallKind(shapes)
+            if over is None and (made := kind.known(shapes)):
+                self.loaded[key], self.trials[key], self.last = made.loaded, made.trial, made.loaded
+                return
+            with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
+                graph = agreed_graph(self.mesh, lambda: self._trace(module, kind, examples, trains))
+                outputs = {} if trains else self._output_layouts(graph)
+                plan, trial, stored = self._of_first_stages(graph, trains), None, {}
+                if plan is None:
+                    stored = stored_layouts(module, graph, self.mesh) if self.first is not None else {}
+                    trial = None if over is not None else kind.trial(graph, shapes, stored, outputs, self.plan)
+                    plan = None if trial is None else trial.plan
+                if is_planned := plan is None:
+                    plan = self.plan(graph, stored, trains, outputs)
+                    plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
+                found = self._load(module, graph, plan)
+            if is_planned and is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
+                tell_time_of_another(time.perf_counter() - start_s, is_for_sizes=kind.made_of is not None)
+            kind.reads_grad_mode |= reads.found
+            self._add(found, trial, kind, key, gathers=bool(outputs))
+            self.changes.take(module)
+        elif self.check is not None:
+            self.calls.passed(self)
+        self.last = self.loaded[key]
+
+    def _notice_changes(self, module: nn.Module) -> bool:
+        """Whether the module was changed since the last call; programs that no state of it needs are forgotten then."""
         self.replaced.check()
         # with stages a rank sees what is done to its own tensors: the others are told by the step they wait in
         cut = self._cut()
         with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
             is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
-            self._keep_programs()
-        call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)
-        key = (*mode, self.changes.generation, trains)
-        if key not in self.loaded or ((trial := self.trials.get(key)) is not None and trial.is_over()):
-            self._meet(call, ", ".join(self.changes.last[:3]) if is_new else "")
-            examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
-            kind = self.kinds.get(up_to_sizes(key)) or CallKind(shapes_of(examples))
-            if key not in self.trials and (made := kind.known(shapes_of(examples))):
-                self.loaded[key], self.trials[key] = made.loaded, made.trial
-            else:
-                self._make(module, kind, examples, key)
-                self.changes.take(module)
-        elif self.check is not None:
-            self.calls.passed(self)
-        self.last = self.loaded[key]
+            for known in (self.loaded, self.kinds, self.trials):
+                for key in [key for key in known if key[-2] not in self.changes.states]:
+                    del known[key]
+        return is_new
 
-    def _make(self, module: nn.Module, kind: CallKind, examples: Examples, key: Key) -> None:
-        """Load the program for `key`, (*key of the call, generation, trains), under a plan that is kept or made."""
-        start_s, trains = time.perf_counter(), key[-1]
-        shapes, over = shapes_of(examples), self.trials.get(key)
-        with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
-            graph = agreed_graph(self.mesh, lambda: self._trace(module, kind, examples, trains))
-            axis_names = mesh_of(self.mesh).axis_names
-            outputs = {} if trains else output_layouts(graph, axis_names, self.parts, is_whole=self.gives_whole)
-            plan, trial, stored = self._of_first_stages(graph, trains), None, {}
-            if plan is None:
-                stored = stored_layouts(module, graph, self.mesh) if self.first is not None else {}
-                trial = None if over is not None else kind.trial(graph, shapes, stored, outputs, self.plan)
-                plan = None if trial is None else trial.plan
-            if is_planned := plan is None:
-                plan = self.plan(graph, stored, trains, outputs)
-                plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
-            found = self._load(module, graph, plan)
+    def _output_layouts(self, graph: Graph) -> dict[str, Layout]:
+        return output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
+
+    def _add(self, found: Loaded | Trainer, trial: Trial | None, kind: CallKind, key: Key, *, gathers: bool) -> None:
+        """Keep a program for all calls that it does for. `gathers`: its outputs."""
         # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
-        is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not outputs
-        kind.reads_grad_mode |= reads.found
+        is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not gathers
         keys = program_keys(key, in_both_grad_modes=not kind.reads_grad_mode, for_both_ways=is_for_both)
         self.loaded.update(dict.fromkeys(keys, found))
         self.trials.update(dict.fromkeys(keys, trial))
-        if is_planned and is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
-            tell_time_of_another(time.perf_counter() - start_s, is_for_sizes=kind.made_of is not None)
         kind.note(trial, found)
         self.kinds.update(dict.fromkeys(map(up_to_sizes, keys), kind))
         self.first = self.first or found
@@ -300,12 +307,6 @@ class Runtime:
             return None
         held, last = len(first.parts), self.changes.last
         return on_every_rank(self.mesh, "planning", lambda: same_stages(first.plan, graph, held, last, trains=trains))
-
-    def _keep_programs(self) -> None:
-        """Forget the programs of states of the module that are forgotten too."""
-        for known in (self.loaded, self.kinds, self.trials):
-            for key in [key for key in known if key[-2] not in self.changes.states]:
-                del known[key]
 
     def _meet(self, call: Key, changed: str) -> None:
         """All ranks load a program now; the first time they may come far apart. `changed`: what of the module."""
@@ -352,9 +353,7 @@ class Runtime:
         return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
-        """Shard the parameters and buffers of the graph that are not; the first time, leave out those that only other
-        ranks have.
-        """
+        """Shard the parameters and buffers of the graph that are not, and first leave out what only other ranks have."""
         if self.first is not None:
             self._take_over_new(module, graph, layouts)
             return

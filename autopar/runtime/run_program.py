@@ -64,7 +64,7 @@ def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, part
 
 def on_device(x: torch.Tensor, name: str, device_type: str) -> torch.Tensor:
     """Argument `name` of a call on the device of the mesh; AutoparError if it has no values."""
-    if x.is_meta:
+    if x.is_meta and device_type != "meta":
         raise AutoparError(
             f"argument {name} is on the meta device and has no values; expected a tensor with values: those on"
             " meta are examples, for args= of autopar.compile and autopar.plan"

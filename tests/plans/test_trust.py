@@ -198,7 +198,7 @@ def test_a_peak_that_a_file_claims_makes_no_plan_fit() -> None:
 
 def whose_claims(path: str) -> list[bool]:
     """On every rank: whether the claims are a file's, of a plan just made, given, read from a file, given after that,
-    and planned then.
+    planned then, kept for another size, and planned for another kind of call.
     """
     mesh = device_mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
@@ -207,7 +207,9 @@ def whose_claims(path: str) -> list[bool]:
     read = autopar.compile(MLP(), mesh, args=(X,), plan=path)
     found += [read.plan.is_from_file, autopar.compile(MLP(), mesh, args=(X,), plan=read.plan).plan.is_from_file]
     found += [autopar.compile(MLP(), 4, args=(X,), cluster="free-links").plan.is_from_file]
-    read(X[:4])  # of another shape, for which this run plans
+    read(X[:4])  # of another size, which keeps the plan
+    found.append(read.plan.is_from_file)
+    read(X[None])  # of another number of dims, for which this run plans
     return [*found, read.plan.is_from_file]
 
 
@@ -215,7 +217,7 @@ def whose_claims(path: str) -> list[bool]:
 def test_a_file_is_told_from_a_plan_just_made(ranks4: Ranks, tmp_path: Path) -> None:
     autopar.plan(MLP(), "dp=2,tp=2", cluster="free-links", args=(X,)).save(tmp_path / "plan.json")
     for found in ranks4.run(whose_claims, str(tmp_path / "plan.json")):
-        assert found == [False, False, True, True, False, False]
+        assert found == [False, False, True, True, False, True, False]
 
 
 # Stages.
