@@ -353,7 +353,7 @@ class Runtime:
         return make_trainer(plan, graph, self.mesh, owners(module), f"autopar/{self.name}/{self.num_met}/step")
 
     def _take_over(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout], mesh: DeviceMesh) -> None:
-        """Shard the parameters and buffers of the graph that are not, and first leave out what only other ranks have."""
+        """Shard what of the graph is not; the first time, leave out the tensors that only other ranks have."""
         if self.first is not None:
             self._take_over_new(module, graph, layouts)
             return
