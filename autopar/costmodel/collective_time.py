@@ -7,24 +7,30 @@ device has its fair share of a link.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.measured_terms import GroupRate, group_rate
 from autopar.mesh import Mesh
 from autopar.sbp.redistribute import Collective
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLevel:
-    """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its members each."""
+    """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its members each.
+
+    `rates`: of groups by size, `base_latency_s`: fixed seconds of a collective on it.
+    """
 
     num_children: int
     num_inside: int
     latency_s: float
     bandwidth_bytes_per_s: float
+    rates: tuple[GroupRate, ...] = ()
+    base_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,13 @@ class Pieces:
 
     alpha_s: float
     beta_s_per_byte: float
+
+    def twice(self) -> "Pieces":
+        return Pieces(2 * self.alpha_s, 2 * self.beta_s_per_byte)
+
+    def after(self, base_s: float) -> "Pieces":
+        """The pieces with `base_s` before the first hop."""
+        return Pieces(base_s + self.alpha_s, self.beta_s_per_byte)
 
 
 @lru_cache(maxsize=2**16)
@@ -56,7 +69,8 @@ def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tupl
         # groups that fill their blocks unevenly are priced by the fullest block
         num_children = -(-int(block_sizes.max()) // inside)
         if num_children > 1:
-            levels_spanned.append(GroupLevel(num_children, inside, level.latency_s, level.bandwidth_bytes_per_s))
+            reach = level.latency_s, level.bandwidth_bytes_per_s, level.group_rates
+            levels_spanned.append(GroupLevel(num_children, inside, *reach))
             inside *= num_children
     return tuple(levels_spanned)
 
@@ -101,14 +115,29 @@ def algorithms(
     levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
 ) -> tuple[Pieces, ...]:
     """The times of the algorithms for collective `kind` on mesh axes with more than one device together."""
-    groups = spans(levels, mesh_shape, axes)
+    groups = _reached(spans(levels, mesh_shape, axes), kind)
+    bases = [span.base_latency_s for span in groups]
     if kind == "all_to_all":
-        return (_exchange(groups),)
-    half = (_ring(groups, _num_members(mesh_shape, axes)), _hierarchical(groups))
-    if kind == "all_reduce":
-        return tuple(Pieces(2 * p.alpha_s, 2 * p.beta_s_per_byte) for p in half) + (_tree(groups),)
+        return (_exchange(groups).after(max(bases)),)
+    ring, nested = _ring(groups, _num_members(mesh_shape, axes)), _hierarchical(groups)
+    if kind == "all_reduce":  # the nested one is three collectives, of which two are inside
+        nested = nested.twice().after(2 * sum(bases[:-1]) + bases[-1])
+        return ring.twice().after(max(bases)), nested, _tree(groups).after(max(bases))
     assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
-    return half
+    return ring.after(max(bases)), nested.after(sum(bases))
+
+
+def _reached(groups: tuple[GroupLevel, ...], kind: str) -> tuple[GroupLevel, ...]:
+    """The levels with the bandwidth and base latency that groups reach by their rates for a kind of collective."""
+    rates = (group_rate(span.rates, kind, span.num_children) for span in groups)
+    return tuple(
+        replace(
+            span,
+            bandwidth_bytes_per_s=span.bandwidth_bytes_per_s * rate.bandwidth_share,
+            base_latency_s=rate.base_latency_s,
+        )
+        for span, rate in zip(groups, rates)
+    )
 
 
 def collective_times(

@@ -8,7 +8,7 @@ from autopar.costmodel.activations.activation_offload import is_moved, movings
 from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shares, region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
-from autopar.costmodel.memory import input_bytes, update_bytes
+from autopar.costmodel.memory import input_bytes, update_bytes, update_time
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -108,16 +108,14 @@ def evaluate(
     regions = assignment.recomputed, assignment.offloaded
     waits = movings(Sampled(graph), step.footprints, *regions, step.savings, cluster)
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
-    updated = sum(
-        update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs
-    )
+    updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
     memory = _memory_bytes(graph, assignment, mesh, training, step)
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
         compute_forward_s=training.num_microbatches * forward_s,
         compute_backward_s=training.num_microbatches * (again_s + sum(cost.backward_s for cost in step.ops.values())),
-        optimizer_s=updated / cluster.memory_bandwidth_bytes_per_s,
+        optimizer_s=update_time(sum(updated), sum(map(bool, updated)), cluster),
         collectives=tuple(_collectives(step, places, mesh, cluster)),
         memory_bytes={kind: size for kind, size in memory.items() if size or kind not in optional},
         num_microbatches=training.num_microbatches,

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from autopar.costmodel.activations.autograd_footprint import footprint, saved_by_local_op
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.measured_terms import memory_share
 from autopar.costmodel.roofline import weight_share
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Input, Op
@@ -49,6 +50,14 @@ def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], train
     """Bytes that the optimizer reads and writes for an input: parameter and state twice, gradient once."""
     by_kind = input_bytes(item, layout, mesh_shape, training)
     return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] if "gradients" in by_kind else 0
+
+
+def update_time(num_bytes: float, num_parameters: int, cluster: Cluster) -> float:
+    """Seconds of the optimizer's update of parameters that moves `num_bytes` (`update_bytes`)."""
+    update_s = num_bytes / cluster.memory_bandwidth_bytes_per_s
+    if cluster.memory_shares:
+        update_s /= memory_share(cluster.memory_shares, "update").forward
+    return update_s + num_parameters * cluster.update_s
 
 
 @lru_cache(maxsize=2**16)

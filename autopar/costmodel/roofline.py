@@ -4,10 +4,11 @@ import math
 
 from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Op
-from autopar.ir.op_facts import Shapes, facts_of
+from autopar.ir.op_facts import Shapes, facts_of, family
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
 
@@ -38,9 +39,11 @@ def op_bytes(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 
 
 def op_time(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cluster) -> tuple[float, float]:
-    """Seconds of forward and backward on one device: the larger of flops over flop/s and bytes over memory bandwidth.
+    """Seconds of forward and backward on one device.
 
-    Backward of a product is one product per input that needs a gradient; other ops move as many bytes as forward.
+    Each kernel takes the larger of flops over flop/s and bytes over memory bandwidth, at the shares of these that the
+    op reaches on the cluster, and the fixed cost of a kernel. Backward of a product is one product per input that needs
+    a gradient; other ops move as many bytes as forward.
     """
     return shapes_time(op, *local_shapes(op, strategy, mesh_shape), cluster)
 
@@ -49,11 +52,41 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     """`op_time` for given local shapes."""
     if not op.outputs:
         return 0.0, 0.0
-    flops_s = op_flops(op, inputs, outputs) / cluster.peak_flops_per_s(op.outputs[0].dtype)
+    flops = op_flops(op, inputs, outputs)
+    flops_s = flops / cluster.peak_flops_per_s(op.outputs[0].dtype)
+    if flops_s and cluster.product_shares:
+        flops_s /= _product_share(op, inputs, outputs, flops, cluster)
     bytes_s = op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
+    forward_s = backward_s = bytes_s
+    if bytes_s and cluster.memory_shares:
+        share = memory_share(cluster.memory_shares, family(op.target))
+        forward_s, backward_s = bytes_s / share.forward, bytes_s / share.backward
     products = _backward_products(op, inputs) if flops_s else 1.0
     is_tracked = not op.is_no_grad and any(value.needs_grad for value in op.outputs)
-    return max(flops_s, bytes_s), max(products * flops_s, bytes_s * max(products, 1.0)) if is_tracked else 0.0
+    is_view = not flops_s and not bytes_s
+    forward_s = max(flops_s, forward_s) + (0.0 if is_view else cluster.kernel_s)
+    if not is_tracked:
+        return forward_s, 0.0
+    kernels_s = 0.0 if is_view else max(1, math.ceil(products)) * cluster.kernel_s
+    return forward_s, max(products * flops_s, backward_s * max(products, 1.0)) + kernels_s
+
+
+def _product_share(op: Op, inputs: Shapes, outputs: Shapes, flops: float, cluster: Cluster) -> float:
+    dtype = str(op.outputs[0].dtype).removeprefix("torch.")
+    reuse = least_reuse(inputs, outputs, flops)
+    return product_share(cluster.product_shares, family(op.target), dtype, reuse)
+
+
+def least_reuse(inputs: Shapes, outputs: Shapes, flops: float) -> float:
+    """The fewest multiplications that an element of an operand or of the first output takes part in.
+
+    A product of [m, k] and [k, n] has m k n multiplications, so it is the smallest of m, k and n, whatever batch dims
+    there are.
+
+    >>> least_reuse(((8, 64, 16), (8, 16, 32)), ((8, 64, 32),), 2.0 * 8 * 64 * 16 * 32)
+    16.0
+    """
+    return min(flops / 2 / max(1, math.prod(shape)) for shape in (*inputs, *outputs[:1]))
 
 
 def _backward_products(op: Op, inputs: Shapes) -> float:

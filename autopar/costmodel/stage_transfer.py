@@ -1,6 +1,7 @@
 """The links of p2p transfers between the stages of a pipeline."""
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.measured_terms import group_rate
 
 
 def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float, float]:
@@ -19,4 +20,5 @@ def transfer(cluster: Cluster, num_ranks: int, num_devices: int) -> tuple[float,
         reach *= level.size or num_ranks * num_devices
         if reach >= num_ranks * num_devices:
             break
-    return level.latency_s, level.bandwidth_bytes_per_s
+    rate = group_rate(level.group_rates, "p2p", 2)
+    return level.latency_s + rate.base_latency_s, level.bandwidth_bytes_per_s * rate.bandwidth_share

@@ -3,7 +3,7 @@
 from functools import cache
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.memory import update_bytes
+from autopar.costmodel.memory import update_bytes, update_time
 from autopar.costmodel.roofline import shapes_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Op
@@ -16,12 +16,12 @@ def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = 
 
     It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
     """
-    whole = (I,) * mesh.ndim
+    whole, best = (I,) * mesh.ndim, cluster.at_best()
 
     @cache
     def op_s(op: Op) -> float:
-        return sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster))
+        return sum(shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), best))
 
-    updated = sum(update_bytes(item, whole, mesh.shape, training) for item in graph.inputs)
+    updated = [update_bytes(item, whole, mesh.shape, training) for item in graph.inputs]
     ops_s = sum(op_s(op.nameless) for op in graph.ops)
-    return (ops_s + updated / cluster.memory_bandwidth_bytes_per_s) / mesh.num_devices
+    return (ops_s + update_time(sum(updated), sum(map(bool, updated)), cluster)) / mesh.num_devices

@@ -1,6 +1,7 @@
 """Formulas by hand on round numbers, and properties that any machine obeys."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, check_mesh
+from autopar.costmodel.cluster.measured_terms import GroupRate
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import algorithms, collective_time, collective_times, spans
+from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import MeshError
 from autopar.mesh import parse_mesh
 from autopar.sbp.redistribute import Collective
@@ -72,6 +75,31 @@ def test_measured_factors_scale_their_kind_only():
     plain, scaled = cluster_of(NETWORK), cluster_of(NETWORK, kind_factors={"all_gather": 1.5})
     assert time_of(scaled, "4", "all_gather", 1e6) == pytest.approx(1.5 * time_of(plain, "4", "all_gather", 1e6))
     assert time_of(scaled, "4", "all_reduce", 1e6) == time_of(plain, "4", "all_reduce", 1e6)
+
+
+def test_groups_of_a_size_have_a_bandwidth_and_a_base_latency_of_their_own():
+    rates = (GroupRate(2, 0.25, 1e-5), GroupRate(8, 1.0, 4e-5), GroupRate(2, 0.5, kind="all_to_all"))
+    pairs = cluster_of(replace(NODE, group_rates=rates), NETWORK)
+    assert time_of(pairs, "4x2", "all_gather", 1e9, (1,)) == pytest.approx(1e-5 + 1e-6 + 0.5e9 / 25e9)
+    assert time_of(pairs, "8", "all_gather", 1e9) == pytest.approx(4e-5 + 7e-6 + 7 / 8 * 1e9 / 100e9)
+    assert time_of(pairs, "4x2", "all_to_all", 1e9, (1,)) == pytest.approx(1e-6 + 0.5e9 / 50e9)
+    assert time_of(pairs, "2x4", "all_gather", 0, (1,)) == pytest.approx(2.5e-5 + 3e-6)  # half way in log2(size)
+    assert transfer(pairs, 2, 1) == (1e-6 + 1e-5, 25e9)
+    assert transfer(pairs, 2, 8) == (NETWORK.latency_s, NETWORK.bandwidth_bytes_per_s)
+
+
+def test_a_nested_all_reduce_pays_the_base_latency_of_its_three_collectives():
+    levels = (
+        replace(NODE, group_rates=(GroupRate(8, 1.0, 3e-6),)),
+        replace(NETWORK, group_rates=(GroupRate(2, 1, 5e-6),)),
+    )
+    bases = [
+        with_base.alpha_s - bare.alpha_s
+        for with_base, bare in zip(
+            algorithms(levels, (16,), (0,), "all_reduce"), algorithms((NODE, NETWORK), (16,), (0,), "all_reduce")
+        )
+    ]
+    assert bases == pytest.approx([5e-6, 2 * 3e-6 + 5e-6, 5e-6])
 
 
 def sets_of_axes(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,11 +1,14 @@
 """Flops against torch's own counter, and the roofline by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
-from autopar.costmodel.roofline import op_bytes, op_flops, op_time
+from autopar.costmodel.cluster.measured_terms import MemoryShare, ProductShare
+from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
@@ -112,3 +115,31 @@ def test_views_and_lookups():
     assert op_time(view, whole(view), (1,), CLUSTER) == (0.0, 0.0)
     rows = make_op("aten.embedding.default", meta(1000, 8), meta(5, dtype=torch.int64))
     assert op_bytes(rows, shapes(rows.inputs), shapes(rows.outputs)) == 5 * 8 * 4 * 2 + 5 * 8
+
+
+def test_shares_and_fixed_costs_by_hand():
+    shares = (ProductShare(0.5, 4), ProductShare(1.0, 64), ProductShare(0.25, op="aten.bmm"))
+    fast = replace(CLUSTER, memory_bandwidth_bytes_per_s=1e12)  # products take the time of their flops
+    terms = {"kernel_s": 7.0, "product_shares": shares, "memory_shares": (MemoryShare("aten.gelu", 0.5, 0.25),)}
+    for bare, op, shares_of_op, kernels in (
+        (fast, make_op("aten.linear.default", meta(64, 128), meta(16, 128)), (0.75, 0.75), (1, 2)),  # half way to 64
+        (fast, make_op("aten.linear.default", meta(64, 128), meta(2, 128)), (0.5, 0.5), (1, 2)),
+        (fast, make_op("aten.bmm.default", meta(2, 64, 128), meta(2, 128, 64)), (0.25, 0.25), (1, 2)),
+        (CLUSTER, make_op("aten.gelu.default", meta(64, 128)), (0.5, 0.25), (1, 1)),
+        (CLUSTER, make_op("aten.relu.default", meta(64, 128)), (1.0, 1.0), (1, 1)),
+        (CLUSTER, make_op("aten.view.default", meta(64, 128), [128, 64]), (1.0, 1.0), (0, 0)),
+    ):
+        times = op_time(op, whole(op), (1,), bare)
+        expected = [time_s / share + 7.0 * num for time_s, share, num in zip(times, shares_of_op, kernels)]
+        assert op_time(op, whole(op), (1,), replace(bare, **terms)) == pytest.approx(expected), op.target
+
+
+@pytest.mark.parametrize(
+    "name, rows, columns, summed",
+    [("linear", 12, 6, 8), ("matmul", 4, 5, 8), ("mm", 4, 5, 8), ("baddbmm", 4, 5, 8), ("einsum", 3, 5, 8)],
+)
+def test_the_least_reuse_of_a_product_of_matrices_is_its_smallest_dim(name, rows, columns, summed):
+    target, args, kwargs = PRODUCTS[name]
+    op = make_op(target, *args, **kwargs)
+    flops = op_flops(op, shapes(op.inputs), shapes(op.outputs))
+    assert least_reuse(shapes(op.inputs), shapes(op.outputs), flops) == min(rows, columns, summed)

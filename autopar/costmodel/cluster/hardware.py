@@ -4,12 +4,17 @@ import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.errors import MeshError, PlanError
+
+# Of the JSON that `Cluster.to_json` writes; text without a version is of the first.
+VERSION = 1
+_KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +24,14 @@ class LinkLevel:
     `size` 0: as many as needed, for the outermost level only.
 
     `bandwidth_bytes_per_s` is one direction of one device's fair share: a node's only network card of 12.5 GB/s that
-    eight devices share gives each 1.56 GB/s.
+    eight devices share gives each 1.56 GB/s. `latency_s`: of one hop. `group_rates`: what groups of some sizes reach
+    on this level where that differs, as a pair in a hybrid NVLink mesh, joined by one or two of a device's six links.
     """
 
     size: int
     latency_s: float
     bandwidth_bytes_per_s: float
+    group_rates: tuple[GroupRate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,11 @@ class Cluster:
     over formula, 1 if absent. `host_bandwidth_bytes_per_s`: one direction of one device's fair share of the link to the
     host's memory; 0: not known, nothing is offloaded. `source`: the origin of the figures. `device_type`: "cpu", or
     that of a GPU, by which ops choose kernels with other saved tensors.
+
+    Rates are what all ranks of a host reach at the same time: of processes that share cores each has its part. Terms
+    that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
+    fixed seconds of updating one parameter; `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth
+    that ops reach; `LinkLevel.group_rates`; `calibration`, the origin of measured terms.
     """
 
     name: str
@@ -47,6 +59,11 @@ class Cluster:
     kind_factors: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth_bytes_per_s: float = 0.0
     device_type: str = "cuda"
+    kernel_s: float = 0.0
+    update_s: float = 0.0
+    product_shares: tuple[ProductShare, ...] = ()
+    memory_shares: tuple[MemoryShare, ...] = ()
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -71,9 +88,25 @@ class Cluster:
             )
         return 1 / self.host_bandwidth_bytes_per_s
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+    def at_best(self) -> "Cluster":
+        """The cluster whose products reach, at any size, the largest share that their op reaches at some size.
 
+        No split of an op is faster on it than an equal part of the whole op.
+        """
+        best: dict[tuple[str, str], ProductShare] = {}
+        for row in sorted(self.product_shares, key=lambda row: row.share):
+            best[row.op, row.dtype] = row
+        return replace(self, product_shares=tuple(best.values())) if best else self
+
+    def to_json(self) -> str:
+        """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
+        content: dict[str, Any] = {"version": VERSION, **asdict(self)}
+        levels = [{key: item for key, item in level.items() if item != ()} for level in content["levels"]]
+        kept = {key: item for key, item in content.items() if key not in _TERMS or item not in (0.0, (), None)}
+        return json.dumps(kept | {"levels": levels}, indent=2)
+
+
+_TERMS = ("kernel_s", "update_s", "product_shares", "memory_shares", "calibration")
 
 # Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
@@ -85,6 +118,7 @@ def _check(cluster: Cluster) -> None:
             raise ValueError(
                 f"cluster: expected text as {field_name}, found {reprlib.repr(getattr(cluster, field_name))}"
             )
+    _check_terms(cluster)
     sizes = [level.size for level in cluster.levels]
     is_whole = all(type(size) is int for size in sizes)
     if (
@@ -106,6 +140,28 @@ def _check(cluster: Cluster) -> None:
         )
 
 
+def _check_terms(cluster: Cluster) -> None:
+    """ValueError for a text of a term that is none, or an unknown kind of collective."""
+    origin = cluster.calibration
+    texts = {"dtype of product_shares": [row.dtype for row in cluster.product_shares]}
+    texts |= {"op of product_shares": [row.op for row in cluster.product_shares]}
+    texts |= {"op of memory_shares": [row.op for row in cluster.memory_shares]}
+    if origin is not None:
+        texts |= {"date and backend of calibration": [origin.date, origin.backend], "hosts": list(origin.hosts)}
+        texts |= {"versions of calibration": [*origin.versions, *origin.versions.values()]}
+    for place, items in texts.items():
+        if wrong := [item for item in items if type(item) is not str]:
+            raise ValueError(f"cluster {cluster.name!r}: expected text as {place}, found {reprlib.repr(wrong[0])}")
+    for number, level in enumerate(cluster.levels):
+        for rate in level.group_rates:
+            if rate.kind not in _KINDS or type(rate.size) is not int:
+                expected = f"a whole size and a kind of {', '.join(map(repr, _KINDS))}"
+                place = f"group_rates of level {number}"
+                raise ValueError(
+                    f"cluster {cluster.name!r}: expected {expected} in {place}, found {reprlib.repr(rate)}"
+                )
+
+
 def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
     """(field, value, least, most) of every number; links may be infinitely fast."""
     for number, level in enumerate(cluster.levels):
@@ -117,16 +173,52 @@ def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
     yield "memory_bytes", cluster.memory_bytes, 1, _MOST
     way = cluster.host_bandwidth_bytes_per_s
     yield "host_bandwidth_bytes_per_s (0: unknown)", way, _LEAST if way else 0.0, _MOST
+    yield from _numbers_of_terms(cluster)
+
+
+def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
+    yield "kernel_s", cluster.kernel_s, 0.0, _MOST
+    yield "update_s", cluster.update_s, 0.0, _MOST
+    for number, level in enumerate(cluster.levels):
+        for rate in level.group_rates:
+            place = f"group_rates of level {number}"
+            yield f"size of {place}", rate.size, 2, _MOST_DEVICES
+            yield f"bandwidth_share of {place}", rate.bandwidth_share, _LEAST, _MOST
+            yield f"base_latency_s of {place}", rate.base_latency_s, 0.0, _MOST
+    for product in cluster.product_shares:
+        yield "share of product_shares", product.share, _LEAST, _MOST
+        yield "reuse of product_shares", product.reuse, _LEAST, _MOST
+    for row in cluster.memory_shares:
+        yield f"forward of memory_shares {row.op!r}", row.forward, _LEAST, _MOST
+        yield f"backward of memory_shares {row.op!r}", row.backward, _LEAST, _MOST
+    if cluster.calibration is not None:
+        yield "fit_error of calibration", cluster.calibration.fit_error, 0.0, _MOST
+        yield "worst_error of calibration", cluster.calibration.worst_error, 0.0, _MOST
+        yield "num_ranks of calibration", cluster.calibration.num_ranks, 1, _MOST_DEVICES
 
 
 def cluster_from_json(text: str) -> Cluster:
-    """The cluster that `Cluster.to_json` wrote; ValueError for other text."""
+    """The cluster that `Cluster.to_json` wrote; ValueError for other text, or that of another version."""
     try:
         fields = json.loads(text)
-        levels = tuple(LinkLevel(**level) for level in fields.pop("levels"))
-        return Cluster(levels=levels, **fields)
+        version = fields.pop("version", VERSION)
+        if version == VERSION:
+            levels = tuple(LinkLevel(**level | _rows(level, group_rates=GroupRate)) for level in fields.pop("levels"))
+            fields |= _rows(fields, product_shares=ProductShare, memory_shares=MemoryShare)
+            if origin := fields.get("calibration"):
+                fields["calibration"] = Calibration(**origin | {"hosts": tuple(origin.get("hosts", ()))})
+            return Cluster(levels=levels, **fields)
     except (json.JSONDecodeError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json writes, found {error}") from error
+    raise ValueError(
+        f"a cluster of another version: expected {VERSION}, found {reprlib.repr(version)}; calibrate again with this"
+        " autopar"
+    )
+
+
+def _rows(fields: Mapping[str, Any], **kinds: type) -> dict[str, tuple]:
+    """The lists among `fields` that are named by `kinds`, as tuples of rows of that kind."""
+    return {name: tuple(kind(**row) for row in fields[name]) for name, kind in kinds.items() if name in fields}
 
 
 def check_mesh(cluster: Cluster, num_devices: int) -> None:

@@ -10,7 +10,7 @@ from autopar.costmodel.activations.transients import transient_bytes
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.inner_collectives import inner_collectives
-from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, waiting_bytes
+from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, update_time, waiting_bytes
 from autopar.costmodel.pricing.flows import Count, End, Flows
 from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
 from autopar.costmodel.roofline import shapes_time
@@ -137,9 +137,8 @@ def _price_inputs(
 ) -> Prices:
     """The costs of a class of inputs, of which some may have optimizer state on the host."""
     layouts = [option.layout for option in options]
-    cost_s = [
-        update_bytes(item, layout, mesh.shape, training) / cluster.memory_bandwidth_bytes_per_s for layout in layouts
-    ]
+    updated = [update_bytes(item, layout, mesh.shape, training) for layout in layouts]
+    cost_s = [update_time(num_bytes, int(num_bytes > 0), cluster) for num_bytes in updated]
     kinds = [input_bytes(item, layout, mesh.shape, training) for layout in layouts]
     memory = [count.times * sum(found.values()) - count.num_pending * found.get("gradients", 0) for found in kinds]
     prices = count.times * np.array(cost_s), np.array(memory, dtype=np.float64)

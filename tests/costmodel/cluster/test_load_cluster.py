@@ -1,10 +1,29 @@
 """Clusters survive JSON, and what cannot be read says what would do."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autopar.costmodel.cluster.load_cluster import Cluster, LinkLevel, cluster_from_json, load_cluster
+from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.costmodel.cluster.presets import PRESETS
+
+NODE = LinkLevel(8, 1e-6, 1e11, (GroupRate(2, 0.25, 1e-5), GroupRate(2, 0.5, kind="p2p")))
+MEASURED = Cluster(
+    "measured",
+    (NODE, LinkLevel(0, 1e-5, 1e9)),
+    {"float32": 1e12},
+    1e11,
+    2**30,
+    "made up",
+    kernel_s=1e-6,
+    update_s=2e-6,
+    product_shares=(ProductShare(0.5, 8, "float32"), ProductShare(0.25, op="aten.bmm")),
+    memory_shares=(MemoryShare("aten.gelu", 0.5, 0.25), MemoryShare("update", 0.5)),
+    calibration=Calibration("2026-01-31", "gloo", 0.04, 0.2, {"torch": "2.9"}, ("one", "two"), 4),
+)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -37,3 +56,54 @@ def test_a_dtype_without_rate_runs_at_that_of_float32():
     assert load_cluster("h100").peak_flops_per_s(torch.bfloat16) > 10 * load_cluster("h100").peak_flops_per_s(
         torch.float32
     )
+
+
+def test_measured_terms_survive_json():
+    assert cluster_from_json(MEASURED.to_json()) == MEASURED
+
+
+def test_a_cluster_without_measured_terms_does_not_write_them():
+    content = json.loads(load_cluster("h100").to_json())
+    assert not {"kernel_s", "product_shares", "calibration"} & set(content)
+    assert set(content["levels"][0]) == {"size", "latency_s", "bandwidth_bytes_per_s"}
+
+
+def test_a_file_of_another_version_is_refused():
+    with pytest.raises(ValueError, match=r"another version: expected 1, found 2"):
+        cluster_from_json(json.dumps(json.loads(MEASURED.to_json()) | {"version": 2}))
+
+
+@pytest.mark.parametrize(
+    "path, item, expected",
+    [
+        (("kernel_s",), -1.0, "kernel_s"),
+        (("update_s",), "1", "update_s"),
+        (("product_shares", 0, "share"), 0.0, "share of product_shares"),
+        (("product_shares", 0, "reuse"), float("nan"), "reuse of product_shares"),
+        (("product_shares", 1, "op"), 3, "op of product_shares"),
+        (("memory_shares", 0, "backward"), True, "backward of memory_shares 'aten.gelu'"),
+        (("memory_shares", 0, "speed"), 1.0, "speed"),
+        (("levels", 0, "group_rates", 0, "size"), 1, "size of group_rates of level 0"),
+        (("levels", 0, "group_rates", 0, "kind"), "gather", "kind of '', 'all_reduce'.*group_rates of level 0"),
+        (("levels", 0, "group_rates"), {"size": 2}, "not a cluster"),
+        (("calibration", "fit_error"), -0.1, "fit_error of calibration"),
+        (("calibration", "date"), 20260131, "date and backend of calibration"),
+        (("calibration", "versions"), "2.9", "not a cluster"),
+        (("calibration",), {"date": "today"}, "not a cluster.*backend"),
+        (("calibration",), "yesterday", "not a cluster"),
+    ],
+)
+def test_a_wrong_term_is_refused_by_name(path, item, expected):
+    content = json.loads(MEASURED.to_json())
+    holder = content
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = item
+    with pytest.raises(ValueError, match=expected):
+        cluster_from_json(json.dumps(content))
+
+
+def test_bounds_take_the_best_share_of_each_op():
+    shares = (ProductShare(0.25, 4), ProductShare(0.75, 64), ProductShare(0.5, op="aten.bmm"))
+    best = replace(MEASURED, product_shares=shares).at_best().product_shares
+    assert sorted((row.op, row.share) for row in best) == [("", 0.75), ("aten.bmm", 0.5)]

@@ -1,0 +1,129 @@
+"""Terms of the cost model beyond the rates of a datasheet: shares of these rates, fixed costs, and their origin.
+
+`autopar.costmodel.cluster.hardware.Cluster` has the terms as data. Each defaults to nothing: a share of 1, a cost of 0.
+docs/cost_model.md tells how each is measured.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRate:
+    """The rate of collectives within groups of `size` children of a link level.
+
+    `bandwidth_share`: reached bandwidth over that of the level, above 0; above 1 where the level's figure is that of
+    larger groups. `base_latency_s`: fixed seconds of a collective, once, beside the latency of each hop. `kind`: of
+    collective ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), "p2p" for what a device sends to its peer
+    (size 2), "" for every kind without rows of its own on this level.
+
+    How to fill it: with all groups of `size` neighbours busy at once, time the collective for a range of bytes and fit
+    `a + b * bytes`. Then `base_latency_s` is `a` less the hops of the algorithm (`collective_time`), and
+    `bandwidth_share` is the formula's seconds for each byte over `b`.
+    """
+
+    size: int
+    bandwidth_share: float = 1.0
+    base_latency_s: float = 0.0
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShare:
+    """The share of `Cluster.flops_per_s` that products reach whose `reuse` is this.
+
+    `reuse`: for a product of matrices the smallest of its three dims on one device; for any product, the fewest
+    multiplications that an element of an operand or of the result takes part in (`roofline.least_reuse`). Between two
+    rows the share is linear in the logarithm of the reuse, beyond them constant. `dtype`: "bfloat16", or "" for every
+    dtype without rows of its own; `op`: family of the op ("aten.scaled_dot_product_attention"), or "" for every product
+    without rows of its own.
+
+    How to fill it: time the product for shapes with this smallest dim and the other dims large, less
+    `Cluster.kernel_s`; the share is flops over seconds over flops_per_s.
+    """
+
+    share: float
+    reuse: float = 1.0
+    dtype: str = ""
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """The share of `Cluster.memory_bandwidth_bytes_per_s` that an op reaches in forward and in backward.
+
+    `op`: family of the op ("aten.gelu"), "update" for the optimizer's update (`forward` only), or "" for every op
+    without a row of its own. Above 1 where the op moves fewer bytes than its operands and results have.
+
+    How to fill it: time the op on operands beyond the caches, less `Cluster.kernel_s`; the share is the bytes that
+    `roofline.op_bytes` counts over seconds over the bandwidth. It stands for arithmetic too, as that of `gelu` on CPUs.
+    """
+
+    op: str
+    forward: float = 1.0
+    backward: float = 1.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The origin of a calibrated cluster.
+
+    `date`: ISO 8601. `backend`: of collectives ("gloo", "nccl"), "" if none was measured. `versions`: package ->
+    version. `fit_error`: mean of |fitted / measured - 1| over all points of all fits; `worst_error`: the largest.
+    `hosts`: their names, in the order of ranks. `num_ranks`: processes that measured at once.
+    """
+
+    date: str
+    backend: str
+    fit_error: float
+    worst_error: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    num_ranks: int = 1
+
+
+def group_rate(rates: Sequence[GroupRate], kind: str, size: int) -> GroupRate:
+    """The rate of groups of `size` for collective `kind`: between two rows linear in log2(size), beyond them constant.
+
+    >>> group_rate((GroupRate(2, 0.25), GroupRate(8, 0.75)), "all_reduce", 4).bandwidth_share
+    0.5
+    """
+    rows = [rate for rate in rates if rate.kind == kind] or [rate for rate in rates if not rate.kind]
+    if not rows:
+        return GroupRate(size)
+    shares, latencies = ([(rate.size, getattr(rate, name)) for rate in rows] for name in _OF_GROUP)
+    return GroupRate(size, _between(shares, size), _between(latencies, size), kind)
+
+
+_OF_GROUP = ("bandwidth_share", "base_latency_s")
+
+
+def product_share(shares: Sequence[ProductShare], op: str, dtype: str, reuse: float) -> float:
+    """The share that products of the family `op` reach, 1 without a row for them; rows of the op precede its dtype's.
+
+    >>> rows = ProductShare(0.5, reuse=4), ProductShare(1.0, reuse=64), ProductShare(0.7, op="aten.bmm")
+    >>> product_share(rows, "aten.linear", "float32", 16), product_share(rows, "aten.bmm", "float32", 16)
+    (0.75, 0.7)
+    """
+    for ops, dtypes in ((op, dtype), (op, ""), ("", dtype), ("", "")):
+        if rows := [(row.reuse, row.share) for row in shares if (row.op, row.dtype) == (ops, dtypes)]:
+            return _between(rows, reuse)
+    return 1.0
+
+
+def memory_share(shares: Sequence[MemoryShare], op: str) -> MemoryShare:
+    """The row of the family `op`, or that of all others."""
+    rows = {row.op: row for row in shares}
+    return rows.get(op) or rows.get("") or MemoryShare(op)
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value at `at` of the function that is linear in log(x) between `points` (x, y), and constant beyond them."""
+    points = sorted(points)
+    right = bisect_left(points, at, key=lambda point: point[0])
+    if right == 0 or right == len(points) or points[right][0] == at:
+        return points[min(right, len(points) - 1)][1]
+    (low, below), (high, above) = points[right - 1 : right + 1]
+    return below + (above - below) * math.log(at / low) / math.log(high / low)
