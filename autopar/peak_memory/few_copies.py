@@ -72,13 +72,13 @@ def extended(few: np.ndarray, more: np.ndarray, times: Sequence[int]) -> tuple[n
     if np.array_equal(few, more):
         return few, 0
     for num in range(len(times), 0, -1) if len(set(times)) == 1 else (len(times),):
-        found = _insertions(few, more, num)
-        if found:
+        insertions = _insertions(few, more, num)
+        if insertions:
             parts, end = [], 0
-            for (position, block), count in zip(found, times):
+            for (position, block), count in zip(insertions, times):
                 parts += [few[end:position], *[block] * count]
                 end = position
-            return np.concatenate([*parts, few[end:]]), _start(few, *found[0])
+            return np.concatenate([*parts, few[end:]]), _start(few, *insertions[0])
     return None
 
 
@@ -88,10 +88,10 @@ def extended_in_turn(
     """As `extended`, from an array in `more` for each block, which has only that block once more."""
     inserted = []
     for longer, count in zip(more, times, strict=True):
-        found = [] if np.array_equal(few, longer) else _insertions(few, longer, 1)
-        if found is None:
+        insertions = [] if np.array_equal(few, longer) else _insertions(few, longer, 1)
+        if insertions is None:
             return None
-        inserted += [(position, block, count) for position, block in found]
+        inserted += [(position, block, count) for position, block in insertions]
     parts, end = [], 0
     for position, block, count in sorted(inserted, key=lambda one: one[0]):
         parts += [few[end:position], *[block] * count]
@@ -172,14 +172,14 @@ def _few_of(graph: Graph, assignment: Assignment, mesh: Mesh) -> _Few | None:
     # the optimizer's state does not change the program
     folded = as_planned(fold(graph), graph, replace(assignment, state_on_host=frozenset()))
     long = droppable(graph, [repeat for repeat in folded.repeats if repeat.count > _NUM_RUN + 1], _NUM_RUN)
-    found = _Few(graph, assignment, long, 0)
-    (few, _), (more, assigned) = found.part(), found.part(*range(len(long)))
+    copies = _Few(graph, assignment, long, 0)
+    (few, _), (more, assigned) = copies.part(), copies.part(*range(len(long)))
     for left in ({op.name for op in short.ops} for short in (few, more)):
         if any(0 < len(left.intersection(region)) < len(region) for region in assignment.regions):
             return None
     if not long or len(few.ops) + len(more.ops) >= len(graph.ops):
         return None
-    return replace(found, bucket_bytes=_bucket_bytes(graph, long, conversions(more, assigned), mesh))
+    return replace(copies, bucket_bytes=_bucket_bytes(graph, long, conversions(more, assigned), mesh))
 
 
 def _bucket_bytes(

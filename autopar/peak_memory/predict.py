@@ -66,10 +66,10 @@ def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
         if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
             return tuple(peak.total_bytes for peak in predict_peaks(plan))
         (plan,) = plan.stages
-    found = predict_peak(
+    prediction = predict_peak(
         plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type
     )
-    return (found.total_bytes,)
+    return (prediction.total_bytes,)
 
 
 def predict_peak(
@@ -117,7 +117,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
     receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
     batch = sum(item.value.num_bytes for item in plan.graph.of_kind("argument"))
     slices = _slices(plan)
-    in_rounds, found = plan.schedule.name in IN_ROUNDS, []
+    in_rounds, peaks = plan.schedule.name in IN_ROUNDS, []
     arrivals = _arrivals(plan.schedule) if in_rounds else [{}] * plan.schedule.num_ranks
     recordings = None if is_whole else _recordings(plan, receives)
     for rank, actions in enumerate(schedule_actions(plan.schedule)):
@@ -135,20 +135,20 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
             own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
             inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
-            found.append(_peak(inputs, _run(stages, step, run_op), plan.training, batch, slices, away))
-    return tuple(found)
+            peaks.append(_peak(inputs, _run(stages, step, run_op), plan.training, batch, slices, away))
+    return tuple(peaks)
 
 
 def _recordings(plan: StagedPlan, receives: Sequence[Collection[str]]) -> list[Recording]:
     """The recording of each stage; isomorphic stages are run once."""
     known: dict[Hashable, Recording] = {}
-    found = []
+    recordings = []
     for number, own in enumerate(plan.stages):
         key = likeness(own, receives[number], *_where(plan, number).values())
         if key not in known:
             known[key] = _recorded(plan, number, receives[number])
-        found.append(known[key])
-    return found
+        recordings.append(known[key])
+    return recordings
 
 
 def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recording:
@@ -158,8 +158,8 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
         program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
         with without_data(plan.cluster.device_type) as run_op:
             stage = DryStage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
-            phases, found = run_two(stage, is_halved=is_halved, run=run_op)
-        handed.append(found)
+            phases, outputs = run_two(stage, is_halved=is_halved, run=run_op)
+        handed.append(outputs)
         return phases
 
     return recorded(run_phases(own.graph, own.assignment, own.mesh, run), handed[-1])
@@ -206,15 +206,15 @@ def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
     The ranks of torch's schedules in rounds advance together: a tensor sent in one step is received before the
     receiver's next step, even if it is needed later.
     """
-    num_ran, found = [0] * schedule.num_ranks, [{} for _ in range(schedule.num_ranks)]
+    num_ran, arrivals = [0] * schedule.num_ranks, [{} for _ in range(schedule.num_ranks)]
     for ran in generations(schedule):
         for action in ran:
             num_ran[schedule.rank_of(action.stage)] += 1
         for sent in map(_sent, ran):
             if sent.kind != "W" and 0 <= sent.stage < schedule.num_stages:
                 rank = schedule.rank_of(sent.stage)
-                found[rank].setdefault(num_ran[rank], []).append(sent)
-    return found
+                arrivals[rank].setdefault(num_ran[rank], []).append(sent)
+    return arrivals
 
 
 def _sent(action: Action) -> Action:
@@ -265,11 +265,11 @@ def _peak(
     kinds = _bytes_of(inputs, training, slices)
     stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
     stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
-    found, now = [], stored
+    peaks, now = [], stored
     for name, changes in phases:
-        found.append((name, now + max(0, int(np.cumsum(changes).max(initial=0)))))
+        peaks.append((name, now + max(0, int(np.cumsum(changes).max(initial=0)))))
         now += int(changes.sum())
-    return Peak(stored, (*found, ("update", stored + _update_bytes(kinds, on_host, training))))
+    return Peak(stored, (*peaks, ("update", stored + _update_bytes(kinds, on_host, training))))
 
 
 def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:
@@ -293,11 +293,11 @@ def _bytes_of(
 
     An input that several stages read is counted once.
     """
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for number, (mesh, own) in enumerate(inputs):
         for item, layout in own:
             if item.kind != "argument":
                 name = item.fqn if item.kind in ("parameter", "buffer") else f"{number}:{item.value.name}"
                 num = slices.get(item.value.name, 1)
-                found[name] = {kind: x * num for kind, x in input_bytes(item, layout, mesh.shape, training).items()}
-    return found
+                sizes[name] = {kind: x * num for kind, x in input_bytes(item, layout, mesh.shape, training).items()}
+    return sizes

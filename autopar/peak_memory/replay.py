@@ -123,18 +123,18 @@ def _microbatch(
 def _changes(storages: Storages, work: Callable[[], Any]) -> tuple[np.ndarray, Any]:
     """(changes of memory by `work`, its result, which is counted)."""
     storages.restart()
-    found = work()
-    return storages.take_changes(), found
+    result = work()
+    return storages.take_changes(), result
 
 
 def _made(tensors: Tensors, handed: Tensors, stored: Tensors) -> tuple[Made, ...]:
     fixed = {_key(x) for x in stored}
     known = {_key(x): number for number, x in enumerate(handed)}
-    found = []
+    made = []
     for x in tensors:
-        found.append(Made(tuple(x.shape), x.dtype, x.requires_grad, known.get(_key(x), -1), _key(x) in fixed))
-        known.setdefault(_key(x), len(handed) + len(found) - 1)
-    return tuple(found)
+        made.append(Made(tuple(x.shape), x.dtype, x.requires_grad, known.get(_key(x), -1), _key(x) in fixed))
+        known.setdefault(_key(x), len(handed) + len(made) - 1)
+    return tuple(made)
 
 
 def _key(x: torch.Tensor) -> int:
@@ -146,10 +146,10 @@ def _blob(num_bytes: int) -> torch.Tensor:
 
 
 def _make(made: Sequence[Made], handed: Sequence[torch.Tensor]) -> Tensors:
-    found: Tensors = []
+    tensors: Tensors = []
     for one in made:
-        found.append(one.make([*handed, *found]))
-    return found
+        tensors.append(one.make([*handed, *tensors]))
+    return tensors
 
 
 @dataclass

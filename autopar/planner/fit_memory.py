@@ -112,8 +112,8 @@ class Fit(Generic[OnePlan]):
 
 def _lowered(allowed_bytes: Sequence[float], plan: AnyPlan, limit_bytes: float) -> tuple[float, ...]:
     """The limits of the estimate, lowered for each rank whose peak is too large: by the excess, or in proportion."""
-    found = []
+    lowered = []
     for allowed, estimate, peak in zip(allowed_bytes, plan.memory_bytes, plan.peak_bytes, strict=True):
         lower = estimate - (peak - limit_bytes) if peak < _LITTLE * limit_bytes else limit_bytes * estimate / peak
-        found.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
-    return tuple(found)
+        lowered.append(allowed if peak <= limit_bytes else min(allowed, lower) - _MARGIN * limit_bytes)
+    return tuple(lowered)

@@ -37,12 +37,12 @@ def _(folded: Folded) -> str:
 
 
 @printed.register
-def _(found: Candidates) -> str:
+def _(item: Candidates) -> str:
     ops = [
-        f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in found.strategies.items()
+        f"{name}: {len(own)} strategies\n" + _lines(f"  {one}" for one in own) for name, own in item.strategies.items()
     ]
     stored = [
-        f"{name}: {' '.join(map(format_layout, own))}" for name, own in (*found.layouts.items(), *found.outputs.items())
+        f"{name}: {' '.join(map(format_layout, own))}" for name, own in (*item.layouts.items(), *item.outputs.items())
     ]
     return _lines([*ops, "stored, handed in and handed out", *stored])
 

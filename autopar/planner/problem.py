@@ -135,6 +135,6 @@ class Setting:
 
 def _with_crossing(candidates: Candidates, crossing: Mapping[str, Layout]) -> Candidates:
     """The candidates with the boundary tensors `crossing` in the given layouts only."""
-    layouts = {name: (crossing[name],) if name in crossing else found for name, found in candidates.layouts.items()}
-    outputs = {name: (crossing[name],) if name in crossing else found for name, found in candidates.outputs.items()}
+    layouts = {name: (crossing[name],) if name in crossing else offered for name, offered in candidates.layouts.items()}
+    outputs = {name: (crossing[name],) if name in crossing else offered for name, offered in candidates.outputs.items()}
     return replace(candidates, layouts=layouts, outputs=outputs)

@@ -23,8 +23,8 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
     the same numbers.
     """
     candidates = annotate(graph, mesh, near={})  # of layouts only
-    layouts = {name: _nearest(assignment.layouts.get(name), found) for name, found in candidates.layouts.items()}
-    outputs = {name: _nearest(assignment.outputs.get(name), found) for name, found in candidates.outputs.items()}
+    layouts = {name: _nearest(assignment.layouts.get(name), offered) for name, offered in candidates.layouts.items()}
+    outputs = {name: _nearest(assignment.outputs.get(name), offered) for name, offered in candidates.outputs.items()}
     produced, strategies = dict(layouts), dict[str, Strategy]()
     for op in graph.ops:
         strategy = _strategy(op, assignment.strategies.get(op.name), mesh, produced)
@@ -54,12 +54,12 @@ def _strategy(op: Op, planned: Strategy | None, mesh: Mesh, produced: Mapping[st
     return (*same, nearest_strategy(op.nameless, mesh.shape, tuple(produced[x.name] for x in op.inputs)))[0]
 
 
-def _kept(planned: Assignment, graph: Graph, mesh: Mesh, found: Assignment) -> dict[str, Layout]:
+def _kept(planned: Assignment, graph: Graph, mesh: Mesh, fitted: Assignment) -> dict[str, Layout]:
     """The layouts to which values with several uses are converted first, of values that lie and are read as planned."""
-    changed = {name for name, layout in found.layouts.items() if planned.layouts.get(name) != layout}
-    changed |= {name for name, layout in found.outputs.items() if planned.outputs.get(name) != layout}
+    changed = {name for name, layout in fitted.layouts.items() if planned.layouts.get(name) != layout}
+    changed |= {name for name, layout in fitted.outputs.items() if planned.outputs.get(name) != layout}
     for op in graph.ops:
-        if planned.strategies.get(op.name) != found.strategies[op.name]:
+        if planned.strategies.get(op.name) != fitted.strategies[op.name]:
             changed.update(value.name for value in (*op.inputs, *op.outputs))
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
@@ -74,9 +74,9 @@ def _kept(planned: Assignment, graph: Graph, mesh: Mesh, found: Assignment) -> d
 
 def _regions(planned: tuple[tuple[str, ...], ...], graph: Graph) -> tuple[tuple[str, ...], ...]:
     """The ops from the first to the last that the graph has of each region."""
-    position, found = {op.name: index for index, op in enumerate(graph.ops)}, []
+    position, regions = {op.name: index for index, op in enumerate(graph.ops)}, []
     for region in planned:
         own = [position[name] for name in region if name in position]
         ops = graph.ops[min(own) : max(own) + 1] if own else ()
-        found += [tuple(op.name for op in ops)] if any(map(saves, ops)) else []
-    return tuple(found)
+        regions += [tuple(op.name for op in ops)] if any(map(saves, ops)) else []
+    return tuple(regions)

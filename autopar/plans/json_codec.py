@@ -82,8 +82,8 @@ def _read(kind: Any, fields: Fields, key: str) -> Any:
     (item_kind, *_), items = get_args(kind), fields.list(key)
     of_items = [isinstance(item, dict) for item in items]
     places = [f"{key}.{number}" if is_object else key for number, is_object in enumerate(of_items)]
-    found = (_read(item_kind, Fields({place: x}, fields.where), place) for place, x in zip(places, items))
-    return get_origin(kind)(found)
+    items_read = (_read(item_kind, Fields({place: x}, fields.where), place) for place, x in zip(places, items))
+    return get_origin(kind)(items_read)
 
 
 @lru_cache(64)

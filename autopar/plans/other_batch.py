@@ -105,9 +105,9 @@ def _made(
     return replace(plan, **changed, lower_bound_s=0.0, peak_bytes=())
 
 
-def _check_parameters(number: int, planned: Graph, found: Graph) -> None:
+def _check_parameters(number: int, planned: Graph, cut: Graph) -> None:
     """PlanError unless the stage reads the parameters that it was planned with, which its rank holds."""
-    was, now = ({item.fqn for item in graph.of_kind("parameter")} for graph in (planned, found))
+    was, now = ({item.fqn for item in graph.of_kind("parameter")} for graph in (planned, cut))
     if was != now:
         raise PlanError(
             f"stage {number} of the plan would read other parameters than planned ({min(was ^ now)!r} among them); give"
@@ -115,7 +115,7 @@ def _check_parameters(number: int, planned: Graph, found: Graph) -> None:
         )
 
 
-def _takes_no_more(found: StagedPlan, planned: StagedPlan) -> bool:
+def _takes_no_more(plan: StagedPlan, planned: StagedPlan) -> bool:
     """Whether no rank's estimate exceeds both the memory limit and what was planned."""
-    pairs = zip(found.memory_bytes, planned.memory_bytes)
+    pairs = zip(plan.memory_bytes, planned.memory_bytes)
     return all(here <= max(there, planned.memory_limit_bytes) for here, there in pairs)

@@ -94,14 +94,14 @@ def output_layouts(
     Without `is_whole` only those of rows.
     """
     rows = {} if parts is None else rows_of(graph)
-    found = {}
+    layouts = {}
     for i, value in enumerate(graph.outputs):
         if isinstance(value, Value) and value.shape:
             if parts is not None and i in rows:
-                found[value.name] = parts.layout(axis_names, rows[i])
+                layouts[value.name] = parts.layout(axis_names, rows[i])
             elif is_whole:
-                found[value.name] = (I,) * len(axis_names)
-    return found
+                layouts[value.name] = (I,) * len(axis_names)
+    return layouts
 
 
 def local_batch(mesh: DeviceMesh, batch: str | Sequence[str]) -> LocalBatch | None:

@@ -124,9 +124,9 @@ class Runtime:
 
     def of(self, module: nn.Module) -> "Runtime":
         """The same for a copy of the module."""
-        loaded = {key: found.of(owners(module)) for key, found in self.loaded.items()}
-        last = next((loaded[key] for key, found in self.loaded.items() if found is self.last), None)
-        first = next((loaded[key] for key, found in self.loaded.items() if found is self.first), None)
+        loaded = {key: program.of(owners(module)) for key, program in self.loaded.items()}
+        last = next((loaded[key] for key, program in self.loaded.items() if program is self.last), None)
+        first = next((loaded[key] for key, program in self.loaded.items() if program is self.first), None)
         self.num_copies += 1
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
@@ -142,8 +142,8 @@ class Runtime:
         return self.offloaded
 
     def _state_on_host(self) -> frozenset[str]:
-        found = self.current()
-        plans = [part.loaded.plan for part in found.parts] if isinstance(found, Trainer) else [found.plan]
+        current = self.current()
+        plans = [part.loaded.plan for part in current.parts] if isinstance(current, Trainer) else [current.plan]
         plans = [plan for plan in plans if plan.assignment.state_on_host]
         pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
         return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
@@ -262,11 +262,11 @@ class Runtime:
                 if is_planned := plan is None:
                     plan = self.plan(graph, stored, trains, outputs)
                     plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
-                found = self._load(module, graph, plan)
+                program = self._load(module, graph, plan)
             if is_planned and is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
                 tell_time_of_another(time.perf_counter() - start_s, is_for_sizes=kind.made_of is not None)
             kind.reads_grad_mode |= reads.found
-            self._add(found, trial, kind, key, gathers=bool(outputs))
+            self._add(program, trial, kind, key, gathers=bool(outputs))
             self.changes.take(module)
         elif self.check is not None:
             self.calls.passed(self)
@@ -288,17 +288,17 @@ class Runtime:
     def _output_layouts(self, graph: Graph) -> dict[str, Layout]:
         return output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
 
-    def _add(self, found: Loaded | Trainer, trial: Trial | None, kind: CallKind, key: Key, *, gathers: bool) -> None:
+    def _add(self, program: Loaded | Trainer, trial: Trial | None, kind: CallKind, key: Key, *, gathers: bool) -> None:
         """Keep a program for all calls that it does for. `gathers`: its outputs."""
         # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
-        is_for_both = isinstance(found, Loaded) and self.loss_fn is None and not gathers
+        is_for_both = isinstance(program, Loaded) and self.loss_fn is None and not gathers
         keys = program_keys(key, in_both_grad_modes=not kind.reads_grad_mode, for_both_ways=is_for_both)
-        self.loaded.update(dict.fromkeys(keys, found))
+        self.loaded.update(dict.fromkeys(keys, program))
         self.trials.update(dict.fromkeys(keys, trial))
-        kind.note(trial, found)
+        kind.note(trial, program)
         self.kinds.update(dict.fromkeys(map(up_to_sizes, keys), kind))
-        self.first = self.first or found
-        self.replaced.mark(fqn for fqn, _ in found.graph.mutations)
+        self.first = self.first or program
+        self.replaced.mark(fqn for fqn, _ in program.graph.mutations)
 
     def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
         """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""

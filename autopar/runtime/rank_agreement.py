@@ -259,12 +259,12 @@ def _from_first(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
 def _different(mesh: DeviceMesh, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """FQN of each of `tensors` that is not equal on all ranks -> the first rank whose tensor differs from rank 0's."""
     reports = gather(mesh, {name: _digest(x) for name, x in tensors.items()})
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for rank, report in enumerate(reports):
         for name in {**report, **reports[0]}:
             if report.get(name) != reports[0].get(name):
-                found.setdefault(name, rank)
-    return found
+                ranks.setdefault(name, rank)
+    return ranks
 
 
 def _digest(x: torch.Tensor) -> str | int:

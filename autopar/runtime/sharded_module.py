@@ -219,9 +219,9 @@ def shard_module(
 def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
     """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs."""
     members = {"forward": forward_like(model), "__module__": original.__module__, "__doc__": original.__doc__}
-    found = type(original.__name__, (ShardedModule, original), members | saving_pretrained(original))
-    found.__qualname__ = original.__qualname__
-    return found
+    sharded = type(original.__name__, (ShardedModule, original), members | saving_pretrained(original))
+    sharded.__qualname__ = original.__qualname__
+    return sharded
 
 
 def unshard(module: ShardedModule) -> None:

@@ -126,9 +126,9 @@ def flat_arguments(spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The leaves of a call in the order of `spec`, for any order of keywords; ValueError for another structure."""
     names = spec.child(1).context if spec.num_children == 2 else []
     ordered = {name: kwargs[name] for name in names if name in kwargs} | kwargs
-    leaves, found = pytree.tree_flatten((tuple(args), ordered))
-    if found != spec:
+    leaves, given = pytree.tree_flatten((tuple(args), ordered))
+    if given != spec:
         raise ValueError(
-            f"the call does not have the structure the model was traced with: expected {spec}, found {found}"
+            f"the call does not have the structure the model was traced with: expected {spec}, found {given}"
         )
     return leaves

@@ -74,7 +74,7 @@ def _affine(sizes: Sequence[int], numbers: Sequence[int]) -> Size:
     rise, run = numbers[-1] - numbers[0], sizes[-1] - sizes[0]
     if rise % run:
         raise Different(f"{numbers} for sizes {sizes}")
-    found = Size(numbers[-1], rise // run, numbers[-1] - rise // run * sizes[-1])
-    if any(found.at(size) != number for size, number in zip(sizes, numbers, strict=True)):
+    affine = Size(numbers[-1], rise // run, numbers[-1] - rise // run * sizes[-1])
+    if any(affine.at(size) != number for size, number in zip(sizes, numbers, strict=True)):
         raise Different(f"{numbers} for sizes {sizes}")
-    return found
+    return affine

@@ -49,30 +49,30 @@ class SizeRange:
             return None
         pairs = [pair for known, shape in zip(self.shapes, shapes) for pair in zip(known, shape)]
         sizes = [size for _, size in pairs]
-        found = {
+        values = {
             symbol: symbol.subs(symbol, size)
             for symbol, size in zip(self.symbols, sizes)
             if getattr(symbol, "is_Symbol", False)
         }
-        if any(value_of(known, found) != size for known, size in pairs):
+        if any(value_of(known, values) != size for known, size in pairs):
             return None
-        if any(value not in self.ranges[symbol] for symbol, value in found.items()):
+        if any(value not in self.ranges[symbol] for symbol, value in values.items()):
             return None
-        return found if all(value_of(condition, found) is True for condition in self.conditions) else None
+        return values if all(value_of(condition, values) is True for condition in self.conditions) else None
 
 
 def value_of(expression: Any, symbols: Mapping[Any, Any]) -> Any:
     """The number or truth value of an expression, or of a symbolic size; None if it depends on more than `symbols`."""
-    found = _expression(expression)
-    if isinstance(found, (int, float)):
-        return found
-    found = found.xreplace(symbols)
-    if found.free_symbols:
+    value = _expression(expression)
+    if isinstance(value, (int, float)):
+        return value
+    value = value.xreplace(symbols)
+    if value.free_symbols:
         return None
-    if getattr(found, "is_Boolean", False):
-        return bool(found)
-    is_float = isinstance(expression, torch.SymFloat) or not found.is_integer
-    return float(found) if is_float else int(found)
+    if getattr(value, "is_Boolean", False):
+        return bool(value)
+    is_float = isinstance(expression, torch.SymFloat) or not value.is_integer
+    return float(value) if is_float else int(value)
 
 
 def conditions_on_sizes(tensor: FakeTensor) -> tuple[list[Any], dict[Any, Any]]:
@@ -97,7 +97,7 @@ def is_quadratic(size: Any) -> bool:
 
 def _expression(size: Any) -> Any:
     """A size as a number if it is one, else as an expression."""
-    found = size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
-    if getattr(found, "is_Integer", False):
-        return int(found)
-    return found
+    expression = size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+    if getattr(expression, "is_Integer", False):
+        return int(expression)
+    return expression

@@ -44,7 +44,7 @@ def bytes_moved(mesh: Mesh) -> Moved:
     @cache
     def moved(shape: tuple[int, ...], itemsize: int, needs_grad: bool, src: Layout, dst: Layout) -> int:
         steps = (collectives_of(step, shape, itemsize, mesh.shape, needs_grad) for step in redistribute(src, dst))
-        return sum(collective.num_bytes for found in steps for collective in found)
+        return sum(collective.num_bytes for collectives in steps for collective in collectives)
 
     return Moved(mesh, moved)
 
@@ -97,12 +97,12 @@ def _regathered(
 
 def _wanted(graph: Graph, strategies: Mapping[str, Strategy]) -> dict[str, tuple[Layout, ...]]:
     """Name of each input value -> the distinct layouts in which ops read it."""
-    found: dict[str, dict[Layout, None]] = {item.value.name: {} for item in graph.inputs}
+    wanted: dict[str, dict[Layout, None]] = {item.value.name: {} for item in graph.inputs}
     for op in graph.ops:
         for slot, value in enumerate(op.inputs):
-            if value.name in found:
-                found[value.name][strategies[op.name].input_layout(slot)] = None
-    return {name: tuple(layouts) for name, layouts in found.items()}
+            if value.name in wanted:
+                wanted[value.name][strategies[op.name].input_layout(slot)] = None
+    return {name: tuple(layouts) for name, layouts in wanted.items()}
 
 
 def _most_parts(
@@ -162,7 +162,7 @@ def _kept(
         sums[classes[name]].update(
             {base: _bytes_via(values[name], produced[name], base, layouts, moved) for base in bases[classes[name]]}
         )
-    best = {name: min(found, key=found.__getitem__) for name, found in sums.items()}
+    best = {name: min(costs, key=costs.__getitem__) for name, costs in sums.items()}
     return {name: best[classes[name]] for name in wanted}
 
 

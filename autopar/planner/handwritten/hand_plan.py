@@ -83,8 +83,8 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int
     if "dp" not in degrees and set(names) <= set(mesh.axis_names):
         return tuple(sorted(map(mesh.axis_index, names)))
     for num in range(mesh.ndim, -1, -1):
-        found = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
-        if all(str(found[key]) == size for key, size in degrees.items()):
+        sizes = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
+        if all(str(sizes[key]) == size for key, size in degrees.items()):
             return tuple(range(num, mesh.ndim))
     raise PlanError(
         f"hand plan {text!r} does not fit mesh {mesh}: in megatron:dp=..,tp=.. dp must be the product of its first axes"

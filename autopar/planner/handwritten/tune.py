@@ -64,17 +64,17 @@ def tuned(
     """
     check_mesh(cluster, mesh.num_devices)
     outline = outlined(graph, folded)
-    found: dict[tuple[Mesh, HandPlan], tuple[Tried, Assignment]] = {}
+    fitting: dict[tuple[Mesh, HandPlan], tuple[Tried, Assignment]] = {}
     for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
-        if found and deadline.is_past:
+        if fitting and deadline.is_past:
             break
         choices = _plans(grid) if isinstance(mesh, Mesh) else _plans_by_name(grid)
         plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
         for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
-            found[grid, tried.plan] = tried, assignment
-    tried = sorted((one for one, _ in found.values()), key=lambda one: one.costs.step_s)
+            fitting[grid, tried.plan] = tried, assignment
+    tried = sorted((one for one, _ in fitting.values()), key=lambda one: one.costs.step_s)
     best = next((one for one in tried if one.costs.memory_bytes <= memory_limit_bytes), None)
-    return Tuned(best, outline.short.expand(found[best.mesh, best.plan][1]) if best else None, tuple(tried))
+    return Tuned(best, outline.short.expand(fitting[best.mesh, best.plan][1]) if best else None, tuple(tried))
 
 
 def _grids(num_devices: int) -> Iterator[Mesh]:
@@ -122,6 +122,6 @@ def _taken(assignments: Iterable[Assignment]) -> Candidates:
         for assignment in assignments:
             for name, option in getattr(assignment, field).items():
                 chosen.setdefault(name, {})[option] = None
-        return {name: tuple(found) for name, found in chosen.items()}
+        return {name: tuple(layouts) for name, layouts in chosen.items()}
 
     return Candidates(options("strategies"), options("layouts"), options("outputs"), (), ())

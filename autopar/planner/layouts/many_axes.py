@@ -59,16 +59,16 @@ def refined(coarse: Solved, graph: Graph, cluster: Cluster, step: MeshSearch) ->
         starts = [] if start is None else [start]
         try:
             choice = setting.search(problem, starts)
-            found, found_s = problem.decode(choice.strategies), choice.cost_s
+            assignment, assignment_s = problem.decode(choice.strategies), choice.cost_s
         except InfeasibleError:
             on_host = host_search(setting, problem)
             if on_host is None:
                 raise
             moved = on_host.solved(on_host.setting.search(on_host.problem, starts))
-            found, found_s = moved.assignment, moved.step_s
-        is_done = found_s >= cost_s * (1 - 1e-6) or budget.is_spent
-        if found_s < cost_s:
-            best, cost_s = found, found_s
+            assignment, assignment_s = moved.assignment, moved.step_s
+        is_done = assignment_s >= cost_s * (1 - 1e-6) or budget.is_spent
+        if assignment_s < cost_s:
+            best, cost_s = assignment, assignment_s
         if is_done:
             break
     bound_s = min(cost_s, floor_s(graph, mesh, cluster, training=request.training))

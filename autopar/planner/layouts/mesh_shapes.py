@@ -37,8 +37,8 @@ def factorise(num_devices: int, cluster: Cluster, *, max_axes: int = 3) -> tuple
     ['n0=4,d0=8', 'n0=4,d0=4,d1=2', 'n0=2,n1=2,d0=8']
     """
     sizes = _level_sizes(num_devices, cluster)
-    found = [Mesh(*_axes(factors)) for factors in product(*(tuple(_splits(size, max_axes)) for size in sizes))]
-    distinct = dict.fromkeys(mesh for mesh in found if mesh.ndim <= max(max_axes, len(sizes)))
+    meshes = [Mesh(*_axes(factors)) for factors in product(*(tuple(_splits(size, max_axes)) for size in sizes))]
+    distinct = dict.fromkeys(mesh for mesh in meshes if mesh.ndim <= max(max_axes, len(sizes)))
     return tuple(sorted(distinct, key=lambda mesh: mesh.ndim))
 
 

@@ -184,9 +184,9 @@ class HostSearch:
         """The plan of a choice of `problem`."""
         request, place = self.setting.request, (self.setting.mesh, self.setting.cluster)
         part = AssignedGraph(self.setting.graph, self.problem.decode(choice.strategies), request.training)
-        found = fill([part], *place, request.limit_bytes)
+        filled = fill([part], *place, request.limit_bytes)
         # With all state on the host the plan fits; so it does with less, unless more bytes are fetched at a time.
-        (part,) = found or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
+        (part,) = filled or (part.bare(*place).with_state_on_host(part.assignment.state_on_host, *place),)
         bound_s = choice.lower_bound_s - _s_of_limit(self.setting)
         return Solution(part.assignment, part.known.step_s, max(0.0, bound_s))
 

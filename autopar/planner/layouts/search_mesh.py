@@ -78,8 +78,10 @@ def solve_mesh(
     problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
     with budget.timed("hand plans"):
         hand = hand_plans(graph, problem.folded, problem.everything, mesh)
-    by_hand = {name: found for name, assignment in hand.items() if (found := problem.encode(assignment)) is not None}
-    known = [*(found for start in starts if (found := problem.encode(start)) is not None), *by_hand.values()]
+    by_hand = {
+        name: solution for name, assignment in hand.items() if (solution := problem.encode(assignment)) is not None
+    }
+    known = [*(solution for start in starts if (solution := problem.encode(start)) is not None), *by_hand.values()]
     best = _unsolved(mesh, folded, problem, by_hand)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
     try:
@@ -97,9 +99,9 @@ def solve_mesh(
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and not budget.is_spent:
         groups, mixed = _in_groups(setting, folded, problem, choice, best.assignment)
-        found = _solution(groups, setting.search(groups, mixed), {})
-        bound_s = min(best.lower_bound_s, found.lower_bound_s)
-        best = replace(best, lower_bound_s=bound_s).or_faster(found, bound_of=GROUPS)
+        solution = _solution(groups, setting.search(groups, mixed), {})
+        bound_s = min(best.lower_bound_s, solution.lower_bound_s)
+        best = replace(best, lower_bound_s=bound_s).or_faster(solution, bound_of=GROUPS)
     return best
 
 

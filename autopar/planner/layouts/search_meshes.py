@@ -72,19 +72,19 @@ def make_plan(
             part = budget.part(_SHARE_OF_FIRST) if is_first and predict else budget
             try:
                 if isinstance(mesh, Devices):
-                    found = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
+                    by_mesh = _on_open_mesh(graph, mesh, cluster, within, to_beat_s, part)
                 else:
                     coarse, *finer = coarse_to_fine(mesh, within, part)
                     solved = solve_mesh(graph, coarse.mesh, cluster, coarse.request, budget=coarse.budget)
                     for step in finer:
                         solved = refined(solved, graph, cluster, step)
-                    found = {mesh: solved}
+                    by_mesh = {mesh: solved}
             except InfeasibleError as error:
                 if is_first:
                     raise
                 fit.reasons.append(str(error))
                 continue
-            plan = _plan_of_best(graph, found, cluster, within, budget)
+            plan = _plan_of_best(graph, by_mesh, cluster, within, budget)
             if is_first and plan.step_s > to_beat_s / (1 - WORTH):
                 return plan
             bound_s = min(bound_s, plan.lower_bound_s) if is_first else bound_s
@@ -95,9 +95,9 @@ def make_plan(
 
 
 def _plan_of_best(
-    graph: Graph, found: Mapping[Mesh, Solved], cluster: Cluster, request: PlanRequest, budget: Budget
+    graph: Graph, by_mesh: Mapping[Mesh, Solved], cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> Plan:
-    best = min(found.values(), key=lambda solved: solved.cost_s)
+    best = min(by_mesh.values(), key=lambda solved: solved.cost_s)
     training, limit_bytes = request.training, request.limit_bytes
     return replace(
         plan_of(graph, best.assignment, best.mesh, cluster, training=training, memory_limit_bytes=limit_bytes),
@@ -106,7 +106,7 @@ def _plan_of_best(
         found_by=best.found_by,
         hand=best.hand,
         timings=budget.timings,
-        meshes={str(mesh): solved.cost_s for mesh, solved in found.items()},
+        meshes={str(mesh): solved.cost_s for mesh, solved in by_mesh.items()},
     )
 
 
@@ -122,32 +122,32 @@ def _on_open_mesh(
     by_hand = _by_hand(graph, devices, cluster, request, to_beat_s, budget)
     if budget.is_spent and by_hand.best is not None:
         return {by_hand.best.mesh: _as_written(by_hand, graph, cluster, request.training)}
-    found: dict[Mesh, Solved] = {}
+    by_mesh: dict[Mesh, Solved] = {}
     failure: InfeasibleError | None = None
     meshes = _promising(factorise(devices.num_devices, cluster), by_hand.tried, request.limit_bytes)
     for mesh in meshes:
-        if budget.is_spent and (found or failure):
+        if budget.is_spent and (by_mesh or failure):
             break
-        starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in found.items() if refines(coarse, mesh)]
-        to_beat_s = min((solved.cost_s for solved in found.values()), default=to_beat_s)
+        starts = [lift(solved.assignment, coarse, mesh) for coarse, solved in by_mesh.items() if refines(coarse, mesh)]
+        to_beat_s = min((solved.cost_s for solved in by_mesh.values()), default=to_beat_s)
         part = budget.part(1.0 if mesh == meshes[-1] else _SHARE, where=f"mesh {mesh}: ")
         try:
-            found[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
+            by_mesh[mesh] = solve_mesh(graph, mesh, cluster, request, starts=starts, to_beat_s=to_beat_s, budget=part)
         except InfeasibleError as error:
             failure = error
-    best, best_s = by_hand.best, min((solved.cost_s for solved in found.values()), default=math.inf)
+    best, best_s = by_hand.best, min((solved.cost_s for solved in by_mesh.values()), default=math.inf)
     if best is not None and best.costs.step_s < best_s and budget.is_spent:
-        found[best.mesh] = _as_written(by_hand, graph, cluster, request.training)
+        by_mesh[best.mesh] = _as_written(by_hand, graph, cluster, request.training)
     elif best is not None and best.costs.step_s < best_s:
         # Its mesh has few axes, mostly one or two: the search takes little, ends with this plan or a better one, and
         # gives a lower bound.
         part, starts = budget.part(1.0, where=f"mesh {best.mesh}: "), by_hand.starts
-        found[best.mesh] = solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)
-    if not found:
+        by_mesh[best.mesh] = solve_mesh(graph, best.mesh, cluster, request, starts=starts, budget=part)
+    if not by_mesh:
         raise failure or InfeasibleError(
             f"no mesh of {devices.num_devices} devices lies within the cluster's link levels"
         )
-    return found
+    return by_mesh
 
 
 def _by_hand(

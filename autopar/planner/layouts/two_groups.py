@@ -46,5 +46,5 @@ def _first_group(graph: Graph, folded: Folded, segments: Segments) -> frozenset[
     """The names of the ops of the first group, of their values, and of the inputs that only they read."""
     last = [sizes[1] if len(sizes) == _LEAST_COPIES else 0 for sizes in segments]
     copies = copies_of(folded, graph)
-    names = {name for name, found in copies.items() if all(1 <= copy <= last[repeat] for repeat, copy in found)}
+    names = {name for name, places in copies.items() if all(1 <= copy <= last[repeat] for repeat, copy in places)}
     return frozenset(names | {value.name for op in graph.ops if op.name in names for value in op.outputs})

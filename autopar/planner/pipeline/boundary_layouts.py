@@ -35,7 +35,7 @@ Crossing = Mapping[str, Layout]
 
 
 def choose_crossing(
-    cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
+    cut: Cut, point: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> dict[str, Layout]:
     """Name of each boundary tensor -> its layout, the same for all tensors of one shape and hand layout.
 
@@ -46,7 +46,7 @@ def choose_crossing(
     best = crossing_layouts(cut)
     if not best or budget.is_spent:
         return best
-    pipeline = _Pipeline(cut, found, mesh, cluster, request, budget)
+    pipeline = _Pipeline(cut, point, mesh, cluster, request, budget)
     best_s = pipeline.step_s(best)
     if pipeline.least_s() > (1 - _WORTH) * best_s:
         return best
@@ -66,10 +66,10 @@ def choose_crossing(
 
 def _alike(cut: Cut, crossing: Crossing) -> list[list[str]]:
     """The boundary tensors, grouped by shape and layout."""
-    found: dict[Any, list[str]] = {}
+    alike: dict[Any, list[str]] = {}
     for value in _values(cut).values():
-        found.setdefault((replace(value, name=""), crossing[value.name]), []).append(value.name)
-    return list(found.values())
+        alike.setdefault((replace(value, name=""), crossing[value.name]), []).append(value.name)
+    return list(alike.values())
 
 
 def _values(cut: Cut) -> dict[str, Value]:
@@ -98,14 +98,14 @@ class _Pipeline:
     """
 
     def __init__(
-        self, cut: Cut, found: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
+        self, cut: Cut, point: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
     ) -> None:
-        self.cut, self.schedule, self.mesh, self.cluster = cut, found.schedule, mesh, cluster
-        self.training = replace(request.training, num_microbatches=found.schedule.num_microbatches)
+        self.cut, self.schedule, self.mesh, self.cluster = cut, point.schedule, mesh, cluster
+        self.training = replace(request.training, num_microbatches=point.schedule.num_microbatches)
         self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
         self.budget = budget
         self.values = _values(cut)
-        self.order, self.link = ordered(found.schedule), transfer(cluster, found.schedule.num_ranks, mesh.num_devices)
+        self.order, self.link = ordered(point.schedule), transfer(cluster, point.schedule.num_ranks, mesh.num_devices)
         self.kinds = [
             (wiring_of(stage.graph), requested_of(stage.graph, self._request(number)))
             for number, stage in enumerate(cut.stages)

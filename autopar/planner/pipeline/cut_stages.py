@@ -28,12 +28,12 @@ class Cut:
     regions: Regions
 
 
-def cut_as(model: Model, found: Staged) -> Cut:
+def cut_as(model: Model, point: Staged) -> Cut:
     """The cut of a point of the sweep."""
-    starts = tuple(model.graph.ops[model.starts[block]].name for block in found.partition.starts[1:])
-    micro, stages = stage_graphs(model.graph, starts, found.schedule.num_microbatches)
+    starts = tuple(model.graph.ops[model.starts[block]].name for block in point.partition.starts[1:])
+    micro, stages = stage_graphs(model.graph, starts, point.schedule.num_microbatches)
     folded = fold_microbatch(model.folded, micro)
-    by_hand = _expanded(found.assignment, micro.graph, folded)
+    by_hand = _expanded(point.assignment, micro.graph, folded)
     return Cut(micro.graph, folded, stages, starts, by_hand, recomputable(folded, micro.graph))
 
 

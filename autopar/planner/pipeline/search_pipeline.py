@@ -62,7 +62,7 @@ def sweep_stages(
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)
     with budget.timed("stages by hand"):
-        found = sweep(
+        points = sweep(
             model,
             meshes,
             cluster,
@@ -72,8 +72,8 @@ def sweep_stages(
             schedules=schedules,
             deadline=budget.part(_SHARE_OF_SWEEP).deadline,
         )
-    budget.show("stages by hand", tuple(found))
-    return found
+    budget.show("stages by hand", tuple(points))
+    return points
 
 
 def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator[tuple[int, Mesh]]:
@@ -151,13 +151,13 @@ def _above_limit(
     Without optimizer state, the search of each stage finds how much of it must be offloaded; under a higher limit, the
     search may make a point fit that nearly does.
     """
-    found: list[Staged] = []
+    points: list[Staged] = []
     if cluster.host_bandwidth_bytes_per_s and request.training.state_bytes:
         training = replace(request.training, optimizer="none")
         for factor in (1.0, _NEARLY):
             lighter = replace(request, training=training, memory_limit_bytes=factor * request.limit_bytes)
-            found = found or sweep_stages(model, mesh, cluster, lighter, budget)
-    return found
+            points = points or sweep_stages(model, mesh, cluster, lighter, budget)
+    return points
 
 
 @dataclass(frozen=True)
@@ -209,21 +209,21 @@ def _search_point(
         fit.waiting.append(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, plan, searches))
 
 
-def _worth_searching(found: Sequence[Staged], cutoff_s: float) -> list[Staged]:
+def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     """The best point of each depth, mesh, schedule and number of microbatches; the search finds the flavour."""
     distinct: dict[tuple, Staged] = {}
-    for point in found:
+    for point in points:
         distinct.setdefault((point.mesh, point.schedule), point)
-    limit_s = min(min((one.step_s for one in found), default=0.0) * _NEAR, cutoff_s * _GAIN)
+    limit_s = min(min((one.step_s for one in points), default=0.0) * _NEAR, cutoff_s * _GAIN)
     return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
 
 
-def _left_for_points(found: Sequence[Staged], budget: Budget, share: float) -> Budget:
+def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> Budget:
     """`share` of the time left if the search may make a point without stages and microbatches as fast as the best,
     else all of it.
     """
-    whole = (one for one in found if one.schedule.num_ranks == one.schedule.num_microbatches == 1)
-    return budget.part(share if any(one.step_s <= _GAIN * found[0].step_s for one in whole) else 1.0)
+    whole = (one for one in points if one.schedule.num_ranks == one.schedule.num_microbatches == 1)
+    return budget.part(share if any(one.step_s <= _GAIN * points[0].step_s for one in whole) else 1.0)
 
 
 def _searched(searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget) -> StagedPlan | None:
@@ -277,5 +277,5 @@ def _whole_mesh(point: Staged) -> Mesh:
     return Mesh((point.schedule.num_ranks, *shape), (PIPELINE, *names))
 
 
-def _shown(found: Sequence[Staged]) -> dict[str, HandCosts]:
-    return {point.name: HandCosts(point.step_s, round(max(point.rank_bytes))) for point in found[:_MOST_SHOWN]}
+def _shown(points: Sequence[Staged]) -> dict[str, HandCosts]:
+    return {point.name: HandCosts(point.step_s, round(max(point.rank_bytes))) for point in points[:_MOST_SHOWN]}

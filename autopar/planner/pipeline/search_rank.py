@@ -143,21 +143,21 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         if free.cost_s >= to_beat_s:
             is_too_slow = True
             continue
-        free, found = _priced(at, free, asked), None
+        free, saving = _priced(at, free, asked), None
         if at.is_late and not _fits(at, free):
             break
         if not is_hopeless:
             try:
-                found = _saving(at, asked, free, pressure, to_beat_s)
+                saving = _saving(at, asked, free, pressure, to_beat_s)
             except InfeasibleError as error:
                 at.cache.failed[key_of(asked)] = pressure
                 failure = error
-        known = (best, found, _with_state_on_host(at, asked, free, pressure, found))
+        known = (best, saving, _with_state_on_host(at, asked, free, pressure, saving))
         is_too_slow |= any(known)
         best = min(
             (one for one in known if one and one.cost_s < at.task.to_beat_s), key=lambda one: one.cost_s, default=None
         )
-        if found is not None and found.is_free:
+        if saving is not None and saving.is_free:
             break  # to save memory only costs time
     if best is None and not is_too_slow:
         best = as_written(at, stages)
@@ -248,10 +248,10 @@ def _with_state_on_host(
     return best
 
 
-def _filled(at: RankTask, found: Iterable[StagePlans], stages: Stages) -> StagePlans | None:
+def _filled(at: RankTask, candidates: Iterable[StagePlans], stages: Stages) -> StagePlans | None:
     """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
     best: StagePlans | None = None
-    for one in (other if other.costs else other.of_others(stages) for other in found):
+    for one in (other if other.costs else other.of_others(stages) for other in candidates):
         known = zip(one.parts, stages, one.costs or [None] * len(stages))
         parts = [AssignedGraph(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
         made = fill(parts, at.task.mesh, at.task.cluster, at.limit_bytes) or ()
@@ -264,27 +264,27 @@ def _filled(at: RankTask, found: Iterable[StagePlans], stages: Stages) -> StageP
 
 def _unlimited(at: RankTask, stages: Stages) -> StagePlans:
     """The best plans without a memory limit, each stage for itself."""
-    found = []
+    plans = []
     for one in stages:
         key = key_of((one,))
         if key not in at.cache.free:
             at.cache.free[key] = _search(at, (one,), math.inf, 0.0)
-        found.append(at.cache.free[key].of_others((one,)))
-    return StagePlans(tuple(part for one in found for part in one.parts), sum(one.cost_s for one in found))
+        plans.append(at.cache.free[key].of_others((one,)))
+    return StagePlans(tuple(part for one in plans for part in one.parts), sum(one.cost_s for one in plans))
 
 
-def _priced(at: RankTask, found: StagePlans, stages: Stages) -> StagePlans:
+def _priced(at: RankTask, plans: StagePlans, stages: Stages) -> StagePlans:
     """With what the plans take together, by the tables of the stages."""
     memory_bytes = 0.0
-    for (_, own), one in zip(found.parts, stages):
+    for (_, own), one in zip(plans.parts, stages):
         problem = _problem(at, one)
         choice = problem.encode(own)
         memory_bytes += math.inf if choice is None else memory_of(problem.priced.table, choice)
-    return replace(found, memory_bytes=memory_bytes)
+    return replace(plans, memory_bytes=memory_bytes)
 
 
-def _fits(at: RankTask, found: StagePlans) -> bool:
-    return found.memory_bytes <= at.limit_bytes
+def _fits(at: RankTask, plans: StagePlans) -> bool:
+    return plans.memory_bytes <= at.limit_bytes
 
 
 def _search(

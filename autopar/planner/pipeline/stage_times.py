@@ -8,10 +8,10 @@ from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
 from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step_s
 
 
-def rank_bytes(found: Partition, schedule: Schedule) -> tuple[float, ...]:
+def rank_bytes(partition: Partition, schedule: Schedule) -> tuple[float, ...]:
     """Bytes of a device of each rank of the pipeline."""
     return tuple(
-        sum(found.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+        sum(partition.memory_bytes[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
     )
 
 
@@ -32,19 +32,24 @@ def _ordered(schedule: Schedule) -> Order:
     return ordered(schedule)
 
 
-def time_of(blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
+def time_of(blocks: Blocks, partition: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
     """Seconds of a step: the simulated schedule, and the slowest rank's work once a step."""
-    times = stage_times(blocks, found, link)
+    times = stage_times(blocks, partition, link)
     if schedule.num_stages == 1:
-        return schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s) + found.once_s
-    return float(step_s(_ordered(schedule), as_array(times))) + found.once_s * schedule.num_stages / schedule.num_ranks
+        return (
+            schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s)
+            + partition.once_s
+        )
+    return (
+        float(step_s(_ordered(schedule), as_array(times))) + partition.once_s * schedule.num_stages / schedule.num_ranks
+    )
 
 
-def stage_times(blocks: Blocks, found: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
+def stage_times(blocks: Blocks, partition: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
     """The times of each stage for a microbatch; `link`: (latency in seconds, bytes/s) to the next stage."""
-    stops = (*found.starts, len(blocks.forward_s))
+    stops = (*partition.starts, len(blocks.forward_s))
     times = []
-    for (a, b), again in zip(pairwise(stops), found.num_recomputed):
+    for (a, b), again in zip(pairwise(stops), partition.num_recomputed):
         can = blocks.is_recomputable[a:b]
         forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
         again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())

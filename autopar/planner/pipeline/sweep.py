@@ -86,7 +86,7 @@ def sweep(
     """
     meshes, late, shared = tuple(meshes), 0, _Sweep(model, cluster, training, limit_bytes)
     latest = Deadline.after(_LATEST * deadline.remaining_s)
-    found: list[tuple[Staged, int]] = []
+    staged: list[tuple[Staged, int]] = []
     for num_ranks, mesh in meshes:
         check_mesh(cluster, num_ranks * mesh.num_devices)
     usual = sorted(points(model, meshes, num_microbatches), key=lambda point: point[2])
@@ -94,17 +94,17 @@ def sweep(
     for number, (num_ranks, mesh, num, offered) in sorted(enumerate(usual), key=lambda one: rough_s(*one[1][:3])):
         plans = tuple(plan for plan in offered if shared.may_fit(plan, mesh, num_ranks, num))
         late += deadline.is_past and bool(plans)
-        if late > (_FEW_LATE if found and latest.is_past else _MOST_LATE):
+        if late > (_FEW_LATE if staged and latest.is_past else _MOST_LATE):
             break
-        beat_s = min((one.step_s for one, _ in found), default=math.inf) * _SHOWN
+        beat_s = min((one.step_s for one, _ in staged), default=math.inf) * _SHOWN
         here = shared.on(plans, mesh, num_ranks, num, schedules, beat_s)
-        found += ((one, number) for one in here)
-    whole = dict.fromkeys(other for one, _ in found for other in shared.as_whole(one))
+        staged += ((one, number) for one in here)
+    whole = dict.fromkeys(other for one, _ in staged for other in shared.as_whole(one))
     for plan, num_ranks, mesh, num in sorted(whole, key=lambda one: rough_s(*one[1:]))[:_MOST_WHOLE]:
         if latest.is_past:
             break
-        found += [(one, len(usual)) for one in shared.on((plan,), mesh, num_ranks, num, schedules)]
-    return [one for one, _ in sorted(found, key=lambda pair: (pair[0].step_s, pair[1]))]
+        staged += [(one, len(usual)) for one in shared.on((plan,), mesh, num_ranks, num, schedules)]
+    return [one for one, _ in sorted(staged, key=lambda pair: (pair[0].step_s, pair[1]))]
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class _Sweep:
                     if x is not None and _busy_s(own, x, schedule) <= beat_s
                 ]
                 if timed:
-                    time_s, found = min(timed, key=lambda one: (one[0], one[1].starts))
-                    yield Staged(plan, mesh, schedule, found, time_s, assignment)
+                    time_s, fastest = min(timed, key=lambda one: (one[0], one[1].starts))
+                    yield Staged(plan, mesh, schedule, fastest, time_s, assignment)
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:
         """Whether an even share of what is stored and gathered fits."""
@@ -181,23 +181,23 @@ def lightest(
             break
         for plan, assignment, blocks in profiled(model, plans, num, mesh, cluster, training):
             for schedule in _schedules(num_ranks, num, schedules, len(model.starts)):
-                found = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)
-                if found is not None:
-                    best = Staged(plan, mesh, schedule, found, 0.0, assignment)
+                part = _lightest_cut(as_run(blocks, schedule), schedule, max(best.rank_bytes) if best else math.inf)
+                if part is not None:
+                    best = Staged(plan, mesh, schedule, part, 0.0, assignment)
     return best
 
 
 def _lightest_cut(blocks: Blocks, schedule: Schedule, below: float) -> Partition | None:
     """The cut with the least memory; None if that is not below `below` bytes."""
-    found = _cut(blocks, schedule, below * (1 - _PRECISION))
-    if found is None:
+    cut = _cut(blocks, schedule, below * (1 - _PRECISION))
+    if cut is None:
         return None
-    low, high = 0.0, max(found.memory_bytes)
+    low, high = 0.0, max(cut.memory_bytes)
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
         lighter = _cut(blocks, schedule, middle)
-        low, high, found = (low, middle, lighter) if lighter is not None else (middle, high, found)
-    return found
+        low, high, cut = (low, middle, lighter) if lighter is not None else (middle, high, cut)
+    return cut
 
 
 def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) -> Iterator[Schedule]:
@@ -246,15 +246,15 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
     return min((one for one in shared if one is not None), key=lambda one: max(one.times_s), default=None)
 
 
-def _shares(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
-    """The limit of each stage if the stages of a rank share its limit in proportion to their memory in `found`."""
-    most = rank_bytes(found, schedule)
-    return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(found.memory_bytes))
+def _shares(stages: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+    """The limit of each stage if the stages of a rank share its limit in proportion to their memory in `stages`."""
+    most = rank_bytes(stages, schedule)
+    return tuple(limit_bytes * size / most[schedule.rank_of(stage)] for stage, size in enumerate(stages.memory_bytes))
 
 
-def _busy_s(blocks: Blocks, found: Partition, schedule: Schedule) -> float:
+def _busy_s(blocks: Blocks, stages: Partition, schedule: Schedule) -> float:
     """Seconds of compute of the busiest rank."""
-    times = stage_times(blocks, found, (0.0, math.inf))
+    times = stage_times(blocks, stages, (0.0, math.inf))
     ranks = ([times[stage] for stage in schedule.stages_of(rank)] for rank in range(schedule.num_ranks))
     return schedule.num_microbatches * max(
         sum(one.forward_s + one.backward_s + one.weight_s for one in own) for own in ranks

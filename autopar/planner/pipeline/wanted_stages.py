@@ -94,10 +94,10 @@ def segments(folded: Folded, num_saved: int) -> tuple[tuple[int, ...], ...]:
     """First, inner and last copies apart, and those that are recomputed or
     offloaded, which are the first, from those that are not.
     """
-    found = []
+    lengths = []
     for repeat in folded.repeats:
         again = min(num_saved, repeat.count)
         num_saved -= again
         ends = sorted({0, 1, again, repeat.count - 1, repeat.count})
-        found.append(tuple(b - a for a, b in pairwise(ends)))
-    return tuple(found)
+        lengths.append(tuple(b - a for a, b in pairwise(ends)))
+    return tuple(lengths)

@@ -233,7 +233,7 @@ def _stand_ins(module: nn.Module, before: ModuleState, now: ModuleState) -> Modu
 
     AutoparError for a tensor that is otherwise than the parameter was.
     """
-    found = {}
+    stand_ins = {}
     for prefix, owner in module.named_modules():
         for name, x in owner._parameters.items():
             if x is None or isinstance(x, nn.Parameter):
@@ -248,8 +248,8 @@ def _stand_ins(module: nn.Module, before: ModuleState, now: ModuleState) -> Modu
                     f" the model's own, found {'a plain tensor' if layout is None else layout[0]} of shape {shape} in"
                     f" {dtype}. Cut it by torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements)"
                 )
-            found[fqn] = was
-    return found
+            stand_ins[fqn] = was
+    return stand_ins
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -44,10 +44,10 @@ def guest(plan: StagedPlan) -> tuple[int, Input] | None:
 
 def holders(plan: StagedPlan) -> dict[str, tuple[int, ...]]:
     """FQN of each trained parameter -> the ranks of the pipeline that hold it."""
-    found: dict[str, set[int]] = {}
+    held_on: dict[str, set[int]] = {}
     for number, stage in enumerate(plan.stages):
         for item in trained(stage.graph):
-            found.setdefault(item.fqn, set()).add(plan.schedule.rank_of(number))
+            held_on.setdefault(item.fqn, set()).add(plan.schedule.rank_of(number))
     if (shared := guest(plan)) is not None:
-        found[shared[1].fqn] |= set(range(plan.schedule.num_ranks)) - set().union(*found.values())
-    return {fqn: tuple(sorted(ranks)) for fqn, ranks in found.items()}
+        held_on[shared[1].fqn] |= set(range(plan.schedule.num_ranks)) - set().union(*held_on.values())
+    return {fqn: tuple(sorted(ranks)) for fqn, ranks in held_on.items()}

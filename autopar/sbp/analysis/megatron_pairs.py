@@ -137,12 +137,12 @@ def _pair(
     for op in graph.ops:
         slots = product_slots(op, from_parameters)
         if slots is None:
-            found = _merge(op, sources, from_parameters | positional)
+            pair = _merge(op, sources, from_parameters | positional)
         elif paired := sources.get(op.inputs[slots[0]].name):
-            rows[op.name], found = paired, None
+            rows[op.name], pair = paired, None
         else:
-            found = frozenset({op.name})
-        sources.update((value.name, found) for value in op.outputs)
+            pair = frozenset({op.name})
+        sources.update((value.name, pair) for value in op.outputs)
     return sources, rows
 
 

@@ -108,7 +108,7 @@ def _possible(op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...]) -> 
     compute the whole gradient, and none can. An op of a routed region has the signatures `routed` and those in which
     all values are the same in all microbatches. `reads`: of each input, the first that is the same value.
     """
-    found = []
+    signatures = []
     flows = any(value.needs_grad for value in op.outputs)
     for candidate in _listed(op, routed):
         placed = zip(candidate.inputs + candidate.outputs, op.inputs + op.outputs)
@@ -119,8 +119,8 @@ def _possible(op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...]) -> 
                 _whole(value) if placement == I else placement for placement, value in zip(candidate.inputs, op.inputs)
             )
             if len(set(zip(inputs, reads))) == len(set(reads)):  # a value read twice has one placement
-                found.append(Signature(inputs, candidate.outputs, candidate.role, candidate.num_units))
-    return tuple(found)
+                signatures.append(Signature(inputs, candidate.outputs, candidate.role, candidate.num_units))
+    return tuple(signatures)
 
 
 def _listed(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:

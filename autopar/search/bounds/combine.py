@@ -47,10 +47,10 @@ def combine(table: CostTable, choices: Sequence[tuple[int, ...]], *, deadline: D
     first = best or small.lift(least_memory(small.table, order)[1])
     if memory_of(table, first) > table.memory_limit_bytes or cost_of(table, first) == float("inf"):
         return ()
-    found, around = small.lower(first), None
-    assert found is not None, "the first choice is among those that the small table holds"
-    for state in close(State(small, found, -float("inf")), deadline, label_counts=_MOST_LABELS):
-        found, around, cost_s = state.incumbent, state.around, cost_of(small.table, state.incumbent)
+    strategies, around = small.lower(first), None
+    assert strategies is not None, "the first choice is among those that the small table holds"
+    for state in close(State(small, strategies, -float("inf")), deadline, label_counts=_MOST_LABELS):
+        strategies, around, cost_s = state.incumbent, state.around, cost_of(small.table, state.incumbent)
         if cost_s - state.lower_bound_s <= _ENOUGH * abs(cost_s):
             break
-    return small.lift(found), *(around or ())
+    return small.lift(strategies), *(around or ())

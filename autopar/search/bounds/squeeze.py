@@ -178,11 +178,11 @@ def _lightest(table: CostTable, view: _RoundTable, deadline: Deadline) -> list[t
     return [lightest]
 
 
-def _between(least: float, found: float) -> str:
+def _between(least: float, least_found: float) -> str:
     """The text of the least memory, of which a lower bound and the memory of a choice are known."""
-    if least >= found * (1 - TOLERANCE):
-        return f"{found:.0f} bytes ({found / 2**30:.2f} GiB)"
-    return f"between {least:.0f} and {found:.0f} bytes ({least / 2**30:.2f} and {found / 2**30:.2f} GiB)"
+    if least >= least_found * (1 - TOLERANCE):
+        return f"{least_found:.0f} bytes ({least_found / 2**30:.2f} GiB)"
+    return f"between {least:.0f} and {least_found:.0f} bytes ({least / 2**30:.2f} and {least_found / 2**30:.2f} GiB)"
 
 
 def _pruned(now: State, view: _RoundTable, dual: Dual) -> Reduced:

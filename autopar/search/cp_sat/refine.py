@@ -53,9 +53,9 @@ def refine(
     table = state.reduced.table
     if deadline.is_past or num_entries(table) > most_variables:
         return
-    for found in _improvements(table, state.best, state.lower_bound_s, deadline, worker):
-        bound_s = proven(found.cost_s, found.lower_bound_s, is_pruned=state.is_pruned)
-        yield replace(state, best=found.strategies, lower_bound_s=bound_s)
+    for improved in _improvements(table, state.best, state.lower_bound_s, deadline, worker):
+        bound_s = proven(improved.cost_s, improved.lower_bound_s, is_pruned=state.is_pruned)
+        yield replace(state, best=improved.strategies, lower_bound_s=bound_s)
 
 
 def _improvements(
@@ -108,9 +108,9 @@ def _improved(
 ) -> Choice | None:
     """The best choice and bound after the answer; None if it improves neither."""
     if "strategies" in answer:
-        found = _choice(table, tuple(answer["strategies"]), lower_bound_s)
-        is_better = found.memory_bytes <= table.memory_limit_bytes and (best is None or found.cost_s < best.cost_s)
-        return found if is_better else None
+        choice = _choice(table, tuple(answer["strategies"]), lower_bound_s)
+        is_better = choice.memory_bytes <= table.memory_limit_bytes and (best is None or choice.cost_s < best.cost_s)
+        return choice if is_better else None
     if best is None or answer.get("bound", -math.inf) * cost_unit <= best.lower_bound_s:
         return None
     return _choice(table, best.strategies, answer["bound"] * cost_unit)

@@ -27,9 +27,9 @@ def main() -> None:
     problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
-    def answer(found: dict[str, Any]) -> None:
+    def answer(response: dict[str, Any]) -> None:
         # a single write for each line: the solver calls from several threads
-        os.write(answers, json.dumps(found).encode() + b"\n")
+        os.write(answers, json.dumps(response).encode() + b"\n")
 
     solve_integer(problem, answer)
 
