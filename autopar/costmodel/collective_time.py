@@ -20,13 +20,14 @@ from autopar.sbp.redistribute import Collective
 
 @dataclass(frozen=True, slots=True)
 class GroupLevel:
-    """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its members each.
+    """A link level that a group spans: it joins `num_children` blocks with `num_inside` of its `num_members` each.
 
     `rates`: of groups by size, `base_latency_s`: fixed seconds of a collective on it.
     """
 
     num_children: int
     num_inside: int
+    num_members: int
     latency_s: float
     bandwidth_bytes_per_s: float
     rates: tuple[GroupRate, ...] = ()
@@ -49,30 +50,47 @@ class Pieces:
 
 
 @lru_cache(maxsize=2**16)
-def spans(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[GroupLevel, ...]:
-    """The link levels, from the inside out, that the groups of mesh axes `axes` span; ranks are laid out row-major.
+def spans(
+    levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[tuple[GroupLevel, ...], ...]:
+    """The link levels, from the inside out, that the groups of mesh axes `axes` span, once for all groups alike.
+
+    Ranks are laid out row-major. All groups have the same steps from rank to rank, so that they differ only in the
+    place of their first rank within its blocks.
 
     >>> node, network = LinkLevel(8, 1e-6, 1e11), LinkLevel(0, 1e-5, 1e10)
-    >>> [span.num_children for span in spans((node, network), (4, 8), (0,))]  # stride 8: over the network only
-    [4]
-    >>> [span.num_children for span in spans((node, network), (32,), (0,))]
-    [8, 4]
-    >>> [span.num_children for span in spans((node, network), (4, 8), (0, 1))]
-    [8, 4]
+    >>> [[span.num_children for span in group] for group in spans((node, network), (4, 8), (0,))]  # stride 8
+    [[4]]
+    >>> [[span.num_children for span in group] for group in spans((node, network), (32,), (0,))]
+    [[8, 4]]
+    >>> [[span.num_children for span in group] for group in spans((node, network), (3, 6), (1,))]  # ranks 0 to 5, 6 ...
+    [[6], [4, 2]]
     """
-    others = tuple(0 if axis not in axes else slice(None) for axis in range(len(mesh_shape)))
-    members = np.arange(math.prod(mesh_shape), dtype=np.int64).reshape(mesh_shape)[others].ravel()
-    levels_spanned, inside, capacity = [], 1, 1
-    for level in levels:
-        capacity = capacity * level.size or int(members[-1]) + 1
-        block_sizes = np.unique(members // capacity, return_counts=True)[1]
-        # groups that fill their blocks unevenly are priced by the fullest block
-        num_children = -(-int(block_sizes.max()) // inside)
-        if num_children > 1:
+    num_devices, ndim = math.prod(mesh_shape), len(mesh_shape)
+    ranks = np.arange(num_devices, dtype=np.int64).reshape(mesh_shape)
+    members = ranks[tuple(slice(None) if axis in axes else 0 for axis in range(ndim))].ravel()
+    firsts = ranks[tuple(0 if axis in axes else slice(None) for axis in range(ndim))].ravel()
+    sizes = np.cumprod([level.size or num_devices for level in levels])
+    places = np.unique(firsts % sizes[-2]) if len(levels) > 1 else firsts[:1]
+    return tuple(dict.fromkeys(_spanned(levels, sizes, place + members) for place in places.tolist()))
+
+
+def _spanned(levels: tuple[LinkLevel, ...], sizes: np.ndarray, members: np.ndarray) -> tuple[GroupLevel, ...]:
+    """The levels that one group spans; `sizes`: devices in a block of each level.
+
+    Of blocks with uneven parts the one with the most parts counts, the fullest, and the emptiest part, which has the
+    least bandwidth to the others.
+    """
+    spanned, first, held = [], members, np.ones(len(members), dtype=np.int64)  # a rank and the members of each part
+    for level, size in zip(levels, sizes.tolist()):
+        _, one_of, block = np.unique(first // size, return_index=True, return_inverse=True)
+        num_parts, in_block = np.bincount(block), np.bincount(block, weights=held).astype(np.int64)
+        if num_parts.max() > 1:
             reach = level.latency_s, level.bandwidth_bytes_per_s, level.group_rates
-            levels_spanned.append(GroupLevel(num_children, inside, *reach))
-            inside *= num_children
-    return tuple(levels_spanned)
+            inside = int(held[(num_parts > 1)[block]].min())
+            spanned.append(GroupLevel(int(num_parts.max()), inside, int(in_block.max()), *reach))
+        first, held = first[one_of], in_block
+    return tuple(spanned)
 
 
 def _flat_rate(groups: tuple[GroupLevel, ...]) -> float:
@@ -100,8 +118,8 @@ def _tree(groups: tuple[GroupLevel, ...]) -> Pieces:
 
 def _exchange(groups: tuple[GroupLevel, ...]) -> Pieces:
     """Pairwise exchange: each device sends 1/n of its buffer to each other member, over the level that joins them."""
-    size = groups[-1].num_children * groups[-1].num_inside
-    peers = [(span.num_children - 1) * span.num_inside for span in groups]
+    size = groups[-1].num_members
+    peers = [span.num_members - span.num_inside for span in groups]
     alpha = sum(count * span.latency_s for count, span in zip(peers, groups))
     return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, groups)))
 
@@ -113,13 +131,20 @@ def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 @lru_cache(maxsize=2**16)
 def algorithms(
     levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
-) -> tuple[Pieces, ...]:
-    """The times of the algorithms for collective `kind` on mesh axes with more than one device together."""
-    groups = _reached(spans(levels, mesh_shape, axes), kind)
+) -> tuple[tuple[Pieces, ...], ...]:
+    """The times of the algorithms for collective `kind` on mesh axes with more than one device together.
+
+    They are listed for each kind of group, of which all wait for the slowest.
+    """
+    size = _num_members(mesh_shape, axes)
+    return tuple(_of_group(_reached(groups, kind), size, kind) for groups in spans(levels, mesh_shape, axes))
+
+
+def _of_group(groups: tuple[GroupLevel, ...], size: int, kind: str) -> tuple[Pieces, ...]:
     bases = [span.base_latency_s for span in groups]
     if kind == "all_to_all":
         return (_exchange(groups).after(max(bases)),)
-    ring, nested = _ring(groups, _num_members(mesh_shape, axes)), _hierarchical(groups)
+    ring, nested = _ring(groups, size), _hierarchical(groups)
     if kind == "all_reduce":  # the nested one is three collectives, of which two are inside
         nested = nested.twice().after(2 * sum(bases[:-1]) + bases[-1])
         return ring.twice().after(max(bases)), nested, _tree(groups).after(max(bases))
@@ -149,18 +174,19 @@ def collective_times(
     *,
     latency_share: float = 1.0,
 ) -> np.ndarray:
-    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm; 0 on one device.
+    """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm for the slowest group.
 
-    `latency_share`: the share of the latency for a member of a bucket.
+    0 on one device. `latency_share`: the share of the latency for a member of a bucket.
     """
     if _num_members(mesh_shape, axes) == 1:
         return np.zeros(np.shape(num_bytes))
-    choices = algorithms(cluster.levels, mesh_shape, axes, kind)
-    best = np.min(
-        [p.alpha_s * latency_share + p.beta_s_per_byte * np.asarray(num_bytes, dtype=np.float64) for p in choices],
-        axis=0,
-    )
-    return best * cluster.kind_factors.get(kind, 1.0)
+    sizes = np.asarray(num_bytes, dtype=np.float64)
+    times = [
+        np.min([p.alpha_s * latency_share + p.beta_s_per_byte * sizes for p in choices], axis=0)
+        for choices in algorithms(cluster.levels, mesh_shape, axes, kind)
+    ]
+    slowest = times[0] if len(times) == 1 else np.max(times, axis=0)
+    return slowest * cluster.kind_factors.get(kind, 1.0)
 
 
 def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:

@@ -1,6 +1,7 @@
 """Formulas by hand on round numbers, and properties that any machine obeys."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -52,23 +53,72 @@ def test_an_axis_is_priced_at_the_level_it_spans():
 
 
 def test_hierarchical_all_reduce_by_hand():
-    hierarchical = algorithms((NODE, NETWORK), (32,), (0,), "all_reduce")[1]
+    hierarchical = algorithms((NODE, NETWORK), (32,), (0,), "all_reduce")[0][1]
     inside, across = 2 * 7 / 8 / 100e9, 2 * 3 / 4 / 8 / 1e9
     assert hierarchical.beta_s_per_byte == pytest.approx(inside + across)
     assert hierarchical.alpha_s == pytest.approx(2 * (7 * 1e-6 + 3 * 1e-5))
 
 
 def test_a_ring_through_a_node_uses_the_shares_of_all_its_devices():
-    ring = algorithms((NODE, NETWORK), (32,), (0,), "all_gather")[0]
+    ring = algorithms((NODE, NETWORK), (32,), (0,), "all_gather")[0][0]
     assert ring.beta_s_per_byte == pytest.approx(31 / 32 / 8e9)
     assert ring.alpha_s == pytest.approx(31 * 1e-5)
 
 
 def test_an_axis_over_parts_of_two_levels():
-    found = spans((NODE, NETWORK), (4, 4, 2), (1,))  # stride 2, size 4: half of it is still inside a node of 8
+    (found,) = spans((NODE, NETWORK), (4, 4, 2), (1,))  # stride 2, size 4: half of it is still inside a node of 8
     assert [(span.num_children, span.latency_s) for span in found] == [(4, 1e-6)]
-    found = spans((NODE, NETWORK), (2, 8, 2), (1,))
+    (found,) = spans((NODE, NETWORK), (2, 8, 2), (1,))
     assert [(span.num_children, span.num_inside) for span in found] == [(4, 1), (2, 4)]
+
+
+def price_of_group(levels: tuple[LinkLevel, ...], members: list[int], kind: str, num_bytes: float) -> float:
+    """Seconds of one group, from the sets of ranks alone: flat, and level by level, with the emptiest part's links."""
+    size, doubled = len(members), 2 if kind == "all_reduce" else 1
+    nested_a = nested_b = exchange_a = exchange_b = 0.0
+    flat, slowest_hop, tree_a, parts, capacity = math.inf, 0.0, 0.0, [{rank} for rank in members], 1
+    for level in levels:
+        capacity = capacity * level.size if level.size else math.inf
+        blocks: dict[int, list[set[int]]] = {}
+        for part in parts:
+            blocks.setdefault(0 if capacity == math.inf else min(part) // capacity, []).append(part)
+        joined = [several for several in blocks.values() if len(several) > 1]
+        if joined:
+            number, inside = max(map(len, joined)), min(len(part) for several in joined for part in several)
+            flat, slowest_hop = (min(flat, inside * level.bandwidth_bytes_per_s), max(slowest_hop, level.latency_s))
+            nested_a += (number - 1) * level.latency_s
+            nested_b += (1 - 1 / number) / inside / level.bandwidth_bytes_per_s
+            tree_a += 2 * math.ceil(math.log2(number)) * level.latency_s
+            outside = max(sum(map(len, several)) for several in blocks.values()) - inside
+            exchange_a += outside * level.latency_s
+            exchange_b += outside / size / level.bandwidth_bytes_per_s
+        parts = [set().union(*several) for several in blocks.values()]
+    ring = (size - 1) * slowest_hop + num_bytes * (size - 1) / size / flat
+    ways = [doubled * ring, doubled * (nested_a + num_bytes * nested_b)]
+    if kind == "all_to_all":
+        return exchange_a + num_bytes * exchange_b
+    return min(ways + [tree_a + 2 * num_bytes / flat] * (kind == "all_reduce"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("node", [2, 3, 6, 8])
+@pytest.mark.parametrize("mesh", ["4x4", "3x5", "4x6", "2x3x4", "5x2x3", "7x2", "6x8"])
+def test_the_slowest_of_all_groups_is_priced(kind, node, mesh):
+    levels = LinkLevel(node, 1e-6, 100e9), LinkLevel(2, 5e-6, 10e9), LinkLevel(0, 1e-5, 1e9)
+    shape = parse_mesh(mesh).shape
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    for axes in sets_of_axes(shape):
+        others = [axis for axis in range(len(shape)) if axis not in axes]
+        size = math.prod(shape[axis] for axis in axes)
+        groups = ranks.transpose(*others, *axes).reshape(-1, size).tolist()
+        for num_bytes in (0, 10**5, 10**9):
+            expected = max(price_of_group(levels, group, kind, num_bytes) for group in groups)
+            assert time_of(cluster_of(*levels), mesh, kind, num_bytes, axes) == pytest.approx(expected), axes
+
+
+def test_groups_that_straddle_two_nodes_cost_the_network():
+    cluster = cluster_of(replace(NODE, size=6), NETWORK)  # of ranks 4 to 7, two are on either node
+    assert time_of(cluster, "3x4", "all_gather", 1e9, (1,)) > 30 * time_of(cluster, "1x4", "all_gather", 1e9, (1,))
 
 
 def test_measured_factors_scale_their_kind_only():
@@ -96,7 +146,7 @@ def test_a_nested_all_reduce_pays_the_base_latency_of_its_three_collectives():
     bases = [
         with_base.alpha_s - bare.alpha_s
         for with_base, bare in zip(
-            algorithms(levels, (16,), (0,), "all_reduce"), algorithms((NODE, NETWORK), (16,), (0,), "all_reduce")
+            *(algorithms(given, (16,), (0,), "all_reduce")[0] for given in (levels, (NODE, NETWORK)))
         )
     ]
     assert bases == pytest.approx([5e-6, 2 * 3e-6 + 5e-6, 5e-6])
@@ -118,7 +168,7 @@ def test_all_axes_together_are_as_one_flat_axis(kind, mesh):
 
 
 def test_outer_and_innermost_axis_together_span_half_of_each_node():
-    found = spans((NODE, NETWORK), (4, 2, 4), (0, 2))
+    (found,) = spans((NODE, NETWORK), (4, 2, 4), (0, 2))
     assert [(span.num_children, span.num_inside, span.latency_s) for span in found] == [(4, 1, 1e-6), (4, 4, 1e-5)]
 
 
