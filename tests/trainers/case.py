@@ -81,7 +81,7 @@ class AllSplit:
 
 def run_case(name: str, setting: str, folder: str) -> Numbers | str:
     """What the case called `name` returns on this rank, or the error that it raised."""
-    from tests.trainers import cases
+    from tests.trainers import runs
 
     torch.manual_seed(0)
     mesh: Any = OneRank()
@@ -100,7 +100,7 @@ def run_case(name: str, setting: str, folder: str) -> Numbers | str:
         )
     os.environ.update(ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     forget()
-    return getattr(cases, name)(Work(AllSplit if setting else OneDevice, mesh, folder))
+    return runs.case(name)(Work(AllSplit if setting else OneDevice, mesh, folder))
 
 
 def forget() -> None:

@@ -10,7 +10,6 @@ is sharded. There is no common protocol, so that each library's own names are an
 - accelerate: `prepare_model` leaves a model alone that has `_is_accelerate_prepared`.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,16 +47,21 @@ class TrainerAttributes(nn.Module):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate has nothing to do with the model: it reads this before it wraps it."""
+        """Whether accelerate has nothing to do with the model: it reads this before it wraps it.
+
+        All that is left to it is mixed precision, which it is asked for as of a model for evaluation: autocast alone.
+        """
         if module_of_caller() != "accelerate.accelerator" or local_of_caller("evaluation_mode"):
-            return False  # wrapped in autocast at most
+            return False
         self._check_own_parts("accelerate")
-        precision = sys.modules["accelerate.state"].AcceleratorState().mixed_precision
-        if precision != "no":
+        accelerator = local_of_caller("self")
+        if accelerator.mixed_precision == "fp8":
             raise AutoparError(
-                f"Accelerator(mixed_precision={precision!r}) would wrap the compiled model in DistributedDataParallel,"
-                " too; expected mixed_precision='no': leave it out and call the model inside torch.autocast(...)"
+                "Accelerator(mixed_precision='fp8') replaces layers of the model, which is compiled already; expected"
+                " 'no', 'fp16' or 'bf16'"
             )
+        if accelerator.native_amp and self not in accelerator._models:
+            accelerator.prepare_model(self, device_placement=False, evaluation_mode=True)
         return True
 
     @_is_accelerate_prepared.setter
