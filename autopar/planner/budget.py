@@ -1,5 +1,6 @@
 """`Budget`: the one deadline of planning, its progress reports, and the time of each of its stages."""
 
+import _thread
 import signal
 import threading
 from collections import defaultdict
@@ -15,6 +16,9 @@ from autopar.search.deadline import Deadline
 
 Progress = Callable[[str], None]  # called with a few words about the current work
 Watch = Callable[[str, Any], None]  # called with the name and each artifact of planning
+
+
+_AGAIN_S = 0.05  # after which Interrupted is raised again
 
 
 class Interrupted(Exception):
@@ -34,7 +38,8 @@ class Budget:
     """The time of planning.
 
     `timings`: stage -> seconds, summed if a stage runs several times. `where`: the prefix of progress reports.
-    `start_s`: the clock at the start.
+    `start_s`: the clock at the start. `has_other`: whether another way to plan follows, so that work may end without a
+    plan.
     """
 
     deadline: Deadline
@@ -43,6 +48,7 @@ class Budget:
     timings: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     start_s: float = field(default_factory=perf_counter)
     watch: Watch = _unseen
+    has_other: bool = False
 
     @classmethod
     def of(
@@ -123,23 +129,45 @@ class Budget:
         try:
             yield
         finally:
-            stop.raises = False
+            stop.leave()
 
 
 @dataclass
 class _Stop:
-    """The handler of the Ctrl-C that ends planning within `budget`, after which the handler is the one `before`.
+    """The handler of the Ctrl-C that ends planning within `budget`; the handler `before` takes all further ones.
 
-    `raises`: whether the work at hand is left by Interrupted.
+    `raises`: whether the work at hand is left by Interrupted. That is raised again until the work is left: Python drops
+    what is raised while a finalizer or a callback of a weak reference runs.
     """
 
     budget: Budget
-    before: Any
+    before: Callable[[int, FrameType | None], Any]
     raises: bool = False
+    again: threading.Timer | None = None
+    is_again: bool = False  # the next signal is that of `again`
 
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, self.before)
-        self.budget.deadline.stop()
-        self.budget.progress("interrupted: taking the best plan so far (Ctrl-C again to give up)")
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_again:
+            self.is_again = False
+        elif self.budget.deadline.is_stopped:
+            self.before(number, frame)
+        else:
+            self.budget.deadline.stop()
+            self.budget.progress("interrupted: taking the best plan so far (Ctrl-C again to give up)")
         if self.raises:
+            self.again = threading.Timer(_AGAIN_S, self._interrupt_again)
+            self.again.start()
             raise Interrupted
+
+    def _interrupt_again(self) -> None:
+        if self.raises:
+            self.is_again = True
+            _thread.interrupt_main()
+
+    def leave(self) -> None:
+        """The end of the work that is left."""
+        self.raises = False
+        if self.again is not None:
+            self.again.cancel()
+            self.again.join()
+            self.again = None

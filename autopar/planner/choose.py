@@ -10,7 +10,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.autocast import without_autocast
 from autopar.ir.graph import Graph
 from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
-from autopar.planner.budget import Budget, Progress, Watch
+from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
@@ -64,12 +64,14 @@ def choose_plan(
     failures: dict[Way, AutoparError] = {}
     budget.show("graph", graph)
     with rarely_collected(), budget.ended_by_interrupt():
-        for way in ways:
+        pending = [*ways]
+        for way in pending:
             share = _SHARE_OF_FIRST if len(ways) > 1 and way == ways[0] else 1.0
             asked: dict[str, Any] = {"budget": budget, "predict": predict}
             try:
                 if way is Way.WHOLE and not (staged is not None and budget.is_spent):
-                    asked |= {"budget": budget.part(share), "to_beat_s": _to_beat_s(staged, mesh, cluster)}
+                    part = replace(budget.part(share), has_other=way is not pending[-1])
+                    asked |= {"budget": part, "to_beat_s": _to_beat_s(staged, mesh, cluster)}
                     whole = make_plan(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
                     cutoff_s = math.inf if whole is None else whole.step_s
@@ -78,6 +80,8 @@ def choose_plan(
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):
                     raise
                 failures[way] = error
+            except Interrupted:
+                pending.append(way)  # if the other way gives no plan
         plan = _better(whole, staged)
         if plan is None:
             raise _most_telling(failures)

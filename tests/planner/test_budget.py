@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, MicrobatchError
 from autopar.explain.batch_size import notes
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
@@ -19,8 +21,8 @@ from autopar.ir.trace import trace
 from autopar.mesh import parse_devices
 from autopar.models.catalogue import build_model
 from autopar.peak_memory.predict import rank_peaks
-from autopar.planner import fit_memory
-from autopar.planner.budget import Budget
+from autopar.planner import choose, fit_memory
+from autopar.planner.budget import Budget, Interrupted
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
 from autopar.planner.pipeline import search_stages
@@ -176,6 +178,47 @@ def test_one_ctrl_c_ends_all_of_planning_with_a_plan(mesh: str, when: str):
     assert rest.strip().splitlines()[-1].startswith("planned ") and rest.strip().endswith("True")
 
 
+@pytest.mark.parametrize("stage", ["price", "hand plans"])
+def test_ctrl_c_before_the_search_leaves_that_way_for_a_plan_by_hand(graph: Callable[..., Graph], stage: str):
+    """What comes before the first search is not waited for if stages are tried next, which give a plan sooner."""
+    stages, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def tell(text: str) -> None:
+        stages.append(text)
+        if text == stage and len(stages) <= 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        found = choose_plan(graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("v100"), progress=tell)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    interrupted = next(i for i, text in enumerate(stages) if "interrupted" in text)
+    assert stages[interrupted - 1] == stage and stages[interrupted + 1] == "stages by hand"
+    assert found.found_by.endswith("ended by Ctrl-C") and max(found.memory_bytes) <= found.memory_limit_bytes
+
+
+def test_where_stages_give_no_plan_the_way_that_ctrl_c_left_is_gone_to_the_end(
+    graph: Callable[..., Graph], monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*_: Any, **__: Any) -> None:
+        raise MicrobatchError("the batch cannot be cut")
+
+    monkeypatch.setattr(choose, "plan_in_stages", refused)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def tell(text: str) -> None:
+        if text == "price" and not struck:
+            struck.append(text)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    struck: list[str] = []
+    try:
+        found = choose_plan(graph("gpt2", layers=4), parse_devices("2x4"), load_cluster("v100"), progress=tell)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert struck and found.found_by.endswith("ended by Ctrl-C") and found.step_s > 0
+
+
 def test_a_second_ctrl_c_gives_up_and_handlers_are_put_back():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -185,6 +228,24 @@ def test_a_second_ctrl_c_gives_up_and_handlers_are_put_back():
             assert budget.is_spent and budget.part(1.0).is_spent
             os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_work_is_left_though_ctrl_c_comes_while_a_callback_of_a_weak_reference_runs():
+    """Python drops what is raised there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        budget, start = Budget.of(60.0), time.monotonic()
+        with pytest.raises(Interrupted), budget.ended_by_interrupt(), budget.left_at_interrupt():
+            held = {1}
+            reference = weakref.ref(held, lambda _: os.kill(os.getpid(), signal.SIGINT))
+            del held
+            assert reference() is None and budget.is_spent
+            while time.monotonic() - start < 20.0:
+                pass
+        assert time.monotonic() - start < 10.0
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,18 +71,20 @@ def solve_mesh(
     The search ends early if no plan can take less than `to_beat_s`. First, last and interior copies of a repeat are
     planned apart; if the memory limit binds, so are two groups of the interior copies. Optimizer state is offloaded if
     nothing fits otherwise, or if that costs less than other ways to save memory. PinError, InfeasibleError or MeshError
-    if no plan satisfies the request.
+    if no plan satisfies the request; Interrupted at Ctrl-C before the search, if the caller has another way to plan and
+    no starts.
     """
     setting = Setting(graph, mesh, cluster, request, budget, to_beat_s=to_beat_s)
-    with budget.timed("fold"):
-        folded = fold_stored(graph, request)
-    problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
-    with budget.timed("hand plans"):
-        hand = hand_plans(graph, problem.folded, problem.everything, mesh)
-    by_hand = {
-        name: solution for name, assignment in hand.items() if (solution := problem.encode(assignment)) is not None
-    }
-    known = [*(solution for start in starts if (solution := problem.encode(start)) is not None), *by_hand.values()]
+    with budget.left_at_interrupt() if budget.has_other and not starts else nullcontext():
+        with budget.timed("fold"):
+            folded = fold_stored(graph, request)
+        problem = setting.problem(segmented(folded, graph, ends_apart(folded)))
+        with budget.timed("hand plans"):
+            hand = hand_plans(graph, problem.folded, problem.everything, mesh)
+        choices = {name: problem.encode(assignment) for name, assignment in hand.items()}
+        by_hand = {name: strategies for name, strategies in choices.items() if strategies is not None}
+        lifted = [strategies for start in starts if (strategies := problem.encode(start)) is not None]
+        known = [*lifted, *by_hand.values()]
     best = _unsolved(mesh, folded, problem, by_hand)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
     try:
