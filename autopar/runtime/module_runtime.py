@@ -32,7 +32,6 @@ from autopar.runtime.call_key import (
     grad_mode_reads,
     own_autograd,
     program_keys,
-    tell_time_of_another,
     up_to_sizes,
 )
 from autopar.runtime.checks.lone_call import Calls
@@ -263,8 +262,8 @@ class Runtime:
                     plan = self.plan(graph, stored, trains, outputs)
                     plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
                 program = self._load(module, graph, plan)
-            if is_planned and is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
-                tell_time_of_another(time.perf_counter() - start_s, is_for_sizes=kind.made_of is not None)
+            if is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
+                kind.tell_time(time.perf_counter() - start_s, is_planned=is_planned)
             kind.reads_grad_mode |= reads.found
             self._add(program, trial, kind, key, gathers=bool(outputs))
             self.changes.take(module)

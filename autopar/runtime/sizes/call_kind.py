@@ -1,5 +1,6 @@
 """`CallKind`: what is shared by calls that differ in the sizes of their tensors alone."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from autopar.ir.sizes.same_names import named_like
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.call_key import tell_time_of_another, tell_time_of_trace
 from autopar.runtime.load_program import Loaded
 from autopar.runtime.sizes.kept_plan import CLOSE, CallPlanner, KeptPlan, Shapes, Trial
 from autopar.runtime.sizes.sized_program import NUM_COMPARED, MadeProgram, SizedProgram, sized_program
@@ -21,6 +23,10 @@ from autopar.torch_compat import pytree
 
 MOST_PLANS = 8
 MOST_TRACES = 4  # for ranges of sizes: a model that decides by more sizes is traced for each
+# So many other sizes are traced one by one before there is a trace for a range, which takes as long as three to five of
+# these: a length for evaluation and a last batch never pay for it.
+NUM_ALONE = 2
+LONG_TRACE_S = 2.0  # a trace for other sizes that takes longer is told
 Examples = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -38,7 +44,10 @@ class CallKind:
     plans: list[KeptPlan] = field(default_factory=list)
     traces: list[SizedTrace] = field(default_factory=list)
     dynamic: dict[int, set[int]] = field(default_factory=dict)
+    num_alone: int = 0  # traces for other sizes than the first, of one each
     is_fixed: bool = False  # tracing for a range is of no use
+    traced_s: float = 0.0  # seconds of the last graph
+    is_told: bool = False  # that traces for other sizes take long
     made: list[MadeProgram] = field(default_factory=list)  # the last ones
     sized: list[SizedProgram] = field(default_factory=list)
     last_trace: SizedTrace | None = None  # of which the last graph is
@@ -50,6 +59,14 @@ class CallKind:
 
         `trace`: for these sizes alone.
         """
+        start_s = time.perf_counter()
+        graph = self._made(examples, trace, trace_sizes)
+        self.traced_s = time.perf_counter() - start_s
+        return graph
+
+    def _made(
+        self, examples: Examples, trace: Callable[[], Graph], trace_sizes: Callable[[DynamicDims], SizedTrace]
+    ) -> Graph:
         self.last_trace = None
         for sized in reversed(self.traces):
             if (graph := self._graph(sized, examples)) is not None:
@@ -57,17 +74,19 @@ class CallKind:
                 return graph
         shapes = shapes_of(examples)
         is_other = shapes != self.first and self._note(shapes)
-        if self.is_fixed or not is_other or len(self.traces) >= MOST_TRACES:
-            return trace()
+        is_alone = self.is_fixed or self.num_alone < NUM_ALONE or len(self.traces) >= MOST_TRACES
+        if is_alone or not is_other:
+            self.num_alone += is_other
+            return self._named(trace())
         try:
             sized = trace_sizes(self._leaves(examples))
         except AutoparError:  # a refusal of symbolic sizes; one of the model itself is raised by the other trace
             self.is_fixed = True
-            return trace()
+            return self._named(trace())
         graph = self._graph(sized, examples)
         if graph is None or sized.range.is_point:
             self.is_fixed = True
-            return trace() if graph is None else graph
+            return self._named(trace()) if graph is None else graph
         self.traces.append(sized)
         return graph
 
@@ -98,6 +117,14 @@ class CallKind:
         if len(self.made) == NUM_COMPARED and len(self.sized) < MOST_TRACES and (found := sized_program(self.made)):
             self.sized.append(found)
 
+    def tell_time(self, seconds: float, *, is_planned: bool) -> None:
+        """Warn of how long a call took before it ran: if it was planned, or once if its trace took long."""
+        if is_planned:
+            tell_time_of_another(seconds, is_for_sizes=self.made_of is not None)
+        elif self.made_of is not None and self.traced_s > LONG_TRACE_S and not self.is_told:
+            self.is_told = True
+            tell_time_of_trace(self.traced_s)
+
     def keep(self, plan: Plan | StagedPlan, shapes: Shapes, planning_s: float, over: Trial | None) -> Plan | StagedPlan:
         """The plan to run: `plan`, made for these shapes in so many seconds, unless that which was on trial for them is
         as good. It is kept for other sizes.
@@ -116,7 +143,11 @@ class CallKind:
             graph = sized.graph(*examples)
         except AutoparError:
             return None
-        return graph if graph is None or self.made_of is None else named_like(graph, self.made_of)
+        return None if graph is None else self._named(graph)
+
+    def _named(self, graph: Graph) -> Graph:
+        """`graph` with the names of the first one, to which plans refer."""
+        return graph if self.made_of is None else named_like(graph, self.made_of)
 
     def _note(self, shapes: Shapes) -> bool:
         """Add the dims in which `shapes` differ from the first; whether there is any."""
