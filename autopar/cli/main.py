@@ -1,4 +1,4 @@
-"""The `autopar` command: its arguments, its two subcommands `explain` and `verify`, and the form of its errors."""
+"""The `autopar` command: its arguments, its subcommands, and the form of its errors."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.cli.calibrate_command import add_calibrate
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
@@ -100,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plan", metavar="FILE", help="use the plan of this file")
     check.add_argument("--dtype", choices=sorted(DTYPES), help="convert the model and its inputs first")
     check.set_defaults(run=_verify)
+    add_calibrate(
+        commands.add_parser(
+            "calibrate",
+            help="measure the devices and links of this machine, of all ranks under torchrun, for --cluster",
+        )
+    )
     return parser
 
 

@@ -118,8 +118,9 @@ def _cause_of_break(meeting: Meeting) -> str:
         while not meeting.listen() and time.monotonic() < deadline:
             time.sleep(POLL_S / 5)
         if not meeting.heard:
+            silent = ", ".join(map(str, meeting.silent()))
             meeting.heard = meeting.post(
-                f"rank {', '.join(map(str, meeting.silent()))} died, without a word, or left the step"
+                f"rank {silent} died, without a word, or left the step" if silent else "a message did not come in time"
             )
     return meeting.heard or STORE_DIED
 

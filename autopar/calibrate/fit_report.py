@@ -1,0 +1,46 @@
+"""`report`: a calibration as text for people."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from autopar.calibrate.fit_cluster import Fitted, Point, telling
+from autopar.units import format_bytes, format_seconds
+
+_NUM_WORST = 3
+
+
+def report(fitted: Fitted) -> str:
+    """Rates, links and the error of the fit: of all points, of each term, and the worst points."""
+    return "\n".join(_lines(fitted))
+
+
+def _lines(fitted: Fitted) -> Iterator[str]:
+    cluster, origin = fitted.cluster, fitted.cluster.calibration
+    assert origin is not None, "a fitted cluster tells its origin"
+    yield f"{cluster.name}: {cluster.source}" + (f", links by {origin.backend}" if origin.backend else "")
+    rates = ", ".join(f"{dtype} {rate / 1e9:.4g} Gflop/s" for dtype, rate in cluster.flops_per_s.items())
+    yield f"  products {rates}; memory {cluster.memory_bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+    yield (
+        f"  a kernel costs {format_seconds(cluster.kernel_s)}, updating a parameter {format_seconds(cluster.update_s)};"
+        f" {format_bytes(cluster.memory_bytes)} of memory a rank"
+    )
+    for number, level in enumerate(cluster.levels):
+        if level.group_rates:
+            latency = format_seconds(level.latency_s + level.group_rates[0].base_latency_s)
+            rate = f"{level.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+            yield f"  link level {number}: {level.size} x {rate}, a send {latency}"
+    points = telling(fitted.points)
+    yield f"  fit: {origin.fit_error:.1%} mean error over {len(points)} points, {origin.worst_error:.0%} worst"
+    for term, of_term in by_term(points).items():
+        yield f"    {term}: {sum(point.error for point in of_term) / len(of_term):.1%}"
+    for point in sorted(fitted.points, key=lambda point: -point.error)[:_NUM_WORST]:
+        times = f"{format_seconds(point.measured_s)} measured, {format_seconds(point.fitted_s)} fitted"
+        yield f"  worst: {point.term} at {point.at:.3g}: {times}"
+
+
+def by_term(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each term, in order."""
+    terms: dict[str, list[Point]] = defaultdict(list)
+    for point in points:
+        terms[point.term].append(point)
+    return terms

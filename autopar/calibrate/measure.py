@@ -1,0 +1,150 @@
+"""`measure`: all timings of a calibration, the same on every rank."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.calibrate.call_time import call_s
+from autopar.calibrate.link_levels import host_id, level_sizes, ranks_per_host, strides
+from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products, time_op, time_updates
+from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups, TimedLinks
+
+Tell = Callable[[str], None]
+_MIB = 2**20
+_COPIED_BYTES = 64 * _MIB
+_STEP_BYTES = _MIB  # of the sends that show where bandwidth steps
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The extent of a calibration. `op_s`, `link_s`: seconds for each op and each collective of one size, long enough
+    for processes that share a core to take turns many times; `sizes`: bytes of collectives.
+    """
+
+    is_quick: bool
+    op_s: float
+    link_s: float
+    sizes: tuple[int, ...]
+
+
+FULL = Effort(False, 0.06, 0.15, tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24)))
+QUICK = Effort(True, 0.02, 0.03, tuple(2**power for power in (10, 16, 20, 22)))
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """The timings of one rank's device, made while all ranks make theirs.
+
+    `products`: by dtype name. `tiny`: ops on next to nothing. `copy_bytes_per_s`: to the host's memory, one way.
+    """
+
+    products: dict[str, tuple[OpTime, ...]]
+    memory_bound: tuple[OpTime, ...]
+    tiny: tuple[OpTime, ...]
+    updates: tuple[UpdateTime, ...]
+    copy_bytes_per_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The timings of a calibration. `hosts`: of each rank; `level_sizes`: of the link levels from the inside out."""
+
+    hosts: tuple[str, ...]
+    level_sizes: tuple[int, ...]
+    ranks: tuple[OnRank, ...]
+    links: tuple[CollectiveTime, ...]
+
+
+def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: float, tell: Tell) -> Measured:
+    """The timings of all ranks of the one-dimensional `mesh` of the world; every rank calls this."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_id())
+    per_host = ranks_per_host(hosts)
+    links = TimedLinks(device, stall_s, effort.link_s)
+    try:
+        dist.barrier(group=links.world)
+        mine = measure_rank(mesh, device, effort, hosts.count(hosts[dist.get_rank()]), tell)
+        ranks: list[OnRank] = [mine] * len(hosts)
+        dist.all_gather_object(ranks, mine, group=links.world)
+        levels, times = measure_links(links, len(hosts), per_host, effort, tell)
+    finally:
+        links.close()
+    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times))
+
+
+def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
+    """The timings of this rank's device; `num_sharing` ranks share the host's memory."""
+    by_dtype = {}
+    for dtype in _dtypes(device, is_quick=effort.is_quick):
+        tell(f"products of {dtype}")
+        timed = (time_op(op, device, effort.op_s) for op in products(device, dtype, is_quick=effort.is_quick))
+        by_dtype[str(dtype).removeprefix("torch.")] = tuple(timed)
+    tell("memory bandwidth")
+    in_memory = tuple(time_op(op, device, effort.op_s) for op in memory_bound(device, is_quick=effort.is_quick))
+    tell("cost of a kernel, updates, copies")
+    tiny = tuple(time_op(op, device, effort.op_s / 2) for op in of_rows(2))
+    updates = tuple(time_updates(mesh, device, effort.op_s))
+    copied = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    copy_s = call_s(lambda: there.copy_(copied, non_blocking=True), device, effort.op_s)
+    return OnRank(by_dtype, in_memory, tiny, updates, _COPIED_BYTES / copy_s, _memory_bytes(device, num_sharing))
+
+
+def measure_links(
+    links: TimedLinks, num_ranks: int, per_host: int, effort: Effort, tell: Tell
+) -> tuple[tuple[int, ...], list[CollectiveTime]]:
+    """(the sizes of the link levels, the timings on them); no timings for one rank."""
+    if num_ranks == 1:
+        return (1,), []
+    bandwidths = {}
+    for distance, block in strides(num_ranks, per_host):
+        tell(f"links between ranks {distance} apart")
+        (sent,) = links.sends(Groups(2, distance, block), [_STEP_BYTES])
+        bandwidths[distance] = sent.num_bytes / sent.seconds
+    sizes = level_sizes(num_ranks, per_host, bandwidths)
+    return sizes, list(_on_levels(links, sizes, effort, tell))
+
+
+def _on_levels(links: TimedLinks, sizes: Sequence[int], effort: Effort, tell: Tell) -> Iterator[CollectiveTime]:
+    inside = 1
+    for number, size in enumerate(sizes):
+        block = inside * size
+        tell(f"sends on link level {number}")
+        yield from links.sends(Groups(2, inside, block), effort.sizes)
+        for members in _group_sizes(size, is_quick=effort.is_quick):
+            for kind in KINDS:
+                tell(f"{kind} of {members} on link level {number}")
+                yield from links.collective(kind, Groups(members, inside, block), effort.sizes)
+        inside = block
+    if len(sizes) > 1:
+        for kind in KINDS:
+            tell(f"{kind} of all {inside} ranks")
+            yield from links.collective(kind, Groups(inside, 1, inside), effort.sizes)
+
+
+def _group_sizes(size: int, *, is_quick: bool) -> list[int]:
+    """The sizes of groups to time on a level of `size`: its divisors, or the smallest and the largest."""
+    divisors = [members for members in range(2, size + 1) if size % members == 0]
+    return sorted({divisors[0], divisors[-1]}) if is_quick and divisors else divisors
+
+
+def _dtypes(device: torch.device, *, is_quick: bool) -> tuple[torch.dtype, ...]:
+    if device.type == "cpu":
+        return (torch.float32,) if is_quick else (torch.float32, torch.bfloat16)
+    return torch.float32, torch.bfloat16, torch.float16
+
+
+def _memory_bytes(device: torch.device, num_sharing: int) -> int:
+    """Bytes of memory of this rank's device: its part of the host's, or of its control group's, on a CPU."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else ""
+    return min(total, int(limit) if limit.isdigit() else total) // num_sharing

@@ -1,0 +1,144 @@
+"""Timed ops: products by shape and dtype, memory-bound ops by size, ops on next to nothing, and parameter updates."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.calibrate.call_time import Work, call_s
+from autopar.ir.call_args import call
+from autopar.ir.graph import Op, Slot, Value
+
+_MIB = 2**20
+# Smallest dim of a product -> the other dims are `_WIDE`.
+_REUSES = (8, 32, 128, 512)
+_WIDE = {"cpu": 512, "cuda": 4096}
+# Bytes of the operand of a memory-bound op: activations of small and of large layers.
+_SIZES = {"cpu": (_MIB, 4 * _MIB, 16 * _MIB), "cuda": (16 * _MIB, 64 * _MIB, 256 * _MIB)}
+_ROW = 512  # elements that an op with rows (softmax, norms) reduces
+_UPDATE_SHAPES = ((64,), (256, 256), (1024, 1024))
+_NUM_UPDATED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Measured seconds of an op; `backward_s` 0 where it has none."""
+
+    op: Op
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """Measured seconds of an AdamW step on `num_parameters` of `num_bytes` each."""
+
+    num_parameters: int
+    num_bytes: int
+    seconds: float
+
+
+def probe(target: str, shapes: Sequence[tuple[int, ...]], *extra: Any, dtype: torch.dtype = torch.float32) -> Op:
+    """The op `target` on tensors of `shapes`, then `extra`: constants, and tensors given as a `Value`."""
+    tensors = [Value(f"in{i}", shape, dtype, True) for i, shape in enumerate(shapes)]
+    args: list[Any] = [Slot(i) for i in range(len(tensors))]
+    for item in extra:
+        if isinstance(item, Value):
+            args.append(Slot(len(tensors)))
+            tensors.append(item)
+        else:
+            args.append(item)
+    op = Op("probe", target, tuple(args), (), tuple(tensors), (), False, "", "")
+    results = call(op, [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in tensors])
+    return replace(op, outputs=tuple(Value(f"out{i}", tuple(x.shape), x.dtype, True) for i, x in enumerate(results)))
+
+
+def products(device: torch.device, dtype: torch.dtype, *, is_quick: bool) -> Iterator[Op]:
+    """Products of a range of shapes: of matrices with each dim the smallest, of batches of matrices, attention."""
+    wide = _WIDE.get(device.type, _WIDE["cuda"])
+    for reuse in _REUSES[1:] if is_quick else _REUSES:
+        thin = (reuse, wide, wide), (wide, reuse, wide), (wide, wide, reuse)
+        for m, k, n in thin[:1] if is_quick or reuse == wide else thin:
+            yield probe("aten.linear.default", [(m, k), (n, k)], dtype=dtype)
+    if dtype == torch.float32 or device.type != "cpu":
+        for head, rows in ((32, 128), (64, 256)):
+            batch = max(1, wide * wide // (4 * rows * head))
+            yield probe("aten.matmul.default", [(batch, rows, head), (batch, head, rows)], dtype=dtype)
+            heads = (max(1, batch // 8), 8, rows, head)
+            yield probe("aten.scaled_dot_product_attention.default", [heads] * 3, dtype=dtype)
+    if not is_quick:
+        image, kernel = (8, 64, 32, 32), (64, 64, 3, 3)
+        yield probe("aten.conv2d.default", [image, kernel], None, (1, 1), (1, 1), dtype=dtype)
+
+
+def memory_bound(device: torch.device, *, is_quick: bool) -> Iterator[Op]:
+    """Ops of the usual families whose time is that of their bytes, for a range of sizes; the first family is `add`."""
+    sizes = _SIZES.get(device.type, _SIZES["cuda"])
+    for size in sizes[:2] if is_quick else sizes:
+        yield from of_rows(size // 4 // _ROW)
+
+
+def of_rows(rows: int) -> Iterator[Op]:
+    """The families on `rows` rows of activations."""
+    x = (rows, _ROW)
+    yield probe("aten.add.Tensor", [x, x])
+    for name in ("mul.Tensor", "sub.Tensor", "div.Tensor"):
+        yield probe(f"aten.{name}", [x, x])
+    for name in ("gelu", "relu", "silu", "tanh", "sigmoid", "exp"):
+        yield probe(f"aten.{name}.default", [x])
+    yield probe("aten.dropout.default", [x], 0.1, True)
+    yield probe("aten.softmax.int", [x], -1)
+    yield probe("aten.layer_norm.default", [x], (_ROW,), Value("w", (_ROW,), torch.float32, True))
+    yield probe("aten.clone.default", [x])
+    yield probe("aten.sum.dim_IntList", [x], (-1,))
+    yield probe("aten.mean.dim", [x], (-1,))
+    yield probe("aten.pow.Tensor_Scalar", [x], 2)
+    yield probe("aten.embedding.default", [(max(rows, _ROW), _ROW)], Value("i", (rows,), torch.int64, False))
+    yield probe("aten.cross_entropy_loss.default", [x], Value("i", (rows,), torch.int64, False))
+
+
+def time_op(op: Op, device: torch.device, budget_s: float) -> OpTime:
+    """The op timed on `device`: forward as in training, and backward of all its inputs."""
+    tensors = [_filled(value, device) for value in op.inputs]
+    forward_s = call_s(lambda: call(op, tensors), device, budget_s)
+    outputs = [x for x in call(op, tensors) if x.requires_grad]
+    wanted = [x for x in tensors if x.requires_grad]
+    if not outputs or not wanted:
+        return OpTime(op, forward_s, 0.0)
+    gradients = [torch.ones_like(x) for x in outputs]
+
+    def backward() -> object:
+        return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
+
+    return OpTime(op, forward_s, call_s(backward, device, budget_s))
+
+
+def _filled(value: Value, device: torch.device) -> torch.Tensor:
+    if value.dtype.is_floating_point:
+        x = torch.randn(value.shape, device=device).to(value.dtype)
+        return x.requires_grad_(value.needs_grad)
+    return torch.randint(_ROW, value.shape, dtype=value.dtype, device=device)
+
+
+def time_updates(mesh: DeviceMesh, device: torch.device, budget_s: float) -> list[UpdateTime]:
+    """AdamW on parameters of several sizes, which are DTensors as those of a compiled module are."""
+    times = []
+    for shape in _UPDATE_SHAPES:
+        parameters = [_parameter(shape, mesh, device) for _ in range(_NUM_UPDATED)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+        work: Work = optimizer.step
+        times.append(UpdateTime(_NUM_UPDATED, 4 * math.prod(shape), call_s(work, device, budget_s)))
+    return times
+
+
+def _parameter(shape: tuple[int, ...], mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    def made() -> torch.Tensor:
+        return DTensor.from_local(torch.randn(shape, device=device), mesh, [Replicate()], run_check=False)
+
+    parameter = torch.nn.Parameter(made())
+    parameter.grad = made()
+    return parameter

@@ -1,0 +1,70 @@
+"""`slowest_of`: the timings of the slowest host, which all others wait for; `slow_hosts`: how much slower some are."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from autopar.calibrate.link_levels import host_name
+from autopar.calibrate.measure import Measured, OnRank
+from autopar.calibrate.probe_ops import OpTime
+
+
+def slowest_of(measured: Measured) -> OnRank:
+    """The timings of the slowest host: each the median of its ranks, then the largest of all hosts."""
+    by_host: dict[str, list[OnRank]] = defaultdict(list)
+    for host, rank in zip(measured.hosts, measured.ranks):
+        by_host[host].append(rank)
+    each = [_median_of(ranks) for ranks in by_host.values()]
+    updates = zip(*(rank.updates for rank in each))
+    return OnRank(
+        {dtype: _slowest([rank.products[dtype] for rank in each]) for dtype in each[0].products},
+        _slowest([rank.memory_bound for rank in each]),
+        _slowest([rank.tiny for rank in each]),
+        tuple(max(same, key=lambda update: update.seconds) for same in updates),
+        min(rank.copy_bytes_per_s for rank in each),
+        min(rank.memory_bytes for rank in each),
+    )
+
+
+def _median_of(ranks: Sequence[OnRank]) -> OnRank:
+    updates = zip(*(rank.updates for rank in ranks))
+    return OnRank(
+        {dtype: _medians([rank.products[dtype] for rank in ranks]) for dtype in ranks[0].products},
+        _medians([rank.memory_bound for rank in ranks]),
+        _medians([rank.tiny for rank in ranks]),
+        tuple(replace(same[0], seconds=median(update.seconds for update in same)) for same in updates),
+        median(rank.copy_bytes_per_s for rank in ranks),
+        min(rank.memory_bytes for rank in ranks),
+    )
+
+
+def _medians(rows: Sequence[Sequence[OpTime]]) -> tuple[OpTime, ...]:
+    return tuple(
+        OpTime(same[0].op, median(timed.forward_s for timed in same), median(timed.backward_s for timed in same))
+        for same in zip(*rows)
+    )
+
+
+def _slowest(rows: Sequence[Sequence[OpTime]]) -> tuple[OpTime, ...]:
+    return tuple(
+        OpTime(same[0].op, max(timed.forward_s for timed in same), max(timed.backward_s for timed in same))
+        for same in zip(*rows)
+    )
+
+
+def slow_hosts(measured: Measured, fit_error: float) -> dict[str, float]:
+    """Host -> its times of ops over the fastest host's, where that exceeds 1 by more than the fit's error."""
+    times: dict[str, list[np.ndarray]] = defaultdict(list)
+    for host, rank in zip(measured.hosts, measured.ranks):
+        ops = [timed for products in rank.products.values() for timed in products] + list(rank.memory_bound)
+        times[host].append(np.array([timed.forward_s + timed.backward_s for timed in ops]))
+    typical = {host: float(np.exp(np.log(np.median(rows, axis=0)).mean())) for host, rows in times.items()}
+    fastest = min(typical.values())
+    return {
+        f"host {number} ({host_name(host)})": time / fastest
+        for number, (host, time) in enumerate(typical.items())
+        if time / fastest > 1 + fit_error
+    }

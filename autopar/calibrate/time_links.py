@@ -1,0 +1,184 @@
+"""Timed communication: collectives as plans issue them, in all groups at once, and sends between pairs of ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.calibrate.call_time import block_s, calls_within
+from autopar.errors import AutoparError
+from autopar.runtime.rank_agreement import is_from_backend
+from autopar.sbp.convert import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.units import format_bytes
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_TRIALS = 3
+_SLOW_S = 0.5  # a call that takes longer is timed once, and larger ones are left out
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of `size` members, `stride` ranks apart, within each `block` of ranks; each rank is in at most one."""
+
+    size: int
+    stride: int
+    block: int
+
+    def rows(self, num_ranks: int) -> list[list[int]]:
+        """The ranks of each group.
+
+        >>> Groups(2, 2, 8).rows(8), Groups(2, 1, 3).rows(6)
+        ([[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [3, 4]])
+        """
+        span = self.size * self.stride
+        return [
+            list(range(start + first + offset, start + first + span, self.stride))
+            for start in range(0, num_ranks, self.block)
+            for first in range(0, self.block - span + 1, span)
+            for offset in range(self.stride)
+        ]
+
+    def of_rank(self, rank: int, num_ranks: int) -> list[int]:
+        """The ranks of the group of `rank`; [] if it is in none."""
+        return next((row for row in self.rows(num_ranks) if rank in row), [])
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Measured seconds of a collective in all of `groups` at once; `num_bytes` as in `sbp.redistribute.Collective`, of
+    a "p2p" those that are sent.
+    """
+
+    kind: str
+    groups: Groups
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class TimedLinks:
+    """The world's links, over groups of their own whose waits end after `stall_s` seconds."""
+
+    device: torch.device
+    stall_s: float
+    budget_s: float
+    known: dict[Groups, dist.ProcessGroup | None] = field(default_factory=dict)
+    _world: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size()
+
+    def group(self, groups: Groups) -> dist.ProcessGroup | None:
+        """This rank's group; all ranks make the same groups in the same order."""
+        if groups not in self.known:
+            timeout = timedelta(seconds=self.stall_s)
+            made: list[Any] = [(row, dist.new_group(row, timeout=timeout)) for row in groups.rows(self.num_ranks)]
+            self.known[groups] = next((group for row, group in made if dist.get_rank() in row), None)
+        return self.known[groups]
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """The group in which all ranks meet before each trial.
+
+        It waits twice as long: the ranks of a stalled message, which can name it, are to be heard first.
+        """
+        if not self._world:
+            made: Any = dist.new_group(timeout=timedelta(seconds=2 * self.stall_s))
+            self._world.append(made)
+        return self._world[0]
+
+    def close(self) -> None:
+        """End the groups."""
+        for group in (*self.known.values(), *self._world):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.known.clear()
+        self._world.clear()
+
+    def collective(self, kind: str, groups: Groups, sizes: Sequence[int]) -> Iterator[CollectiveTime]:
+        """The collective timed for each of `sizes` bytes, until one takes long."""
+        row = groups.of_rank(dist.get_rank(), self.num_ranks)
+        axis = Axis("calibrate", groups.size, row.index(dist.get_rank()), self.group(groups))
+        for num_bytes in sizes:
+            timed = self._timed(_call_of(kind, axis, num_bytes, self.device), kind, groups, num_bytes)
+            yield timed
+            if timed.seconds > _SLOW_S:
+                return
+
+    def sends(self, groups: Groups, sizes: Sequence[int]) -> Iterator[CollectiveTime]:
+        """Sends between the pairs of `groups`, one way in all at once, timed for each of `sizes` bytes."""
+        row, group = groups.of_rank(dist.get_rank(), self.num_ranks), self.group(groups)
+        for num_bytes in sizes:
+            x = torch.zeros(max(1, num_bytes // 4), device=self.device)
+
+            def there_and_back(x: torch.Tensor = x) -> None:
+                for sender in row:
+                    if dist.get_rank() == sender:
+                        dist.send(x, dst=sum(row) - sender, group=group)
+                    else:
+                        dist.recv(x, src=sender, group=group)
+
+            timed = self._timed(there_and_back, "p2p", groups, num_bytes)
+            yield replace(timed, seconds=timed.seconds / 2)
+            if timed.seconds > _SLOW_S:
+                return
+
+    def _timed(self, work: Callable[[], object], kind: str, groups: Groups, num_bytes: int) -> CollectiveTime:
+        """A call timed: the slowest rank's seconds, the median of trials; the same on every rank."""
+
+        def named(count: int) -> float:
+            with self._stall_named(kind, groups, num_bytes):
+                return block_s(work, count, self.device)
+
+        named(1)
+        seconds = self._slowest(named, 1)
+        if seconds <= _SLOW_S:
+            count = calls_within(seconds, self.budget_s / _TRIALS)
+            seconds = median(self._slowest(named, count) for _ in range(_TRIALS))
+        return CollectiveTime(kind, groups, num_bytes, seconds)
+
+    def _slowest(self, timed: Callable[[int], float], count: int) -> float:
+        """Seconds of each of `count` calls on the rank that takes longest, all starting together."""
+        dist.barrier(group=self.world)
+        seconds = torch.tensor(timed(count), dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world)
+        return seconds.item()
+
+    @contextmanager
+    def _stall_named(self, kind: str, groups: Groups, num_bytes: int) -> Iterator[None]:
+        """A context in which a wait that reaches its timeout is an AutoparError that names the ranks.
+
+        A rank that waits for all others outside of it is told this one's error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_from_backend(error) or "timed out" not in str(error).lower():
+                raise
+            row = groups.of_rank(dist.get_rank(), self.num_ranks)
+            raise AutoparError(
+                f"calibrate: expected {kind} of {format_bytes(num_bytes)} among ranks {', '.join(map(str, row))} to end"
+                f" within {self.stall_s:g} s, found no answer: a link between them stalls, or one of them hangs; look"
+                f" at these ranks, then calibrate again (the backend said: {str(error).splitlines()[0]})"
+            ) from error
+
+
+def _call_of(kind: str, axis: Axis, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """The runtime's collective on a buffer whose larger side has `num_bytes`."""
+    rows = max(1, num_bytes // 4 // axis.size**2) * axis.size
+    if kind == "all_gather":
+        x = torch.zeros(rows // axis.size, axis.size, device=device)
+        return lambda: all_gather(x, axis, 0)
+    x = torch.zeros(rows, axis.size, device=device)
+    if kind == "all_reduce":
+        return lambda: all_reduce(x, axis)
+    if kind == "reduce_scatter":
+        return lambda: reduce_scatter(x, axis, 0)
+    assert kind == "all_to_all", f"unknown collective {kind!r}"
+    return lambda: all_to_all(x, axis, 0, 1)

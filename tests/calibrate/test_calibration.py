@@ -1,0 +1,149 @@
+"""Calibration of real gloo ranks: the same cluster on all, and ends that are prompt where a rank or a link fails."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.calibrate.measure import Effort, measure_links
+from autopar.calibrate.run_calibration import calibrate, save
+from autopar.calibrate.time_links import Groups, TimedLinks
+from autopar.cli import main
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.errors import AutoparError
+from tests.workers import RankError, Ranks
+
+LEAST = Effort(True, 0.002, 0.002, (2**10, 2**14))
+SOON_S = 10.0
+STALL_S = 2.0
+
+
+def calibrated() -> str:
+    return calibrate(effort=LEAST).cluster.to_json()
+
+
+@pytest.mark.multirank
+def test_all_ranks_agree_on_a_cluster_of_their_host(ranks4, tmp_path):
+    texts = ranks4.run(calibrated)
+    path = tmp_path / "cluster.json"
+    path.write_text(texts[0])
+    cluster = load_cluster(path)
+    assert [level.size for level in cluster.levels] in ([4], [2, 2])  # a busy machine may show a step
+    assert cluster.num_devices == 4 and cluster.device_type == "cpu"
+    origin = cluster.calibration
+    assert (origin.backend, origin.num_ranks, len(origin.hosts)) == ("gloo", 4, 1)
+    rates = {(rate.kind, rate.size) for level in cluster.levels for rate in level.group_rates}
+    assert {("p2p", 2), ("all_reduce", 2), ("all_gather", 2), ("reduce_scatter", 2), ("all_to_all", 2)} <= rates
+    assert cluster.kernel_s > 0 and cluster.update_s > 0 and cluster.flops_per_s["float32"] > 1e8
+
+
+def bytes_on_links() -> list[tuple[str, int, int]]:
+    links = TimedLinks(torch.device("cpu"), 20.0, 0.001)
+    try:
+        _, times = measure_links(links, 4, 2, LEAST, lambda _: None)
+    finally:
+        links.close()
+    assert all(timed.seconds > 0 for timed in times)
+    return sorted({(timed.kind, timed.groups.size, timed.groups.stride) for timed in times})
+
+
+@pytest.mark.multirank
+def test_two_hosts_are_two_levels_and_groups_across_them_are_timed_with_all_others_at_once(ranks4):
+    (timed, *others) = ranks4.run(bytes_on_links)
+    assert all(other == timed for other in others)
+    kinds = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+    assert timed == sorted(
+        [(kind, 2, stride) for kind in (*kinds, "p2p") for stride in (1, 2)] + [(kind, 4, 1) for kind in kinds]
+    )
+
+
+def with_tell(folder: str, strike: str) -> None:
+    """Calibrate, with rank 2 struck while it measures; every rank writes the error that it ends with."""
+    path = Path(folder) / str(dist.get_rank())
+    os.dup2(os.open(path.with_suffix(".err"), os.O_CREAT | os.O_WRONLY), 2)
+
+    def tell(text: str) -> None:
+        if dist.get_rank() == 2 and text.startswith("all_gather"):
+            (path.parent / "struck").touch()
+            if strike == "death":
+                os._exit(3)
+            if strike == "stall":
+                time.sleep(60)
+            raise ValueError("no luck today")
+
+    try:
+        calibrate(effort=LEAST, stall_s=STALL_S, tell=tell)
+    except AutoparError as error:
+        path.write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("strike", "cause"),
+    [
+        ("error", "rank 2 failed first, ValueError: no luck today"),
+        ("death", "rank 2 died"),
+        ("stall", "expected all_gather of .* among ranks .*2.* found no answer"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_soon_with_the_first_cause(tmp_path, strike, cause):
+    ranks = Ranks(4)
+    ranks.run(os.getpid)
+    with pytest.raises(RankError):
+        ranks.run(with_tell, str(tmp_path), strike)
+    ranks.stop()
+    struck_s = (tmp_path / "struck").stat().st_mtime
+    for rank in (0, 1, 3):
+        assert max(path.stat().st_mtime for path in tmp_path.glob(f"{rank}*")) < struck_s + SOON_S + 2 * STALL_S
+        told = "".join(path.read_text() for path in tmp_path.glob(f"{rank}*"))
+        assert re.search(cause, told), f"rank {rank}: {told}"
+
+
+def test_one_rank_has_no_links(capsys):
+    assert main(["calibrate"]) == 2
+    assert "one rank has no links to measure" in capsys.readouterr().err
+
+
+def test_no_file_is_written_where_there_is_no_folder(tmp_path, capsys):
+    assert main(["calibrate", "--links", "cpu", "--out", str(tmp_path / "none" / "here.json")]) == 2
+    assert "folder that exists" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_device_with_the_links_of_a_preset(tmp_path, capsys):
+    path = tmp_path / "here.json"
+    assert (
+        main(["calibrate", "--quick", "--links", "h100", "--out", str(path), "--picture", str(tmp_path / "a.png")]) == 0
+    )
+    cluster = load_cluster(path)
+    assert cluster.levels == load_cluster("h100").levels and cluster.calibration.backend == ""
+    assert "mean error" in capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert not dist.is_initialized()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    class Fitted:
+        cluster = load_cluster("cpu")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(AutoparError, match="No space left on device"):
+        save(Fitted(), tmp_path / "here.json")
+    assert not list(tmp_path.iterdir())
+
+
+def rows_of(size: int, stride: int, block: int) -> list[int]:
+    return [rank for row in Groups(size, stride, block).rows(12) for rank in row]
+
+
+@pytest.mark.parametrize(("size", "stride", "block"), [(2, 1, 12), (3, 4, 12), (2, 3, 6), (12, 1, 12)])
+def test_every_rank_is_in_one_group(size, stride, block):
+    assert sorted(rows_of(size, stride, block)) == list(range(12))

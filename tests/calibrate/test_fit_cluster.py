@@ -1,0 +1,153 @@
+"""The fit recovers a known cluster from its own prices, with noise and outliers too."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.calibrate.fit_cluster import fit_cluster
+from autopar.calibrate.fit_report import report
+from autopar.calibrate.line_fit import fit_line
+from autopar.calibrate.link_levels import level_sizes, ranks_per_host
+from autopar.calibrate.measure import FULL, Measured, OnRank
+from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products
+from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups
+from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
+from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare
+from autopar.costmodel.collective_time import collective_times
+from autopar.costmodel.roofline import shapes_time
+from autopar.errors import AutoparError
+
+CPU = torch.device("cpu")
+RATES = tuple(GroupRate(2, share, base_s, kind) for kind, share, base_s in (("all_reduce", 0.4, 3e-4), ("p2p", 1, 0.0)))
+TRUTH = Cluster(
+    "truth",
+    (LinkLevel(2, 1e-4, 2e9, RATES), LinkLevel(2, 1e-3, 1e8)),
+    {"float32": 5e10, "bfloat16": 2e11},
+    8e9,
+    2**30,
+    "made up",
+    {"all_gather": 1.4},
+    4e9,
+    "cpu",
+    kernel_s=2e-5,
+    product_shares=(ProductShare(0.25, 8), ProductShare(1.0, 512), ProductShare(0.5, op="aten.matmul")),
+    memory_shares=(MemoryShare(""), MemoryShare("aten.gelu", 0.2, 0.1), MemoryShare("aten.relu", 1.5, 1.5)),
+)
+
+
+def timed(ops: Iterator, cluster: Cluster) -> tuple[OpTime, ...]:
+    return tuple(
+        OpTime(op, *shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), cluster))
+        for op in ops
+    )
+
+
+def on_rank(cluster: Cluster) -> OnRank:
+    by_dtype = {
+        str(dtype).removeprefix("torch."): timed(products(CPU, dtype, is_quick=False), cluster)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    updates = tuple(UpdateTime(8, size, 8 * (2e-4 + 7 * size / 4e9)) for size in (256, 2**18, 2**22))
+    in_memory = timed(memory_bound(CPU, is_quick=False), cluster)
+    return OnRank(by_dtype, in_memory, timed(of_rows(2), cluster), updates, 4e9, 2**30)
+
+
+def links(cluster: Cluster) -> tuple[CollectiveTime, ...]:
+    times = []
+    for groups, level in ((Groups(2, 1, 2), 0), (Groups(2, 2, 4), 1)):
+        for size in FULL.sizes:
+            reach = cluster.levels[level]
+            times.append(CollectiveTime("p2p", groups, size, reach.latency_s + size / reach.bandwidth_bytes_per_s))
+            for kind in KINDS:
+                seconds = collective_times(cluster, (2, 2), (1 - level,), kind, size)
+                times.append(CollectiveTime(kind, groups, size, float(seconds)))
+    return tuple(times)
+
+
+@cache
+def measured() -> Measured:
+    return Measured(("a", "a", "b", "b"), (2, 2), (on_rank(TRUTH),) * 4, links(TRUTH))
+
+
+def test_prices_of_a_known_cluster_are_recovered():
+    fitted = fit_cluster(measured(), "fitted", "cpu", "gloo", ())
+    assert fitted.cluster.calibration.worst_error < 0.05  # `tiny` ops move some bytes, so a kernel is not exact
+    assert fitted.cluster.flops_per_s["bfloat16"] == pytest.approx(2e11, rel=0.02)
+    assert fitted.cluster.memory_bandwidth_bytes_per_s == pytest.approx(8e9, rel=0.02)
+    assert fitted.cluster.kernel_s == pytest.approx(2e-5, rel=0.1)
+    assert fitted.cluster.update_s == pytest.approx(2e-4, rel=0.01)
+    gelu = next(row for row in fitted.cluster.memory_shares if row.op == "aten.gelu")
+    assert (gelu.forward, gelu.backward) == pytest.approx((0.2, 0.1), rel=0.02)
+    assert not fitted.slow_hosts and cluster_from_json(fitted.cluster.to_json()) == fitted.cluster
+
+
+def test_prices_of_collectives_of_sizes_that_were_not_timed():
+    fitted = fit_cluster(measured(), "fitted", "cpu", "gloo", ()).cluster
+    for kind in KINDS:
+        for axis in (0, 1):
+            for size in (3_000, 300_000, 30_000_000):
+                price = collective_times(fitted, (2, 2), (axis,), kind, size)
+                assert price == pytest.approx(float(collective_times(TRUTH, (2, 2), (axis,), kind, size)), rel=0.02)
+
+
+def test_the_fit_error_is_that_of_the_noise():
+    random.seed(0)
+    exact = measured()
+    noisy = tuple(replace(time, seconds=time.seconds * random.uniform(0.9, 1.1)) for time in exact.links)
+    fitted = fit_cluster(replace(exact, links=noisy), "fitted", "cpu", "gloo", ()).cluster
+    assert 0.01 < fitted.calibration.fit_error < 0.1
+    for kind in KINDS:
+        assert collective_times(fitted, (2, 2), (1,), kind, 2**21) == pytest.approx(
+            float(collective_times(TRUTH, (2, 2), (1,), kind, 2**21)), rel=0.1
+        )
+
+
+def test_a_slow_host_is_told_and_plans_wait_for_it():
+    slow = replace(TRUTH, flops_per_s={"float32": 2e10, "bfloat16": 8e10}, memory_bandwidth_bytes_per_s=3.2e9)
+    both = replace(measured(), ranks=(on_rank(TRUTH), on_rank(TRUTH), on_rank(slow), on_rank(slow)))
+    fitted = fit_cluster(both, "fitted", "cpu", "gloo", ())
+    assert list(fitted.slow_hosts) == ["host 1 (b)"] and fitted.slow_hosts["host 1 (b)"] > 1.5
+    assert fitted.cluster.flops_per_s["float32"] == pytest.approx(2e10, rel=0.02)
+
+
+def test_one_device_takes_the_links_it_is_given():
+    alone = Measured(("a",), (1,), measured().ranks[:1], ())
+    fitted = fit_cluster(alone, "fitted", "cpu", "gloo", TRUTH.levels).cluster
+    assert fitted.levels == TRUTH.levels and fitted.calibration.backend == ""
+
+
+def test_report_tells_the_error_of_the_fit_and_of_each_term():
+    text = report(fit_cluster(measured(), "fitted", "cpu", "gloo", ()))
+    assert "mean error" in text and "all_reduce among 2 ranks, 1 apart" in text and "products float32 50." in text
+
+
+@pytest.mark.parametrize("outlier", [0, 2, 5])
+def test_an_outlier_does_not_move_the_line(outlier):
+    sizes = [2.0**power for power in (10, 13, 16, 18, 20, 22, 24)]
+    times = [1e-4 + size / 1e9 for size in sizes]
+    times[outlier] *= 5
+    line = fit_line(sizes, times)
+    assert (line.alpha_s, line.beta_s_per_byte) == pytest.approx((1e-4, 1e-9), rel=0.15)
+
+
+def test_a_line_has_no_negative_part():
+    line = fit_line([1e3, 1e6], [1e-3, 1e-4])
+    assert line.alpha_s >= 0 and line.beta_s_per_byte >= 0
+
+
+def test_hosts_are_a_level_even_where_bandwidth_does_not_step():
+    assert level_sizes(4, 2, {1: 100.0, 2: 100.0}) == (2, 2)
+    assert level_sizes(4, 4, {1: 100.0, 2: 80.0}) == (4,)
+    assert level_sizes(2, 1, {1: 100.0}) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "error"), [(["a", "b", "a", "b"], "host by host"), (["a", "a", "a", "b"], "3 on a, 1 on b")]
+)
+def test_ranks_that_do_not_fill_equal_hosts_are_refused(hosts, error):
+    with pytest.raises(AutoparError, match=error):
+        ranks_per_host(hosts)
