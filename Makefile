@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-fast test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-fast test-emulated test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -35,6 +35,9 @@ test-full: $(READY) ## all that needs no root and no GPU: also eight processes, 
 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"
+
+test-emulated: $(READY) ## tests on a slow network of this machine's own; needs root and iproute2
+	$(PYTHON) -m pytest -m emulated
 
 TRAINERS := .venv-trainers/bin/python
 TRAINERS_READY := .venv-trainers/.ready
