@@ -1,9 +1,11 @@
 """Parts of text that plans with and without stages share."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 
 from tabulate import tabulate
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.ir.print_graph import printable
 from autopar.plans.serialise import HandCosts
 from autopar.units import format_bytes, format_seconds
@@ -19,6 +21,28 @@ def table(lines: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 def title(mesh: str, cluster: str, source: str, optimizer: str) -> str:
     """The title of a plan's text; `source`: of the cluster's figures."""
     return f"Plan for mesh {mesh} on cluster {printable(cluster)} ({printable(source)}), optimizer {optimizer}."
+
+
+def origin_of_figures(cluster: Cluster) -> str:
+    """The origin of the cluster's figures; of a calibration its age, and what its error means for the choice."""
+    calibration = cluster.calibration
+    if calibration is None:
+        return cluster.source
+    error = f"fit error {calibration.fit_error:.1%} (worst {calibration.worst_error:.0%})"
+    return f"{cluster.source}, {_age(calibration.date)}; {error}: plans whose prices are closer than that are a tie"
+
+
+def _age(date: str) -> str:
+    """The time since `date` (ISO 8601) in the largest unit in which it is at least 1."""
+    try:
+        then = datetime.fromisoformat(date)
+    except ValueError:
+        return "of unknown age"
+    seconds = (datetime.now(UTC) - then.astimezone(UTC)).total_seconds()
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if count := int(seconds // length):
+            return f"{count} {unit}{'s' * (count > 1)} ago" if count > 0 else "dated in the future"
+    return "just now"
 
 
 def step_line(step_s: float, finder: str, bound: str, *, is_from_file: bool) -> str:

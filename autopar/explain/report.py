@@ -8,6 +8,7 @@ from typing import Any
 from autopar.costmodel.conversion_cost import conversion_times
 from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.explain.batch_size import notes
+from autopar.explain.common_text import origin_of_figures
 from autopar.ir.graph import Value, short_dtype
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
@@ -123,7 +124,7 @@ def report(plan: Plan) -> Report:
     return Report(
         mesh=str(plan.mesh),
         cluster=plan.cluster.name,
-        cluster_source=plan.cluster.source,
+        cluster_source=origin_of_figures(plan.cluster),
         optimizer=plan.training.optimizer,
         ops=tuple(_op_rows(plan)),
         inputs=tuple(_input_rows(plan)),

@@ -5,7 +5,16 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.explain.batch_size import notes
-from autopar.explain.common_text import hand_table, on_host_lines, origin, step_line, table, timings_line, title
+from autopar.explain.common_text import (
+    hand_table,
+    on_host_lines,
+    origin,
+    origin_of_figures,
+    step_line,
+    table,
+    timings_line,
+    title,
+)
 from autopar.explain.memory_over_time import Moment, memory_over_time
 from autopar.explain.memory_savings import MemorySaving, memory_savings
 from autopar.explain.report import report
@@ -75,7 +84,7 @@ def _head(plan: StagedPlan) -> str:
     host_bytes = sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
     return "\n".join(
         [
-            title(str(plan.mesh), plan.cluster.name, plan.cluster.source, plan.training.optimizer),
+            title(str(plan.mesh), plan.cluster.name, origin_of_figures(plan.cluster), plan.training.optimizer),
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", bound, is_from_file=plan.is_from_file),
             (

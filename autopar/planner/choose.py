@@ -13,6 +13,7 @@ from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
+from autopar.planner.layouts.tie import fit_error
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
@@ -82,7 +83,7 @@ def choose_plan(
                 failures[way] = error
             except Interrupted:
                 pending.append(way)  # if the other way gives no plan
-        plan = _better(whole, staged)
+        plan = _better(whole, staged, cluster)
         if plan is None:
             raise _most_telling(failures)
         found_by = f"{plan.found_by}, ended by {budget.ended_by}" if budget.is_spent else plan.found_by
@@ -125,11 +126,11 @@ def _binds(plan: Plan, request: PlanRequest) -> bool:
     return plan.costs.total_memory_bytes > (1 - _FREE) * request.limit_bytes
 
 
-def _better(whole: Plan | None, staged: Plan | StagedPlan | None) -> Plan | StagedPlan | None:
-    """The plan in stages if it gains enough, else the other; None if there is none."""
+def _better(whole: Plan | None, staged: Plan | StagedPlan | None, cluster: Cluster) -> Plan | StagedPlan | None:
+    """The plan in stages if it gains enough, more than the prices' error, else the other; None if there is none."""
     if whole is None or staged is None:
         return whole or staged
-    least = WORTH if isinstance(staged, StagedPlan) else 0.0
+    least = max(WORTH, fit_error(cluster)) if isinstance(staged, StagedPlan) else 0.0
     return whole if staged.step_s >= (1 - least) * whole.step_s else staged
 
 

@@ -32,7 +32,10 @@ ANY, ALIKE, GROUPS = (
 
 @dataclass(frozen=True)
 class Solved:
-    """The best plan found on `mesh`; `cost_s`: of its step. `bound_of`, `hand`, `found_by`: as in `Plan`."""
+    """The best plan found on `mesh`; `cost_s`: of its step. `bound_of`, `hand`, `found_by`: as in `Plan`.
+
+    `hand_plans`: those that satisfy the request, where the cluster's prices have an error within which plans tie.
+    """
 
     mesh: Mesh
     assignment: Assignment
@@ -41,6 +44,7 @@ class Solved:
     bound_of: str
     hand: Mapping[str, HandCosts]
     found_by: str
+    hand_plans: tuple["Solved", ...] = ()
 
     def or_faster(self, other: Solution, **changes: Any) -> "Solved":
         """The faster of this plan and `other`, of the same search with these `changes`."""
@@ -85,7 +89,7 @@ def solve_mesh(
         by_hand = {name: strategies for name, strategies in choices.items() if strategies is not None}
         lifted = [strategies for start in starts if (strategies := problem.encode(start)) is not None]
         known = [*lifted, *by_hand.values()]
-    best = _unsolved(mesh, folded, problem, by_hand)
+    best = _unsolved(setting, folded, problem, by_hand)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
     try:
         choice = setting.search(problem, known, is_brief=is_mixed)
@@ -128,11 +132,19 @@ def _solution(problem: Problem, choice: Choice, by_hand: Mapping[str, tuple[int,
     return Solution(problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, found_by)
 
 
-def _unsolved(mesh: Mesh, folded: Folded, problem: Problem, by_hand: Mapping[str, tuple[int, ...]]) -> Solved:
+def _unsolved(setting: Setting, folded: Folded, problem: Problem, by_hand: Mapping[str, tuple[int, ...]]) -> Solved:
     """The mesh before the search, with the costs of the hand plans."""
-    table = problem.priced.table
+    table, mesh = problem.priced.table, setting.mesh
     costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
-    return Solved(mesh, NO_CHOICES, math.inf, 0.0, ALIKE if folded.repeats else ANY, costs, "search")
+    best = Solved(mesh, NO_CHOICES, math.inf, 0.0, ALIKE if folded.repeats else ANY, costs, "search")
+    if setting.cluster.calibration is None:
+        return best
+    fitting = [name for name in by_hand if memory_of(table, by_hand[name]) <= setting.request.limit_bytes]
+    plans = (
+        replace(best, assignment=problem.decode(by_hand[name]), cost_s=costs[name].step_s, found_by=f"hand plan {name}")
+        for name in fitting
+    )
+    return replace(best, hand_plans=tuple(plans))
 
 
 def fold_stored(graph: Graph, request: PlanRequest) -> Folded:

@@ -19,6 +19,7 @@ from autopar.planner.layouts.many_axes import coarse_to_fine, refined
 from autopar.planner.layouts.mesh_shapes import as_used, factorise
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
+from autopar.planner.layouts.tie import least_communication
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
@@ -97,7 +98,7 @@ def make_plan(
 def _plan_of_best(
     graph: Graph, by_mesh: Mapping[Mesh, Solved], cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> Plan:
-    best = min(by_mesh.values(), key=lambda solved: solved.cost_s)
+    best = least_communication(by_mesh.values(), graph, cluster, request.training)
     training, limit_bytes = request.training, request.limit_bytes
     return replace(
         plan_of(graph, best.assignment, best.mesh, cluster, training=training, memory_limit_bytes=limit_bytes),

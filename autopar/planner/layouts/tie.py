@@ -1,0 +1,53 @@
+"""`least_communication`: the choice among plans that prices cannot tell apart, by communication, then simplicity."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.training import Training
+from autopar.ir.graph import Graph
+from autopar.planner.layouts.search_mesh import Solved
+from autopar.units import format_seconds
+
+
+def fit_error(cluster: Cluster) -> float:
+    """The mean error of the cluster's prices over what was measured, as a share; 0 where it is not known."""
+    return cluster.calibration.fit_error if cluster.calibration else 0.0
+
+
+def least_communication(plans: Iterable[Solved], graph: Graph, cluster: Cluster, training: Training) -> Solved:
+    """The fastest of `plans` by price or, of those as fast but for the error of the fit, the one that communicates for
+    the fewest seconds; of those with equal seconds, the one on fewer axes, then a hand plan.
+
+    Hand plans that fit the memory limit take part. The plan says so if it is not the fastest. Presets have no fit error
+    and no ties.
+    """
+    solved = list(plans)
+    fastest = min(solved, key=lambda plan: plan.cost_s)
+    error = fit_error(cluster)
+    if not error:
+        return fastest
+    within_s = fastest.cost_s * (1 + error)
+    tied = [each for plan in solved for each in (plan, *_hand_plans(plan)) if each.cost_s <= within_s]
+    costs = [evaluate(graph, plan.assignment, plan.mesh, cluster, training=training) for plan in tied]
+    waits_s = {
+        id(plan): cost.communication_s("forward") + cost.communication_s("backward") for plan, cost in zip(tied, costs)
+    }
+
+    def rank(plan: Solved) -> tuple[float, int, bool, float]:
+        num_axes = sum(size > 1 for size in plan.mesh.shape)
+        return waits_s[id(plan)], num_axes, not plan.found_by.startswith("hand plan"), plan.cost_s
+
+    chosen = min(tied, key=rank)
+    if chosen is fastest:
+        return fastest
+    behind = chosen.cost_s / fastest.cost_s - 1
+    less = f"{format_seconds(waits_s[id(chosen)])} of communication against {format_seconds(waits_s[id(fastest)])}"
+    reason = f"a tie: {behind:.1%} behind the fastest by price, within the fit's error of {error:.1%}, with {less}"
+    return replace(chosen, found_by=f"{chosen.found_by}, {reason}")
+
+
+def _hand_plans(plan: Solved) -> list[Solved]:
+    """The hand plans on the same mesh, with the lower bound that was proven there."""
+    return [replace(each, lower_bound_s=plan.lower_bound_s, bound_of=plan.bound_of) for each in plan.hand_plans]
