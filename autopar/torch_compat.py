@@ -377,7 +377,7 @@ def settings_counted() -> list[int]:
         return set_and_count
 
     for name in ("requires_grad", "data"):
-        member: Any = getattr(torch.Tensor, name)
+        member: Any = getattr(kind, name)
         setattr(kind, name, property(member.__get__, counted(member.__set__)))
     for name in ("requires_grad_", "detach_"):
         setattr(kind, name, counted(getattr(torch.Tensor, name)))

@@ -17,6 +17,7 @@ from autopar.ir.export.meta_copy import bare
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.own_memory import check_own_memory
+from autopar.runtime.interop.place_on_one_device import mark_places
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
 from autopar.runtime.rank_agreement import from_first
@@ -157,6 +158,8 @@ def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
         tensor = held[name]
         if fqn not in own and tensor is not None:
             dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
+    if dropped:
+        mark_places(module)
     put(module, dict.fromkeys(dropped))
     if dropped:
         _refuse_loads_inside(module)

@@ -99,7 +99,6 @@ class Runtime:
     elsewhere: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_copies: int = 0
     num_loads: int = 0  # of state dicts with whole tensors
-    num_gathered: int = 0  # whole state dicts that were made
     bare: nn.Module | None = None  # what is being traced
     offloaded: frozenset[str] = frozenset()  # FQNs of the parameters whose optimizer state is on the host
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it

@@ -25,6 +25,7 @@ from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, wh
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
 from autopar.runtime.interop.loss_scale import take_loss_scale
+from autopar.runtime.interop.optimizer_stages import load_own_stages
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
 from autopar.runtime.interop.own_forward import OwnForward, forward_like
 from autopar.runtime.interop.trainer_attributes import TrainerAttributes
@@ -193,6 +194,7 @@ def shard_module(
     """
     handle_scalars_and_random_ops()
     cut_loaded_state()
+    load_own_stages()
     watch_files()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")

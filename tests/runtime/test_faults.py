@@ -288,6 +288,39 @@ def change_alone(kind: str, folder: str) -> None:
     os._exit(0)
 
 
+def gather_alone(folder: str) -> None:
+    """Rank 0 alone asks for the whole state, the others train on; it writes what it met and after how long."""
+    model, (x,) = _compile(pins=PINS), build("mlp").args
+    for _ in range(3):
+        model(x).sum().backward()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        try:
+            model.full_state_dict()
+        except RankMismatch as error:
+            (Path(folder) / "0").write_text(f"{time.monotonic() - start}\n{error}")
+        os._exit(0)
+    model(x).sum().backward()
+    os._exit(0)
+
+
+def test_whole_state_asked_for_by_one_rank_alone_is_refused_soon(tmp_path: Path) -> None:
+    ranks = Ranks(4)
+    try:
+        with pytest.raises(RankError, match="died"):
+            ranks.run(gather_alone, str(tmp_path))
+        deadline = time.monotonic() + 2 * SOON_S
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        ranks.stop()
+    seconds, error = (tmp_path / "0").read_text().split("\n", 1)
+    assert float(seconds) < 2 * SOON_S
+    assert re.search(
+        r"rank 0 called model.full_state_dict\(\).*call it on every rank, outside of `if rank == 0`", error
+    )
+
+
 def freeze_a_stage() -> None:
     """Only ranks 0 and 1 hold what is frozen before a step whose arguments are compared; they live on."""
     torch.manual_seed(0)

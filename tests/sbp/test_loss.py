@@ -125,5 +125,41 @@ def test_weights_are_split_where_they_are_not_broadcast():
     assert {"S(0) S(0) S(0) -> P [elements]", "S(1) S(1) B -> P [elements]"} < found
 
 
+def signs(*shape):
+    return torch.randint(2, shape).double() * 2 - 1
+
+
+LABELS = torch.tensor([[3, 1, -1, 0, 0, 0], [0, -1, 0, 0, 0, 0], [5, 4, 2, -1, 1, 0], [-1, 0, 0, 0, 0, 0]])
+OTHERS = {
+    "margin_ranking_loss": ((f64(4, 6), f64(4, 6), signs(4, 6)), {"margin": 0.3}),
+    "hinge_embedding_loss": ((f64(4, 6), signs(4, 6)), {"margin": 0.5}),
+    "poisson_nll_loss": ((f64(4, 6), torch.rand(4, 6).double(), True, False, 1e-8), {}),
+    "cosine_embedding_loss": ((f64(4, 6), f64(4, 6), signs(4)), {"margin": 0.2}),
+    "multi_margin_loss": ((f64(4, 6), torch.tensor([0, 5, 2, 2]), 2, 0.5, f64(6, grad=False)), {}),
+    "multilabel_margin_loss": ((f64(4, 6), LABELS), {}),
+    "triplet_margin_loss": ((f64(4, 6), f64(4, 6), f64(4, 6)), {"margin": 2.0, "swap": True}),
+}
+
+
+@pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_are_split_by_rows(name, reduction):
+    args, more = OTHERS[name]
+    # poisson_nll_loss has its reduction by position
+    args, more = ((*args, reduction), {}) if name == "poisson_nll_loss" else (args, more | {"reduction": reduction})
+    found = exercise(f"aten.{name}.default", *args, **more)
+    assert any(text.startswith("S(0) S(0)") for text in found), found
+    assert any("elements" in text for text in found) == (reduction == MEAN)
+
+
+def test_a_single_sample_is_not_split():
+    for name in ("multilabel_margin_loss", "triplet_margin_loss"):
+        args, more = OTHERS[name]
+        assert not any("S(" in text for text in exercise(f"aten.{name}.default", *(x[0] for x in args), **more))
+
+
 def test_every_rule_has_a_sample():
-    assert {f"aten.{name}.default" for name in ELEMENTWISE} | {CROSS_ENTROPY, "aten.nll_loss_nd.default"} == set(RULES)
+    assert {f"aten.{name}.default" for name in [*ELEMENTWISE, *OTHERS]} | {
+        CROSS_ENTROPY,
+        "aten.nll_loss_nd.default",
+    } == set(RULES)

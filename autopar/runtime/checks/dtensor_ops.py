@@ -3,11 +3,13 @@ GradScaler's test for infinite gradients.
 """
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
@@ -40,6 +42,7 @@ def handle_scalars_and_random_ops() -> None:
     handle_writes()
     for name in ("numpy", "tolist"):
         setattr(DTensor, name, functools.partialmethod(_as_plain, name))
+    setattr(DTensor, "storage", _storage)  # noqa: B010  # a method of another signature
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
         | {aten._local_scalar_dense.default: read_scalar}
@@ -54,10 +57,20 @@ def read_scalar(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     x = args[0]
     if _is_whole(x):
         return op(x.to_local(), **kwargs)
+    if _is_initialised():  # whose random numbers are drawn by all ranks together
+        return op(x.full_tensor(), **kwargs)
     raise AutoparError(
         f"a value of which each rank has a part, a DTensor of placements {tuple(x.placements)}, was read as a number"
         " (item(), float(), bool(), if); torch reads this rank's part of it. Call x.full_tensor() first, on every rank"
     )
+
+
+def _is_initialised() -> bool:
+    """Whether a function of torch.nn.init asks, such as trunc_normal_, which draws until all numbers are in bounds."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != nn.init.__name__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +80,15 @@ def _as_plain(x: DTensor, method: str, *args: Any, **kwargs: Any) -> Any:
     raise AutoparError(
         f"{method}() of a DTensor of placements {tuple(x.placements)}, of which each rank has a part: call"
         f" x.full_tensor().{method}(), on every rank, or model.full_state_dict() for all of a model"
+    )
+
+
+def _storage(x: DTensor) -> NoReturn:
+    """AutoparError in place of torch's about an invalid storage: safetensors asks for it before it writes."""
+    raise AutoparError(
+        f"storage() of a DTensor of shape {tuple(x.shape)}, of which each rank has a part: safetensors writes plain"
+        " tensors. Call model.full_state_dict(rank0_only=True) on every rank and save_file of it on the first, in place"
+        " of model.state_dict() and save_model; read by model.load_state_dict(load_file(path)) in place of load_model"
     )
 
 

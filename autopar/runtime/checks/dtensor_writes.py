@@ -5,6 +5,8 @@ A view along a dim that ranks have in parts, `p[0]` or `p.view(-1)`, is in torch
 tensor, of which each rank keeps its part.
 """
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +74,28 @@ def handle_writes() -> None:
     compute_without_rule(_without_rule)
     handle_dtensor_ops(dict.fromkeys(_overloads(_FACTORIES, with_out=True), _make))
     handle_dtensor_ops(dict.fromkeys(_READ_ON_THE_WHOLE, _read_whole) | {aten.as_strided.default: _view})
+    _handle_data()
+
+
+@functools.cache  # settings_counted puts its own around this
+def _handle_data() -> None:
+    kind: Any = DTensor
+    kind.data = property(_CONTENT.__get__, _assign)
+
+
+def _assign(x: DTensor, new: Any) -> None:
+    """`x.data = new`, after which both have the same memory; of DTensors torch leaves the content as it is.
+
+    Where `new` lies otherwise than `x` there is no such memory: the model's next call refuses what torch does then.
+    """
+    if type(x) is type(new) is DTensor and _described(x) == _described(new):
+        x._local_tensor = _PART.__get__(new)
+    else:
+        _CONTENT.__set__(x, new)
+
+
+def _described(x: DTensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.placements, x.device_mesh
 
 
 @torch.no_grad()
@@ -164,6 +188,12 @@ def _without_rule(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     written = [
         argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write
     ]
+    if op.namespace in ("c10d", "_c10d_functional"):
+        raise AutoparError(
+            f"{op}: a collective was called by hand with a DTensor, of which each rank has a part. Leave out what"
+            " DistributedDataParallel's users write: gradients are those of the whole batch already, and weights those"
+            " of one model. Of a value that differs give x.full_tensor() or x.to_local()"
+        )
     if torch.Tag.nondeterministic_seeded in op.tags or written[1:]:
         raise error
     return (write_whole if written else _read_whole)(op, args, kwargs)
@@ -304,6 +334,7 @@ class CopiedView(DTensor):
 
 
 _PART: Any = vars(DTensor)["_local_tensor"]
+_CONTENT: Any = inspect.getattr_static(torch.Tensor, "data")
 
 
 def follow(view: DTensor, base: DTensor, steps: Steps) -> None:

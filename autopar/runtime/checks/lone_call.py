@@ -1,13 +1,16 @@
-"""A rank that alone needs a new program learns at once that the others will not come to load it.
+"""A rank that alone needs a new program, or asks for the whole state, learns soon that the others will not come.
 
 Ranks load a program together, so that a rank whose module was changed alone waits for the others, which meanwhile run
 the program of before and wait for that rank in its collectives. Every rank looks once in a while, in a thread of its
-own, whether another one waits for a call that this rank has made already, and posts it in the store.
+own, whether another one waits for a call that this rank has made already, and posts it in the store. In the same way a
+rank that alone gathers the state (`if rank == 0:`) is told once another one has begun a further call and stays in it.
 """
 
+import functools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,14 +20,18 @@ from autopar.errors import RankMismatch
 from autopar.torch_compat import default_store
 
 POLL_S = 1.0
+STILL_S = 5.0  # a rank that has begun no call for so long does not make calls of its own before it comes
 
 
 @dataclass
 class Calls:
-    """The calls of a module on this rank: `num_begun`, and `num_passed` of them that ran a program loaded before."""
+    """The calls of a module on this rank: `num_begun`, and `num_passed` of them that ran a program loaded before.
+    `num_gathered`: whole states that were asked for.
+    """
 
     num_begun: int = 0
     num_passed: int = 0
+    num_gathered: int = 0
     is_watched: bool = field(default=False, repr=False)
 
     def passed(self, runtime: "Meets") -> None:
@@ -54,24 +61,39 @@ class Calls:
 class Meets(Protocol):
     """A runtime whose ranks meet to load programs."""
 
+    name: str
     calls: Calls
 
     def next_place(self) -> str:
-        """The key in the store under which all ranks meet next."""
+        """The key in the store under which all ranks meet next to load a program."""
         ...
+
+
+def next_gathering(runtime: Meets) -> str:
+    """The key under which all ranks meet next to gather the state."""
+    return f"autopar/{runtime.name}/full_state_dict/{runtime.calls.num_gathered + 1}"
 
 
 def _watch(reference: "weakref.ref[Meets]") -> None:
     """Tell ranks that wait for this one that it does not come."""
+    num_begun, still_s = 0, 0.0
     while (runtime := reference()) is not None:
-        place = runtime.next_place()
+        calls = runtime.calls
+        num_begun, still_s = calls.num_begun, still_s + POLL_S if calls.num_begun == num_begun else 0.0
         try:
-            store = default_store()
-            if store.check([f"{place}/waits"]) and not store.check([f"{place}/passed"]):
-                call = int(store.get(f"{place}/waits"))
-                if runtime.calls.num_passed >= call and runtime.next_place() == place:
-                    store.set(f"{place}/passed", str(dist.get_rank()))
+            _tell(runtime.next_place, calls.num_passed)
+            if still_s >= STILL_S:
+                _tell(functools.partial(next_gathering, runtime), num_begun - 1)
         except (RuntimeError, ValueError):  # the process group or the process that holds its store is gone
             return
-        del runtime
+        del runtime, calls
         time.sleep(POLL_S)
+
+
+def _tell(next_place: Callable[[], str], last_passed: int) -> None:
+    """Post that this rank does not come to the next place, if another one waits there in a call up to `last_passed`."""
+    store, place = default_store(), next_place()
+    if store.check([f"{place}/waits"]) and not store.check([f"{place}/passed"]):
+        call = int(store.get(f"{place}/waits"))
+        if last_passed >= call and next_place() == place:
+            store.set(f"{place}/passed", str(dist.get_rank()))

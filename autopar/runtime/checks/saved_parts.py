@@ -47,10 +47,12 @@ def _tell_of_parts(x: DTensor) -> None:
 
 
 def check_saved_here(x: Any, name: str) -> None:
-    """AutoparError if `x`, called so, is a part that another rank saved."""
-    if not isinstance(x, DTensor) or all(placement.is_replicate() for placement in x.placements):
+    """AutoparError if `x`, called so, is a part that another rank saved, or of stages that only others have."""
+    if not isinstance(x, DTensor):
         return
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
+    if dist.get_rank() in mesh.mesh and all(placement.is_replicate() for placement in x.placements):
+        return
     saver = None if place is None else int(mesh.mesh[tuple(place)])
     if saver != dist.get_rank():
         raise AutoparError(

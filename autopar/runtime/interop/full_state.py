@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RankMismatch
 from autopar.mesh import PIPELINE
+from autopar.runtime.checks.lone_call import next_gathering
 from autopar.runtime.dtensor_state import owners, whole_state
 from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
 from autopar.runtime.rank_agreement import is_first, meet, on_every_rank
@@ -80,14 +81,16 @@ def saving_pretrained(original: type[nn.Module]) -> dict[str, Callable[..., Any]
 
 
 def all_called(runtime: Runtime, method: str) -> None:
-    """Return once every rank called this `method` of the module; RankMismatch after a while without all of them."""
-    runtime.num_gathered += 1
-    place = f"autopar/{runtime.name}/full_state_dict/{runtime.num_gathered}"
+    """Return once every rank called this `method` of the module; RankMismatch once another one went on without, or
+    after a while without all of them.
+    """
+    place = next_gathering(runtime)
+    runtime.calls.num_gathered += 1
     try:
-        meet(runtime.mesh, place, LATER_WAIT_S)
+        meet(runtime.mesh, place, LATER_WAIT_S, None if runtime.check is None else runtime.calls)
     except RankMismatch as error:
         raise RankMismatch(
-            f"rank {dist.get_rank()} called model.{method}(), and not all other ranks"
-            f" did within {LATER_WAIT_S:g} s; each holds a part of the tensors: call it on every rank, outside of `if"
-            " rank == 0`, and let one rank write the file"
+            f"rank {dist.get_rank()} called model.{method}(), and not all other ranks did before their next call of the"
+            f" model, or within {LATER_WAIT_S:g} s; each holds a part of the tensors: call it on every rank, outside of"
+            " `if rank == 0`, and let one rank write the file"
         ) from error

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError
+from autopar.mesh import PIPELINE
 from autopar.runtime.checks.saved_parts import check_saved_here
 from autopar.runtime.interop.full_state import all_called, plain_copy
+from autopar.runtime.interop.optimizer_stages import whole_optimizer_state
 from autopar.runtime.module_runtime import Runtime
 from autopar.runtime.rank_agreement import is_first
 from autopar.torch_compat import pytree
@@ -30,18 +32,16 @@ class FullOptimizerState(nn.Module):
         """`optimizer.state_dict()` as on one device: whole plain tensors on the CPU, on every rank.
 
         `optimizer` has parameters of this module; every rank calls this, as `full_state_dict`, which explains
-        `rank0_only`. `optimizer.load_state_dict` takes it back under any plan, and on one device. AutoparError with
-        stages, where each rank's optimizer has other parameters.
+        `rank0_only`. `optimizer.load_state_dict` takes it back under any plan, and on one device. With stages it is the
+        state of all ranks' optimizers, which have the same groups, each in the order of the model's parameters.
         """
         runtime = self._autopar
-        if runtime.elsewhere:
-            raise AutoparError(
-                "the optimizer of a rank has the parameters of its own stages only, so that its state by number"
-                " (optimizer.state_dict()) is not that of one device: save it by torch.distributed.checkpoint and"
-                " get_optimizer_state_dict, which go by name"
-            )
         all_called(runtime, "full_optimizer_state_dict")
         is_kept = not rank0_only or is_first(runtime.mesh)
+        if runtime.elsewhere:
+            group, device = runtime.mesh.get_group(PIPELINE), torch.device(runtime.mesh.device_type)
+            state = whole_optimizer_state(optimizer, group, device, is_kept=is_kept)
+            return state if is_kept else {}
 
         def whole(x: Any) -> Any:
             return plain_copy(x, is_kept=is_kept) if isinstance(x, torch.Tensor) else x

@@ -23,6 +23,13 @@ TARGETS = (
     "aten.huber_loss.default",
     "aten.soft_margin_loss.default",
     "aten.kl_div.default",
+    "aten.margin_ranking_loss.default",
+    "aten.hinge_embedding_loss.default",
+    "aten.poisson_nll_loss.default",
+    "aten.cosine_embedding_loss.default",
+    "aten.multi_margin_loss.default",
+    "aten.multilabel_margin_loss.default",
+    "aten.triplet_margin_loss.default",
     "aten.binary_cross_entropy.default",
     "aten.binary_cross_entropy_with_logits.default",
 )

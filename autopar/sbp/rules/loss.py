@@ -51,7 +51,7 @@ def elementwise_loss(op: Op) -> Iterator[Signature]:
     reduction = arguments_of(op)["reduction"]
     names = [
         name
-        for name in ("self", "target", "weight", "pos_weight")
+        for name in ("self", "input", "input1", "input2", "target", "weight", "pos_weight")
         if name in arguments_of(op) and optional_tensor(op, name) is not None
     ]
     shapes = [tensor_of(op, name).shape for name in names]
@@ -66,6 +66,19 @@ def elementwise_loss(op: Op) -> Iterator[Signature]:
         )
 
 
+def row_loss(op: Op) -> Iterator[Signature]:
+    """A term for each row of the inputs, one sample a row; the weights of classes are used by all rows: R."""
+    names = [name for name in _ROWS if name in arguments_of(op)]
+    ranks = [len(tensor_of(op, name).shape) for name in names]
+    if max(ranks) < 2:  # a single sample
+        return
+    reduction = arguments_of(op)["reduction"]
+    output = S(0) if reduction == NONE else P
+    yield from signature(op, dict.fromkeys(names, S(0)), output, role="elements" if reduction == MEAN else "")
+
+
+_ROWS = ("self", "input1", "input2", "anchor", "positive", "negative", "target")
+
 RULES = {
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.nll_loss_nd.default": nll_loss,
@@ -75,6 +88,13 @@ RULES = {
     "aten.huber_loss.default": elementwise_loss,
     "aten.soft_margin_loss.default": elementwise_loss,
     "aten.kl_div.default": elementwise_loss,
+    "aten.margin_ranking_loss.default": elementwise_loss,
+    "aten.hinge_embedding_loss.default": elementwise_loss,
+    "aten.poisson_nll_loss.default": elementwise_loss,
+    "aten.cosine_embedding_loss.default": row_loss,
+    "aten.multi_margin_loss.default": row_loss,
+    "aten.multilabel_margin_loss.default": row_loss,
+    "aten.triplet_margin_loss.default": row_loss,
     "aten.binary_cross_entropy.default": elementwise_loss,
     "aten.binary_cross_entropy_with_logits.default": elementwise_loss,
 }

@@ -32,19 +32,19 @@ def trained_on(run: Run, optimizer_of: Any, **options: Any) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(peers=False, refused={PP: "parameter group"})
+@case(peers=False)
 def adamw_state_of_one_device(run: Run) -> Numbers:
     """The state of AdamW from a run on one device, loaded with the weights"""
     return trained_on(run, lambda own: torch.optim.AdamW(own, lr=0.01, eps=1e-3, amsgrad=True))
 
 
-@case(peers=False, refused={PP: "parameter group"})
+@case(peers=False)
 def momentum_of_one_device(run: Run) -> Numbers:
     """SGD's momentum from a run on one device"""
     return trained_on(run, lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9))
 
 
-@case(peers=False, refused={PP: "parameter group"})
+@case(peers=False)
 def rprop_state_of_one_device(run: Run) -> Numbers:
     """Rprop's step sizes from a run on one device"""
     return trained_on(run, lambda own: torch.optim.Rprop(own, lr=0.01))

@@ -235,7 +235,7 @@ def data_assigned(run: Run) -> Numbers:
     return two_steps(run, Stack(), change)
 
 
-@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter .* was assigned"))
+@case()
 def data_assigned_from_itself(run: Run) -> Numbers:
     """param.data = param.data * 0.5, as moving averages are written"""
 

@@ -128,7 +128,7 @@ def _swap(model: Model, other: nn.Parameter) -> None:
 CHANGES_OF_DTENSORS: dict[str, Callable[[Model, nn.Parameter], object]] = {
     "requires_grad_": lambda m, _: m.blocks[0].requires_grad_(False),
     "requires_grad": lambda m, _: _flag(m),
-    "data": lambda m, _: setattr(m.norm.weight, "data", m.norm.weight.data * 2),
+    "data": lambda m, _: setattr(m.norm.weight, "data", m.norm.weight.full_tensor() * 2),
     "detach_": lambda m, _: m.norm.weight.detach_(),
     "dtype of the model": lambda m, _: m.double(),
     "dtype of a layer": lambda m, _: m.blocks[1].second.to(torch.bfloat16),
@@ -150,6 +150,25 @@ def noticed(name: str) -> tuple[bool, bool, bool]:
     before = watch.has_changed()
     CHANGES_OF_DTENSORS[name](model, other)
     return before, watch.has_changed(), watch.has_changed()
+
+
+def assigned() -> tuple[torch.Tensor, ...]:
+    """A weight after DTensors like it were assigned to its data, one of which is written to, and the first again."""
+    weight = in_parts(2).norm.weight
+    first, second = weight.data, weight.data * 2
+    weight.data = second
+    doubled = weight.full_tensor().clone()
+    second.mul_(5)
+    written = weight.full_tensor().clone()
+    weight.data = first
+    return doubled, written, weight.full_tensor()
+
+
+@pytest.mark.multirank
+def test_data_of_the_same_layout_is_shared_by_assignment(ranks4: Ranks) -> None:
+    for found in ranks4.run(assigned):
+        for x, factor in zip(found, (2, 10, 1)):
+            torch.testing.assert_close(x.detach(), factor * Model(2).norm.weight.detach())
 
 
 @pytest.mark.multirank

@@ -179,18 +179,77 @@ def test_a_part_of_a_compiled_module_is_compiled_again(ranks4: Ranks) -> None:
         torch.testing.assert_close(output, tied()(batch(0)).detach())
 
 
-def state_with_stages() -> tuple[dict[str, Any], dict[str, Any], int, str]:
+def state_with_stages() -> tuple[dict[str, Any], dict[str, Any], int]:
     torch.manual_seed(0)
     model = Stack()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     model = autopar.compile(model, device_mesh((2, 2), ("pp", "dp")), args=stack_batch(), num_microbatches=2)
-    with pytest.raises(AutoparError) as error:
-        model.full_optimizer_state_dict(torch.optim.SGD(model.parameters()))
-    return before, model.full_state_dict(), len(model.full_state_dict(rank0_only=True)), str(error.value)
+    return before, model.full_state_dict(), len(model.full_state_dict(rank0_only=True))
 
 
 def test_with_stages_each_rank_is_given_the_whole_state(ranks4: Ranks) -> None:
-    for rank, (before, state, num_alone, refused) in enumerate(ranks4.run(state_with_stages)):
+    for rank, (before, state, num_alone) in enumerate(ranks4.run(state_with_stages)):
         assert list(state) == list(before) and num_alone == (0 if rank else len(before))
         assert all(torch.equal(state[name], x) for name, x in before.items())
-        assert "its own stages only" in refused
+
+
+def grouped(model: nn.Module, *, names: bool = False, is_turned: bool = False) -> torch.optim.Optimizer:
+    """Weights and biases apart, after a step if there are gradients."""
+    named = sorted(model.named_parameters(), reverse=True) if is_turned else list(model.named_parameters())
+    groups = [
+        {"params": [(fqn, p) if names else p for fqn, p in named if (p.ndim > 1) == is_weight], "weight_decay": decay}
+        for is_weight, decay in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    if any(p.grad is not None for _, p in named):
+        optimizer.step()
+    return optimizer
+
+
+def optimizers_with_stages() -> tuple[dict[str, Any], int, list[str], list[bool]]:
+    """The whole state, how much of it other ranks have with `rank0_only`, errors, and whether a state is read back."""
+    torch.manual_seed(0)
+    model, args = Stack(), stack_batch()
+    model = autopar.compile(model, device_mesh((2, 2), ("pp", "dp")), args=args, num_microbatches=2)
+    model.train_step(*args)
+    optimizer = grouped(model)
+    state, num_alone = (
+        model.full_optimizer_state_dict(optimizer),
+        len(model.full_optimizer_state_dict(optimizer, rank0_only=True)),
+    )
+    errors, is_same = [], []
+    with pytest.raises(AutoparError) as turned:
+        model.full_optimizer_state_dict(grouped(model, is_turned=True))
+    unnamed = {**state, "param_groups": [{**each} for each in state["param_groups"]]}
+    for each in unnamed["param_groups"]:
+        del each["param_names"]
+    with pytest.raises(AutoparError) as numbered:
+        grouped(model).load_state_dict(unnamed)
+    errors = [str(turned.value), str(numbered.value)]
+    model.zero_grad()
+    for names in (False, True):
+        other = grouped(model, names=names)
+        other.load_state_dict(state)
+        again = model.full_optimizer_state_dict(other)
+        is_same.append(
+            all(torch.equal(again["state"][i][k], x) for i, own in state["state"].items() for k, x in own.items())
+        )
+    return state, num_alone, errors, is_same
+
+
+def test_with_stages_the_whole_state_of_the_optimizer_is_that_of_one_device(ranks4: Ranks) -> None:
+    torch.manual_seed(0)
+    model, args = Stack(), stack_batch()
+    model(*args).backward()
+    expected = grouped(model).state_dict()
+    for rank, (state, num_alone, errors, is_same) in enumerate(ranks4.run(optimizers_with_stages)):
+        assert [each["params"] for each in state["param_groups"]] == [
+            each["params"] for each in expected["param_groups"]
+        ]
+        assert [each["weight_decay"] for each in state["param_groups"]] == [0.1, 0.0]
+        assert state["state"].keys() == expected["state"].keys()
+        for number, own in expected["state"].items():
+            torch.testing.assert_close(state["state"][number], own)
+        assert num_alone == (0 if rank else 2)
+        assert "not in the order of the model" in errors[0] and "named_parameters" in errors[1]
+        assert is_same == [True, True]
