@@ -8,6 +8,7 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.costmodel.cluster.load_cluster",
     "Plan": "autopar.plans.plan",
+    "calibrate_from": "autopar.verify.ledger",
     "compile": "autopar.api",
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",

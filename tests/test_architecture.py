@@ -29,8 +29,11 @@ PUBLIC_NAMES = {"compile", "plan"}
 FILE_CAP, FILE_MEDIAN = 400, 150
 FOLDER_CAP, LARGE_FOLDERS = 14, {"sbp/rules"}  # a file for each family of ops
 FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
-# A plan explains itself, by what stands above it, when it is asked to.
-UPWARDS = {("autopar.plans.base_plan", "autopar.explain.explain_plan")}
+# A plan explains itself, and a module measures itself, by what stands above it, when it is asked to.
+UPWARDS = {
+    ("autopar.plans.base_plan", "autopar.explain.explain_plan"),
+    ("autopar.runtime.sharded_module", "autopar.verify.ledger"),
+}
 VAGUE = {"helper", "helpers", "info", "mgr", "misc", "tmp", "util", "utils"}
 # Words of no field, and sentences whose subject is no noun; docs/glossary.md has the terms to use instead.
 DIALECT = re.compile(

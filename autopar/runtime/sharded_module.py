@@ -55,6 +55,14 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         scale = take_loss_scale(self, kwargs, torch.device(self._autopar.mesh.device_type))
         return self._autopar.train_step(self, args, kwargs, scale)
 
+    def measure(self, steps: int = 10) -> Any:
+        """A `Ledger`: `for _ in ledger:` runs as many training steps, of which `ledger.account` compares each term with
+        its prediction; every rank runs the loop.
+        """
+        from autopar.verify.ledger import Ledger  # the layer above, which reads modules
+
+        return Ledger(self, steps)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of all parameters, those that other ranks hold included; every rank calls

@@ -43,11 +43,13 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
     "backward" if autograd issued it, else "forward". Barriers and waits move no tensor and are left out.
     """
     issued: list[Collective] = []
-    with _Counter(mesh, issued):
+    with CountingMode(mesh, issued):
         yield issued
 
 
-class _Counter(TorchDispatchMode):
+class CountingMode(TorchDispatchMode):
+    """Lists in `issued` the collectives that are issued within it."""
+
     # This mode is below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all
     # pass through it.
     def __init__(self, mesh: DeviceMesh, issued: list[Collective]) -> None:
@@ -68,7 +70,12 @@ class _Counter(TorchDispatchMode):
         if name not in WITHOUT_DATA:
             group = _group_name(arguments)
             axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
-            self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), _phase()))
+            self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), self.phase()))
+
+    @staticmethod
+    def phase() -> str:
+        """The phase of the op that is dispatched: "backward" if autograd runs it, else "forward"."""
+        return "backward" if is_in_backward() else "forward"
 
 
 def _group_name(arguments: tuple[Any, ...]) -> str:
@@ -85,7 +92,3 @@ def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
         sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor))
         for side in (*arguments, out)
     )
-
-
-def _phase() -> str:
-    return "backward" if is_in_backward() else "forward"
