@@ -13,6 +13,7 @@ import torch
 
 from autopar.codegen.program import Variable
 from autopar.errors import AutoparError
+from autopar.ir.numbers.free_number import FreeFloat, FreeInt
 from autopar.ir.print_graph import printable
 from autopar.ir.sizes.size import Size
 from autopar.mesh import Mesh
@@ -134,7 +135,7 @@ def code(item: Any) -> str:
             return kind
         case torch.device():
             return f"torch.device({str(item)!r})"
-        case Size():
+        case Size() | FreeFloat() | FreeInt():
             return item.text
         case complex() if type(item) is complex:
             return f"complex({item.real!r}, {item.imag!r})"

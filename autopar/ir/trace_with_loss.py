@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.kept_attributes import BESIDE
+from autopar.ir.numbers.trace_numbers import graph_with_numbers
 from autopar.ir.passes.normalise import normalise
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.ir.trace import to_graph, trace
@@ -57,6 +58,16 @@ def traced_for_sizes(
         return SizedTrace.of(model, args, kwargs, dynamic, normalise)
     whole = _WithLoss(model, loss_fn, len(args))
     return SizedTrace.of(whole, args, kwargs, dynamic, lambda graph: _finished(graph, whole))
+
+
+def traced_for_numbers(
+    model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any], free: Collection[int]
+) -> Graph:
+    """The graph that `traced` gives, for all values of the `free` numbers. Errors as `graph_with_numbers`."""
+    if loss_fn is None:
+        return normalise(graph_with_numbers(model, args, kwargs, free))
+    whole = _WithLoss(model, loss_fn, len(args))
+    return _finished(graph_with_numbers(whole, args, kwargs, free), whole)
 
 
 def _finished(graph: Graph, whole: "_WithLoss") -> Graph:

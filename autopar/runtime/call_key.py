@@ -84,6 +84,12 @@ def up_to_sizes(key: Key) -> Key:
     return tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], tuple) else leaf for leaf in leaves), *rest
 
 
+def up_to_numbers(key: Key) -> Key:
+    """`key` of a program without the values of ints and floats."""
+    leaves, *rest = key
+    return tuple(leaf[:1] if leaf[0] in (int, float) else leaf for leaf in leaves), *rest
+
+
 def tell_time_of_another(seconds: float, *, is_for_sizes: bool) -> None:
     """Warn of how long planning anew took: for another kind of call, or for other sizes of a known one."""
     if is_for_sizes:
@@ -143,4 +149,6 @@ def own_autograd() -> Iterator[None]:
 def _describe(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, (float, complex)):  # -0.0 is another number than 0.0, and nan is the same one each time
+        return type(leaf), repr(leaf)
     return type(leaf), leaf if isinstance(leaf, CONSTANTS) else "not supported"

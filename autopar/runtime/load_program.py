@@ -123,7 +123,7 @@ def code_of(source: str) -> CodeType:
     return compile(source, filename, "exec")
 
 
-def function_of(code: CodeType, numbers: Mapping[str, int]) -> Forward:
+def function_of(code: CodeType, numbers: Mapping[str, float]) -> Forward:
     """The function `forward` of compiled source that reads these numbers too."""
     names: dict[str, Any] = {**namespace(), **numbers}
     exec(code, names)

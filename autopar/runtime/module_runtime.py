@@ -1,7 +1,7 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
-from autopar.ir.trace_with_loss import LossFunction, traced, traced_for_sizes
+from autopar.ir.trace_with_loss import LossFunction
 from autopar.mesh import mesh_of
 from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan
@@ -32,6 +32,7 @@ from autopar.runtime.call_key import (
     grad_mode_reads,
     own_autograd,
     program_keys,
+    up_to_numbers,
     up_to_sizes,
 )
 from autopar.runtime.checks.lone_call import Calls
@@ -50,7 +51,7 @@ from autopar.runtime.dtensor_state import (
     stateful,
     stored_layouts,
 )
-from autopar.runtime.interop.own_forward import as_written
+from autopar.runtime.interop.own_forward import tracer
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
@@ -69,9 +70,10 @@ from autopar.runtime.rank_agreement import (
     peers_alive,
     take_from_first,
 )
-from autopar.runtime.run_program import is_more_than_forward, on_device, run
-from autopar.runtime.sizes.call_kind import CallKind, Examples, shapes_of
+from autopar.runtime.run_program import check_no_hooks, is_more_than_forward, on_device, run
+from autopar.runtime.sizes.call_kind import CallKind, shapes_of
 from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
+from autopar.runtime.sizes.number_kind import NumberKind
 from autopar.sbp.placement import Layout
 from autopar.torch_compat import pytree
 
@@ -104,6 +106,7 @@ class Runtime:
     num_trained: int = 0  # calls in training, as long as optimizer state is not where the plan has it
     loaded: dict[Key, Loaded | Trainer] = field(default_factory=dict)
     kinds: dict[Key, CallKind] = field(default_factory=dict)  # by key up to sizes
+    number_kinds: dict[Key, NumberKind] = field(default_factory=dict)  # by key up to numbers
     trials: dict[Key, Trial | None] = field(default_factory=dict)  # under plans made for other sizes
     first: Loaded | Trainer | None = None
     last: Loaded | Trainer | None = None
@@ -129,7 +132,7 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
         own = {"num_copies": 0, "num_met": 0, "changes": changes, "calls": Calls(), "replaced": ReplacedBuffers()}
-        own |= {"kinds": {}, "trials": {}}
+        own |= {"kinds": {}, "number_kinds": {}, "trials": {}}
         return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
@@ -184,7 +187,8 @@ class Runtime:
         self._remind(module)
         self._compare(args, kwargs)
         if isinstance(self.last, Trainer):
-            self._check_hooks(module)
+            if self.loss_fn is None:
+                check_no_hooks(module)
             return self.last.step(*self._whole_batch(args, kwargs), scale)
         outputs = run(self._alone(), args, kwargs, self.parts, is_whole=False)  # but the loss, of no dims
         return self._backward(outputs, scale)
@@ -205,13 +209,6 @@ class Runtime:
                 " give args= to autopar.compile, so that the model is planned for calls alone besides"
             )
         return self.last
-
-    def _check_hooks(self, module: nn.Module) -> None:
-        if self.loss_fn is None and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
-            raise AutoparError(
-                "the module has hooks of its own, which train_step with stages or microbatches does not run; register"
-                " them on its submodules before autopar.compile, or do in the loop what they do"
-            )
 
     @torch.compiler.disable
     def _compare(self, args: tuple, kwargs: dict) -> None:
@@ -246,11 +243,13 @@ class Runtime:
             examples = pytree.tree_map(lambda leaf: example_of(leaf, self.parts), (args, kwargs))
             shapes = shapes_of(examples)
             kind = self.kinds.get(up_to_sizes(key)) or CallKind(shapes)
-            if over is None and (made := kind.known(shapes)):
+            numbers = self.number_kinds.get(up_to_numbers(key)) or NumberKind(self.mesh)
+            trace, kept = tracer(module, self, self.loss_fn if trains else None, examples), (self.loaded, self.trials)
+            if over is None and (made := kind.known(shapes) or numbers.known(key, examples, trace, kept)):
                 self.loaded[key], self.trials[key], self.last = made.loaded, made.trial, made.loaded
                 return
             with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
-                graph = agreed_graph(self.mesh, lambda: self._trace(module, kind, examples, trains))
+                graph = agreed_graph(self.mesh, lambda: kind.graph(examples, trace))
                 outputs = {} if trains else self._output_layouts(graph)
                 plan, trial, stored = self._of_first_stages(graph, trains), None, {}
                 if plan is None:
@@ -264,7 +263,9 @@ class Runtime:
             if is_first(self.mesh) and (kind.made_of or self.num_met == 2):  # later kinds are no news
                 kind.tell_time(time.perf_counter() - start_s, is_planned=is_planned)
             kind.reads_grad_mode |= reads.found
-            self._add(program, trial, kind, key, gathers=bool(outputs))
+            keys = self._add(program, trial, kind, key, gathers=bool(outputs))
+            numbers.note(program, trial, examples)
+            self.number_kinds.update(dict.fromkeys(map(up_to_numbers, keys), numbers))
             self.changes.take(module)
         elif self.check is not None:
             self.calls.passed(self)
@@ -278,7 +279,7 @@ class Runtime:
         with failing_together(cut.meeting) if cut is not None and self.changes.is_due() else nullcontext():
             is_new = self.changes.notice(module, is_cut=cut is not None)
         if is_new:
-            for known in (self.loaded, self.kinds, self.trials):
+            for known in (self.loaded, self.kinds, self.number_kinds, self.trials):
                 for key in [key for key in known if key[-2] not in self.changes.states]:
                     del known[key]
         return is_new
@@ -286,8 +287,10 @@ class Runtime:
     def _output_layouts(self, graph: Graph) -> dict[str, Layout]:
         return output_layouts(graph, mesh_of(self.mesh).axis_names, self.parts, is_whole=self.gives_whole)
 
-    def _add(self, program: Loaded | Trainer, trial: Trial | None, kind: CallKind, key: Key, *, gathers: bool) -> None:
-        """Keep a program for all calls that it does for. `gathers`: its outputs."""
+    def _add(
+        self, program: Loaded | Trainer, trial: Trial | None, kind: CallKind, key: Key, *, gathers: bool
+    ) -> list[Key]:
+        """Keep a program for all calls that it does for, and give their keys. `gathers`: its outputs."""
         # without stages, microbatches and a loss function one program does for both ways, unless it gathers outputs
         is_for_both = isinstance(program, Loaded) and self.loss_fn is None and not gathers
         keys = program_keys(key, in_both_grad_modes=not kind.reads_grad_mode, for_both_ways=is_for_both)
@@ -297,6 +300,7 @@ class Runtime:
         self.kinds.update(dict.fromkeys(map(up_to_sizes, keys), kind))
         self.first = self.first or program
         self.replaced.mark(fqn for fqn, _ in program.graph.mutations)
+        return keys
 
     def _of_first_stages(self, graph: Graph, trains: bool) -> StagedPlan | None:
         """The plan for a graph with the stages on which parameters lie already; None if they lie on none."""
@@ -386,12 +390,3 @@ class Runtime:
             check_weights(self.mesh, tensors, 'check="strict" wants the same seed or checkpoint on every rank')
         elif self.check is not None:
             fill_in(module, take_from_first(self.mesh, tensors))
-
-    def _trace(self, module: nn.Module, kind: CallKind, examples: Examples, trains: bool) -> Graph:
-        loss_fn = self.loss_fn if trains else None
-
-        def trace(how: Callable[..., Any], *asked: Any) -> Any:
-            with as_written(module, self, keeps_hooks=loss_fn is not None) as bare:
-                return how(bare, loss_fn, *examples, *asked)
-
-        return kind.graph(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))

@@ -50,6 +50,15 @@ def is_more_than_forward(module: nn.Module) -> bool:
     return any(own) or is_around or has_hooks_of_all_modules()
 
 
+def check_no_hooks(module: nn.Module) -> None:
+    """AutoparError if `module` has hooks of its own, which steps in microbatches do not run."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise AutoparError(
+            "the module has hooks of its own, which train_step with stages or microbatches does not run; register"
+            " them on its submodules before autopar.compile, or do in the loop what they do"
+        )
+
+
 def _enter(leaf: torch.Tensor, item: Input, layout: Layout, loaded: Loaded, parts: LocalBatch | None) -> torch.Tensor:
     if isinstance(leaf, DTensor):
         _check_mesh(leaf.device_mesh, item, loaded.mesh)

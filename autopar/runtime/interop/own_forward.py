@@ -90,6 +90,18 @@ def as_written(module: nn.Module, runtime: CallRuntime, *, keeps_hooks: bool) ->
         runtime.bare = None
 
 
+def tracer(
+    module: nn.Module, runtime: CallRuntime, loss_fn: Callable[..., Any] | None, examples: tuple[tuple, dict]
+) -> Callable[..., Any]:
+    """(how, *what else `how` takes) -> what `how` gives for the model as it is written, `loss_fn` and `examples`."""
+
+    def trace(how: Callable[..., Any], *asked: Any) -> Any:
+        with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
+            return how(bare, loss_fn, *examples, *asked)
+
+    return trace
+
+
 def _replace(module: nn.Module, forward: Any) -> None:
     """Take `forward` for the one that is traced, from the next call on.
 

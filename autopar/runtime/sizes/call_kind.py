@@ -12,6 +12,7 @@ from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph
 from autopar.ir.sizes.same_names import named_like
 from autopar.ir.sizes.sized_trace import SizedTrace
+from autopar.ir.trace_with_loss import traced, traced_for_sizes
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.call_key import tell_time_of_another, tell_time_of_trace
@@ -52,15 +53,13 @@ class CallKind:
     sized: list[SizedProgram] = field(default_factory=list)
     last_trace: SizedTrace | None = None  # of which the last graph is
 
-    def graph(
-        self, examples: Examples, trace: Callable[[], Graph], trace_sizes: Callable[[DynamicDims], SizedTrace]
-    ) -> Graph:
+    def graph(self, examples: Examples, trace: Callable[..., Any]) -> Graph:
         """The graph of a call on `examples`: of a trace that was made for a range of sizes, if one holds, or a new one.
 
-        `trace`: for these sizes alone.
+        `trace`: (how, *what else `how` takes) -> what `how` gives for the model.
         """
         start_s = time.perf_counter()
-        graph = self._made(examples, trace, trace_sizes)
+        graph = self._made(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))
         self.traced_s = time.perf_counter() - start_s
         return graph
 
