@@ -1,10 +1,13 @@
 """What a user sees of a model that cannot be traced: the error with its remedy, and lines of his own."""
 
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
@@ -61,3 +64,28 @@ def test_the_cause_is_shown_in_the_users_own_lines() -> None:
     names = [[frame.name for frame in traceback.extract_tb(cause.__traceback__)] for cause in causes]
     assert names == [["forward", "forward"], ["forward"]]
     assert {frame.filename for cause in causes for frame in traceback.extract_tb(cause.__traceback__)} == {__file__}
+
+
+class Flexible(nn.Module):
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None, None]
+        return self.attend(x, x, x)
+
+
+def _causal(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return query >= key
+
+
+def _masked(*qkv: torch.Tensor) -> torch.Tensor:
+    return flex_attention(*qkv, block_mask=create_block_mask(_causal, None, None, 2, 2, device="cpu"))
+
+
+@pytest.mark.parametrize("attend", [flex_attention, _masked, torch.compile(flex_attention, backend="eager")])
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_flex_attention_is_refused_with_what_to_write_for_it(attend: Callable[..., Any], needs_gradient: bool) -> None:
+    with pytest.raises(TraceError, match=r"test_run_export.py:\d+.*flex_attention.*scaled_dot_product_attention"):
+        export(Flexible(attend), (torch.ones(2, 3, requires_grad=needs_gradient),), {})
