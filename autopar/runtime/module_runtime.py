@@ -1,5 +1,6 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
+import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -132,7 +133,7 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
         own = {"num_copies": 0, "num_met": 0, "changes": changes, "calls": Calls(), "replaced": ReplacedBuffers()}
-        own |= {"kinds": {}, "number_kinds": {}, "trials": {}}
+        own |= {"kinds": {}, "number_kinds": {}, "trials": {}, "whole": copy.deepcopy(self.whole)}
         return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:

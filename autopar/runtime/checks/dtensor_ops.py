@@ -36,13 +36,13 @@ _OF_VALUES = frozenset((aten.bernoulli.default, aten.native_dropout.default, ate
 
 
 def handle_scalars_and_random_ops() -> None:
-    """From now on `read_scalar`, `draw` and `unscale` compute these ops of every DTensor of the process; writes as
-    `dtensor_writes` says.
+    """From now on `read_scalar`, `draw` and `unscale` compute these ops of every DTensor of the process, and
+    `deep_copy` copies it; writes as `dtensor_writes` says.
     """
     handle_writes()
-    for name in ("numpy", "tolist"):
-        setattr(DTensor, name, functools.partialmethod(_as_plain, name))
-    setattr(DTensor, "storage", _storage)  # noqa: B010  # a method of another signature
+    plain = {name: functools.partialmethod(_as_plain, name) for name in ("numpy", "tolist")}
+    for name, method in (plain | {"storage": _storage, "__deepcopy__": deep_copy}).items():
+        setattr(DTensor, name, method)
     handle_dtensor_ops(
         dict.fromkeys(_WRITTEN | _LIKE | _OF_VALUES, draw)
         | {aten._local_scalar_dense.default: read_scalar}
@@ -90,6 +90,26 @@ def _storage(x: DTensor) -> NoReturn:
         " tensors. Call model.full_state_dict(rank0_only=True) on every rank and save_file of it on the first, in place"
         " of model.state_dict() and save_model; read by model.load_state_dict(load_file(path)) in place of load_model"
     )
+
+
+def deep_copy(x: DTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """`copy.deepcopy` of a DTensor, with its gradient.
+
+    torch copies the storage of one that begins behind the start of its storage, as a gradient of a bucket does, and a
+    DTensor has none; and none of a class of its own, as a gradient of a stage has.
+    """
+    gradient = x.grad if x.is_leaf else None
+    if isinstance(gradient, DTensor):
+        memo.setdefault(id(gradient), _cloned(gradient))
+    if x.is_leaf and not x.requires_grad and (type(x) is not DTensor or x.storage_offset()):
+        return memo.setdefault(id(x), _cloned(x))
+    return torch.Tensor.__deepcopy__(x, memo)
+
+
+def _cloned(x: DTensor) -> torch.Tensor:
+    cloned = x.detach().clone()
+    cloned.__class__ = type(x)
+    return cloned
 
 
 def _is_whole(x: DTensor) -> bool:

@@ -194,9 +194,32 @@ def _without_rule(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             " DistributedDataParallel's users write: gradients are those of the whole batch already, and weights those"
             " of one model. Of a value that differs give x.full_tensor() or x.to_local()"
         )
+    if written and args and isinstance(args[0], (list, tuple)):
+        return _write_parts(op, args, kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags or written[1:]:
         raise error
     return (write_whole if written else _read_whole)(op, args, kwargs)
+
+
+@torch.no_grad()
+def _write_parts(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An in-place op on lists, done on each rank's parts: those of torch (`_foreach_...`, `_fused_...`) compute element
+    by element from the entries at the same place of all lists.
+
+    AutoparError if such entries do not lie alike.
+    """
+    lists = [item for item in args if isinstance(item, (list, tuple))]
+    for entries in zip(*(items for items in lists if len(items) == len(lists[0]))):
+        tensors = [x for x in entries if isinstance(x, torch.Tensor) and x.ndim]
+        layouts = {(x.device_mesh, x.placements) if isinstance(x, DTensor) else None for x in tensors}
+        if len(layouts) > 1 or any(x.is_partial() for key in layouts if key is not None for x in key[1]):
+            found = ", ".join(f"{tuple(x.shape)} {getattr(x, 'placements', 'plain')}" for x in tensors)
+            raise AutoparError(
+                f"{op} computes element by element, and expects tensors that lie alike; found {found}. Give all of them"
+                " the placements of the parameter (distribute_tensor(x, p.device_mesh, p.placements)), or take the"
+                " optimizer without fused=True and foreach=True"
+            )
+    op(*pytree.tree_map_only(DTensor, DTensor.to_local, tuple(args)), **kwargs)
 
 
 @torch.no_grad()

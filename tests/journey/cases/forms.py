@@ -1,6 +1,8 @@
 """Forms in which a model or its state comes: lazy, compiled by torch, on meta, with state of one device."""
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -231,3 +233,61 @@ def compiled_as_one_graph_after(run: Run) -> Numbers:
         loss.backward()
         losses[str(number)] = loss.detach()
     return losses | run.gradients(model)
+
+
+@case(peers=False)
+def deep_copy_trained_on(run: Run) -> Numbers:
+    """copy.deepcopy of the compiled model, and a step of each: neither sees the other's gradients"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    run.step(model, *args)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    found = {"twin's loss": run.step(twin, *(2 * x for x in args))}
+    found |= {f"twin's {name}": x for name, x in run.gradients(twin).items()}
+    return found | run.gradients(model)
+
+
+@case(peers=False)
+def deep_copy_before_the_first_call(run: Run) -> Numbers:
+    """copy.deepcopy of a compiled model that is not planned yet"""
+    args = batch()
+    model = run.compile(Stack())
+    twin = copy.deepcopy(model)
+    found = {"twin's loss": run.step(twin, *args)} | {f"twin's {name}": x for name, x in run.gradients(twin).items()}
+    return found | {"loss": run.step(model, *args)} | run.gradients(model)
+
+
+@case(peers=False, refused="cannot be pickled whole.*save its state_dict")
+def pickled_by_pickle(run: Run) -> Numbers:
+    """pickle.dumps(model) of the compiled module"""
+    model = run.compile(Stack(), args=batch())
+    pickle.dumps(model)
+    return run.parameters(model)
+
+
+@case(on=FORWARD, peers=False)
+def block_saved_whole(run: Run) -> Numbers:
+    """torch.save(model.blocks[0]) of a block of the compiled module, and torch.load on the same ranks"""
+    model, file = run.compile(Stack(), args=batch()), io.BytesIO()
+    torch.save(model.blocks[0], file)
+    file.seek(0)
+    return run.parameters(torch.load(file, weights_only=False))
+
+
+@case(on=FORWARD, peers=False)
+def functional_call_before_the_first_call(run: Run) -> Numbers:
+    """torch.func.functional_call with the model's own parameters, without a call before"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    loss = torch.func.functional_call(model, dict(model.named_parameters()), args)
+    loss.backward()
+    return {"loss": loss.detach()} | run.gradients(model)
+
+
+@case(on=(PP,), peers=False, refused="cannot run alone; call model.train_step")
+def functional_call_with_stages(run: Run) -> Numbers:
+    """torch.func.functional_call of a model in stages"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    return {"loss": torch.func.functional_call(model, dict(model.named_parameters()), args).detach()}

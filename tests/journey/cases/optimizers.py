@@ -10,6 +10,7 @@ from tests.journey.cases.training import trained
 from tests.journey.stack import Stack, batch
 
 LAST = 3
+EPS: dict[str, dict[str, float]] = {"ASGD": {}, "Rprop": {}}
 
 
 def by(run: Run, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Numbers:
@@ -45,6 +46,59 @@ def adamw_with_a_tensor_as_learning_rate(run: Run) -> Numbers:
 def sgd_with_nesterov(run: Run) -> Numbers:
     """SGD with Nesterov's momentum"""
     return by(run, torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@case(peers=False)
+def sgd_fused(run: Run) -> Numbers:
+    """SGD(fused=True) with momentum"""
+    return by(run, torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+
+
+@case(peers=False)
+def sgd_for_each(run: Run) -> Numbers:
+    """SGD(foreach=True, maximize=True) with dampened momentum"""
+    return by(run, torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.1, foreach=True, maximize=True)
+
+
+@case(peers=False)
+def adam_fused(run: Run) -> Numbers:
+    """Adam(fused=True, amsgrad=True)"""
+    return by(run, torch.optim.Adam, lr=0.01, eps=1e-3, fused=True, amsgrad=True)
+
+
+@case(peers=False)
+def adamw_for_each(run: Run) -> Numbers:
+    """AdamW(foreach=True)"""
+    return by(run, torch.optim.AdamW, lr=0.01, eps=1e-3, foreach=True)
+
+
+@case(peers=False)
+def adagrad_fused(run: Run) -> Numbers:
+    """Adagrad(fused=True)"""
+    return by(run, torch.optim.Adagrad, lr=0.1, eps=1e-3, fused=True)
+
+
+@case(peers=False, refused="capturable=True")
+def adam_to_be_captured(run: Run) -> Numbers:
+    """Adam(capturable=True) on a CPU, as one device refuses it"""
+    return by(run, torch.optim.Adam, lr=0.01, eps=1e-3, capturable=True)
+
+
+@case(peers=False, refused="SparseAdam does not support dense gradients")
+def sparse_adam(run: Run) -> Numbers:
+    """SparseAdam of dense gradients, as one device refuses it"""
+    return by(run, torch.optim.SparseAdam, lr=0.01)
+
+
+@case(peers=False)
+def all_for_each(run: Run) -> Numbers:
+    """NAdam, RAdam, Adamax, ASGD, Adadelta, RMSprop and Rprop, each with foreach=True"""
+    found: Numbers = {}
+    for kind in ("NAdam", "RAdam", "Adamax", "ASGD", "Adadelta", "RMSprop", "Rprop"):
+        torch.manual_seed(0)
+        numbers = by(run, getattr(torch.optim, kind), lr=0.01, foreach=True, **EPS.get(kind, {"eps": 1e-3}))
+        found |= {f"{kind}: {name}": x for name, x in numbers.items()}
+    return found
 
 
 @case()

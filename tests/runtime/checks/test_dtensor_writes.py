@@ -51,6 +51,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "eye_": nn.init.eye_,
     "full with out=": lambda x: torch.full((8, 6), 2.0, out=x),
     "several rows at once": lambda x: torch._foreach_mul_([x[0], x[3], x[4:, 1]], 2.0),
+    "copies at once": lambda x: torch._foreach_copy_([x, x[2]], [x * 2, x[7] * 1]),
     "rows of lists at once": lambda x: torch._foreach_lerp_([x[1], x[2]], [x[5] * 1, x[6] * 1], 0.5),
     "a row after another write": lambda x: (lambda row: (x.mul_(2), row.add_(1)))(x[4]),
     "a row of a view of before": lambda x: (lambda flat, row: (row.fill_(3), flat[6:9].mul_(2)))(x.view(-1), x[1]),
@@ -143,3 +144,22 @@ def written_to_summands() -> str:
 @pytest.mark.multirank
 def test_a_write_to_summands_is_refused(ranks4: Ranks) -> None:
     assert all("call x.full_tensor() first" in error for error in ranks4.run(written_to_summands))
+
+
+def stepped_by_other_parts() -> str:
+    handle_writes()
+    mesh = device_mesh((2, 2), ("a", "b"))
+    p, g = (distribute_tensor(whole(), mesh, layout) for layout in LAYOUTS[:2])
+    momentum = torch.zeros_like(p)
+    options = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False}
+    try:
+        torch._fused_sgd_([p], [g], [momentum], **options, maximize=False, is_first_step=True)
+    except AutoparError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.multirank
+def test_fused_updates_of_parts_that_lie_otherwise_are_refused(ranks4: Ranks) -> None:
+    for told in ranks4.run(stepped_by_other_parts):
+        assert "_fused_sgd_" in told and "expects tensors that lie alike" in told and "Shard(dim=1)" in told
