@@ -21,8 +21,8 @@ Watch = Callable[[str, Any], None]  # called with the name and each artifact of 
 _AGAIN_S = 0.05  # after which Interrupted is raised again
 
 
-class Interrupted(Exception):
-    """Ctrl-C ended the work that `left_at_interrupt` is around."""
+class Interrupted(BaseException):
+    """Ctrl-C ended the work that `left_at_interrupt` is around. No Exception: torch makes others of those."""
 
 
 def _quiet(_: str) -> None:

@@ -250,6 +250,21 @@ def test_work_is_left_though_ctrl_c_comes_while_a_callback_of_a_weak_reference_r
         signal.signal(signal.SIGINT, before)
 
 
+def test_work_is_left_by_what_no_handler_of_exceptions_takes():
+    """torch makes a RuntimeError of what is raised in the backward of a stage, which predicting a peak runs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        budget = Budget.of(60.0)
+        with pytest.raises(Interrupted), budget.ended_by_interrupt(), budget.left_at_interrupt():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5.0)
+            except Exception as error:
+                raise RuntimeError("Failed to run stage backward") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_handler_of_the_program_and_other_threads_are_left_alone():
     struck, before = [], signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda *_: struck.append(True))
