@@ -226,6 +226,10 @@ def _reduce() -> Iterator[tuple[Any, ...]]:
     yield "norm.Scalar", call(f64(4, 6))
     yield "norm.ScalarOpt_dim", call(f64(4, 6), 2, (1,))
     yield "cumsum.default", call(f64(4, 6), 1), call(f64(), 0)
+    pairs = [call(f64(4, 6), f64(4, 6), 1), call(f64(4, 6, 2), f64(6, 2), 0), call(f64(4, 1, 6), f64(1, 2, 6), -1)]
+    yield "cosine_similarity.default", *pairs
+    distances = [call(f64(4, 6), f64(4, 6)), call(f64(4, 2, 6), f64(2, 6), 1.0, 1e-6, True)]
+    yield "pairwise_distance.default", *distances
     for name in ("cumprod", "cummax", "cummin", "logcumsumexp"):
         yield f"{name}.default", call(f64(4, 6), 1)
     yield "topk.default", call(f64(4, 6), 2), call(f64(4, 6), 3, 0)

@@ -7,9 +7,13 @@ whole gradient of the sum. A mean is that sum over the global count.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
+
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.placement import P, S
+from autopar.sbp.rules._by_name import signature, tensor_of
 from autopar.sbp.rules._dims import carry, dim_of, keeps_sums, other_dims
+from autopar.sbp.rules._einsum import broadcast_term, place
 from autopar.sbp.signature import Signature
 
 Rule = Callable[[Op], Iterable[Signature]]
@@ -52,9 +56,9 @@ def histogram(op: Op) -> Iterator[Signature]:
 
 def mean(op: Op) -> Iterator[Signature]:
     """mean: as sum, with a role on a split reduced dim, since the local mean divides by too few elements."""
-    for signature in total(op):
-        is_divided = signature.inputs[0].is_split and signature.outputs[0] == P
-        yield Signature(signature.inputs, signature.outputs, "mean" if is_divided else "")
+    for split in total(op):
+        is_divided = split.inputs[0].is_split and split.outputs[0] == P
+        yield Signature(split.inputs, split.outputs, "mean" if is_divided else "")
 
 
 def along_dim(op: Op) -> Iterator[Signature]:
@@ -67,6 +71,18 @@ def running_sum(op: Op) -> Iterator[Signature]:
     """cumsum: as `along_dim`, and linear."""
     ndim = len(op.inputs[0].shape)
     yield from carry(op, [(dim, dim) for dim in other_dims(ndim, arguments_of(op)["dim"])], is_linear=True)
+
+
+# A pair of vectors along one dim gives one number, and sees no other pair; a vector that is repeated is used by all: R.
+def pair_reduced(op: Op) -> Iterator[Signature]:
+    """cosine_similarity and pairwise_distance: splits along the other dims of the inputs, broadcast to one another."""
+    arguments, shapes = arguments_of(op), [tensor_of(op, name).shape for name in ("x1", "x2")]
+    whole = torch.broadcast_shapes(*shapes)
+    letters, reduced = tuple(f"d{dim}" for dim in range(len(whole))), dim_of(arguments.get("dim", -1), len(whole))
+    terms = [broadcast_term(letters, shape, whole) for shape in shapes]
+    for dim in other_dims(len(whole), reduced):
+        placed = {name: place(letters[dim], term) for name, term in zip(("x1", "x2"), terms)}
+        yield from signature(op, placed, S(dim - (dim > reduced and not arguments.get("keepdim", False))))
 
 
 _KEPT = (
@@ -96,6 +112,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_KEPT, kept),
     **dict.fromkeys(_ALONG, along_dim),
     "aten.cumsum.default": running_sum,
+    "aten.cosine_similarity.default": pair_reduced,
+    "aten.pairwise_distance.default": pair_reduced,
     "aten.sum.default": total,
     "aten.sum.dim_IntList": total,
     "aten.count_nonzero.default": count,

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import DP, DP_TP, Numbers, Run, case
+from tests.journey.case import FORWARD, PP, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH
 
-BOTH = DP, DP_TP
+# Blocks of few ops are not cut into stages, and not every op can be run on microbatches.
+WITH_STAGES = "no plan in stages|cannot be run on microbatches|microbatches would do|returns no loss"
 
 
 class Residual(nn.Module):
@@ -54,13 +55,13 @@ def stepped(run: Run, model: nn.Module, *args: torch.Tensor) -> Numbers:
 IMAGE = (4, 4, 4)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def lstm_both_ways(run: Run) -> Numbers:
     """nn.LSTM of two layers in both directions"""
     return layered(run, lambda: nn.LSTM(WIDTH, WIDTH // 2, 2, batch_first=True, bidirectional=True), 4, WIDTH)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def rnn_with_dropout_of_all(run: Run) -> Numbers:
     """nn.RNN of two layers, dropout=1.0 between them"""
     return layered(run, lambda: nn.RNN(WIDTH, WIDTH, 2, batch_first=True, dropout=1.0, nonlinearity="relu"), 4, WIDTH)
@@ -83,7 +84,7 @@ class Cells(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def cells_in_a_loop(run: Run) -> Numbers:
     """nn.LSTMCell and nn.GRUCell in a loop over time"""
     return layered(run, Cells, 3, WIDTH)
@@ -99,7 +100,7 @@ class Packed(nn.Module):
         return self.gru(packed)[1].square().mean()
 
 
-@case(on=BOTH, refused="layers.py", peers=False)
+@case(refused="layers.py", peers=False)
 def packed_sequences(run: Run) -> Numbers:
     """nn.utils.rnn.pack_padded_sequence: shapes that depend on values"""
     return stepped(run, Packed(), torch.randn(BATCH, 4, WIDTH), torch.tensor([4, 2, 3, 1, 4, 4, 2, 1]))
@@ -120,19 +121,19 @@ def words() -> torch.Tensor:
     return torch.randint(16, (BATCH, 4))
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def embedding_with_padding(run: Run) -> Numbers:
     """nn.Embedding(padding_idx=0, scale_grad_by_freq=True)"""
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, padding_idx=0, scale_grad_by_freq=True)), words())
 
 
-@case(on=BOTH, refused="embedding_renorm_|in place", peers=False)
+@case(refused="embedding_renorm_|in place", peers=False)
 def embedding_with_a_greatest_norm(run: Run) -> Numbers:
     """nn.Embedding(max_norm=1.0), whose forward writes to its weight"""
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, max_norm=1.0)), words())
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def embedding_with_sparse_gradient(run: Run) -> Numbers:
     """nn.Embedding(sparse=True) with SGD: the weights; the gradient is dense under autopar"""
     args = (words(),)
@@ -143,7 +144,9 @@ def embedding_with_sparse_gradient(run: Run) -> Numbers:
     return {"loss": loss} | run.parameters(model)
 
 
-@case(on=BOTH, wrong="SparseAdam does not support dense gradients", peers=False)
+@case(
+    refused={PP: WITH_STAGES}, wrong=dict.fromkeys(FORWARD, "SparseAdam does not support dense gradients"), peers=False
+)
 def sparse_adam(run: Run) -> Numbers:
     """torch.optim.SparseAdam of nn.Embedding(sparse=True)"""
     args = (words(),)
@@ -153,7 +156,7 @@ def sparse_adam(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def bags_of_words(run: Run) -> Numbers:
     """nn.EmbeddingBag: mean and largest of rows of the same length, weights of each word, padding"""
     found = {}
@@ -173,7 +176,7 @@ def bags_of_words(run: Run) -> Numbers:
     return found | stepped(run, Weighted(), words(), torch.rand(BATCH, 4))
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def bags_of_other_lengths(run: Run) -> Numbers:
     """nn.EmbeddingBag with offsets: bags of unequal lengths in one row"""
     flat, offsets = torch.randint(16, (20,)), torch.tensor([0, 2, 7, 8, 11, 15, 18, 19])
@@ -192,7 +195,7 @@ class Listed(nn.Module):
         return (x @ self.named["a"] + self.named["b"]).tanh()
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def lists_of_parameters(run: Run) -> Numbers:
     """nn.ParameterList and nn.ParameterDict"""
     return layered(run, Listed, WIDTH)
@@ -213,7 +216,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def convolutions_of_all_kinds(run: Run) -> Numbers:
     """nn.Conv1d, Conv3d, depthwise, circular and reflected padding, and ConvTranspose1d to 3d"""
     found = {}
@@ -232,7 +235,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def norms_of_all_kinds(run: Run) -> Numbers:
     """nn.GroupNorm, InstanceNorm2d, LocalResponseNorm, LayerNorm over three dims, RMSNorm, ChannelShuffle"""
     found = {}
@@ -242,7 +245,7 @@ def norms_of_all_kinds(run: Run) -> Numbers:
     return found
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def batch_norm_of_images(run: Run) -> Numbers:
     """nn.BatchNorm2d of images, and in eval() afterwards"""
     x, y = torch.randn(BATCH, *IMAGE), torch.randn(BATCH, *IMAGE)
@@ -252,13 +255,13 @@ def batch_norm_of_images(run: Run) -> Numbers:
     return found | {"evaluated": run.step(model, x, y)} | run.gradients(model) | run.buffers(model)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def batch_norm_with_cumulative_average(run: Run) -> Numbers:
     """nn.BatchNorm2d(momentum=None): the mean of all batches' statistics"""
     return layered(run, lambda: nn.BatchNorm2d(4, momentum=None), *IMAGE)
 
 
-@case(on=BOTH, refused="track_running_stats=False", peers=False)
+@case(refused="track_running_stats=False", peers=False)
 def instance_norm_with_statistics(run: Run) -> Numbers:
     """nn.InstanceNorm2d(track_running_stats=True)"""
     norm = lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True))  # noqa: E731
@@ -289,7 +292,7 @@ RESIZING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def images_resized(run: Run) -> Numbers:
     """nn.Upsample of all modes, PixelShuffle, adaptive pools, paddings, fold and unfold, affine_grid and grid_sample"""
     found = {}
@@ -308,7 +311,7 @@ class Pooled(nn.Module):
         return self.back(*self.pool(self.conv(x)))
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def pooled_and_put_back(run: Run) -> Numbers:
     """nn.MaxPool2d(return_indices=True) and nn.MaxUnpool2d"""
     return layered(run, Pooled, *IMAGE)
@@ -328,7 +331,7 @@ class Masked(nn.Module):
         return (out + alone).square().mean() + weights[:, -1, 0].square().mean() + each[:, 1, 0].mean()
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def attention_with_masks(run: Run) -> Numbers:
     """nn.MultiheadAttention with attn_mask and key_padding_mask, and its weights"""
     padding = torch.arange(4) >= torch.tensor([4, 2, 3, 1, 4, 4, 2, 1])[:, None]
@@ -347,14 +350,14 @@ class Translating(nn.Module):
         return (out - y).square().mean()
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def transformer_with_padding(run: Run) -> Numbers:
     """nn.Transformer, encoder and decoder, with a causal mask and padding"""
     padding = torch.arange(4) >= torch.tensor([4, 2, 3, 1, 4, 4, 2, 1])[:, None]
     return stepped(run, Translating(), torch.randn(BATCH, 4, WIDTH), torch.randn(BATCH, 3, WIDTH), padding)
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def transformer_layers_in_eval_mode(run: Run) -> Numbers:
     """nn.TransformerEncoder in eval() and no_grad, where torch takes its fused path"""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
@@ -375,7 +378,7 @@ class Pair(nn.Module):
         return (self.cosine(out, y) + self.distance(out, x)).mean() + torch.cdist(out, y).mean()
 
 
-@case(on=BOTH, peers=False)
+@case(refused={PP: WITH_STAGES}, peers=False)
 def pairs(run: Run) -> Numbers:
     """nn.Bilinear, CosineSimilarity, PairwiseDistance and torch.cdist"""
     return stepped(run, Pair(), torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))

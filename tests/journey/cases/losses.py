@@ -148,7 +148,8 @@ def pairs(loss: Loss) -> Loss:
 
 OF_PAIRS: dict[str, Loss] = {
     "cosine": pairs(nn.CosineEmbeddingLoss(margin=0.2)),
-    "hinge": lambda x, y: F.hinge_embedding_loss((x[:, :4] - x[:, 4:]).square().sum(-1), y),
+    "hinge": lambda x, y: F.hinge_embedding_loss(F.pairwise_distance(*x.chunk(2, -1)), y),
+    "similar": lambda x, y: (F.cosine_similarity(*x.chunk(2, -1)) - y).square().mean(),
     "ranking": lambda x, y: F.margin_ranking_loss(x[:, 0], x[:, 1], y, margin=0.3),
 }
 
