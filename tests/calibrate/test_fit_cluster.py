@@ -12,7 +12,7 @@ from autopar.calibrate.fit_cluster import fit_cluster
 from autopar.calibrate.fit_report import report
 from autopar.calibrate.line_fit import fit_line
 from autopar.calibrate.link_levels import level_sizes, ranks_per_host
-from autopar.calibrate.measure import FULL, Measured, OnRank
+from autopar.calibrate.measure import FULL, QUICK, Measured, OnRank, measure_links
 from autopar.calibrate.probe_ops import OpTime, UpdateTime, memory_bound, of_rows, products
 from autopar.calibrate.time_links import KINDS, CollectiveTime, Groups
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel, cluster_from_json
@@ -151,3 +151,24 @@ def test_hosts_are_a_level_even_where_bandwidth_does_not_step():
 def test_ranks_that_do_not_fill_equal_hosts_are_refused(hosts, error):
     with pytest.raises(AutoparError, match=error):
         ranks_per_host(hosts)
+
+
+class Disturbed:
+    """Links of equal speed; of the sends between ranks of one distance all but the last are slower."""
+
+    def __init__(self, distance: int) -> None:
+        self.distance, self.num_sends = distance, 0
+
+    def sends(self, groups: Groups, sizes: list[int]) -> Iterator[CollectiveTime]:
+        self.num_sends += 1
+        is_slow = groups.stride == self.distance and self.num_sends <= 8
+        yield from (CollectiveTime("p2p", groups, size, size / 1e9 * (5 if is_slow else 1)) for size in sizes)
+
+    def collective(self, kind: str, groups: Groups, sizes: list[int]) -> Iterator[CollectiveTime]:
+        yield from (CollectiveTime(kind, groups, size, size / 1e9) for size in sizes)
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_a_busy_machine_shows_no_step_of_bandwidth(distance):
+    sizes, _ = measure_links(Disturbed(distance), 4, 4, QUICK, lambda _: None)
+    assert sizes == (4,)
