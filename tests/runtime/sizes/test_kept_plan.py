@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.peak_memory.predict import rank_peaks
 from autopar.plans.plan import Plan
+from autopar.runtime.sizes.call_kind import CallKind
 from autopar.runtime.sizes.kept_plan import KeptPlan, Trial
 from autopar.sbp.candidates import even_layouts
 
@@ -97,3 +98,29 @@ def test_planned_anew_once_calls_have_taken_as_long(plan: Plan) -> None:
     kept.widen(((32, 32),))
     assert kept.lost_s == 0 and kept.covers(((16, 32),)) and not outside.is_over()
     assert not kept.covers(((33, 32),)) and not kept.covers(((7, 32),))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to("meta")
+
+
+def planned_for(rows: int) -> Plan:
+    return autopar.plan(wide(), "4", cluster="h100", args=(torch.zeros(rows, 512, device="meta"),))
+
+
+@pytest.mark.parametrize(("rows", "pays"), [(16, False), (1024, True)])
+def test_a_plan_made_anew_is_taken_where_it_is_5_percent_faster(rows: int, pays: bool) -> None:
+    """By the predicted times of a step: few rows are best computed in other layouts than many."""
+    shapes = ((rows, 512),)
+    kind, few = CallKind(((8, 512),)), planned_for(8)
+    assert kind.keep(few, ((8, 512),), 3.0, None) is few
+    graph = trace(wide(), (torch.zeros(rows, 512, device="meta"),), {})
+    trial = kind.trial(graph, shapes, {}, {}, Predicting())
+    assert trial is not None and trial.plan.assignment == few.assignment
+    anew = planned_for(rows)
+    assert (anew.step_s < 0.95 * trial.plan.step_s) is pays
+    assert kind.keep(anew, shapes, 3.0, trial) is (anew if pays else trial.plan)
+    assert len(kind.plans) == 1 + pays and trial.kept.covers(shapes) is not pays
+    best = kind.trial(graph, shapes, {}, {}, Predicting())
+    assert best is not None and best.plan.step_s == min(anew.step_s, trial.plan.step_s)
+    assert best.is_over() is False and best.kept.lost_s == 0, "these sizes were planned for"
