@@ -107,8 +107,8 @@ def tell_time_of_another(seconds: float, *, is_for_sizes: bool) -> None:
 def tell_time_of_trace(seconds: float) -> None:
     """Warn of how long the trace of a call of other sizes took, whose plan was kept."""
     warn(
-        f"a call of other sizes was traced again in {seconds:.1f} s, its plan is kept; so are some of the next sizes"
-        " that are new, after that one trace serves all sizes that the model treats alike"
+        f"a call of other sizes was traced again in {seconds:.1f} s, its plan is kept; that trace serves all sizes that"
+        " the model treats alike"
     )
 
 

@@ -24,9 +24,6 @@ from autopar.torch_compat import pytree
 
 MOST_PLANS = 8
 MOST_TRACES = 4  # for ranges of sizes: a model that decides by more sizes is traced for each
-# So many other sizes are traced one by one before there is a trace for a range, which takes as long as three to five of
-# these: a length for evaluation and a last batch never pay for it.
-NUM_ALONE = 2
 LONG_TRACE_S = 2.0  # a trace for other sizes that takes longer is told
 Examples = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,7 +42,6 @@ class CallKind:
     plans: list[KeptPlan] = field(default_factory=list)
     traces: list[SizedTrace] = field(default_factory=list)
     dynamic: dict[int, set[int]] = field(default_factory=dict)
-    num_alone: int = 0  # traces for other sizes than the first, of one each
     is_fixed: bool = False  # tracing for a range is of no use
     traced_s: float = 0.0  # seconds of the last graph
     is_told: bool = False  # that traces for other sizes take long
@@ -73,9 +69,7 @@ class CallKind:
                 return graph
         shapes = shapes_of(examples)
         is_other = shapes != self.first and self._note(shapes)
-        is_alone = self.is_fixed or self.num_alone < NUM_ALONE or len(self.traces) >= MOST_TRACES
-        if is_alone or not is_other:
-            self.num_alone += is_other
+        if self.is_fixed or not is_other or len(self.traces) >= MOST_TRACES:
             return self._named(trace())
         try:
             sized = trace_sizes(self._leaves(examples))

@@ -92,7 +92,7 @@ def lengths_and_batches() -> None:
         check(truth, model, tokens(batch, length))
     assert done.count("plan") == 1, done
     (kind,) = {id(kind): kind for kind in model._autopar.kinds.values()}.values()
-    assert kind.num_alone == 2 and 1 <= len(kind.traces) <= 4
+    assert 1 <= len(kind.traces) <= 4
 
 
 def test_one_plan_for_lengths_and_batches(ranks4: Ranks) -> None:
@@ -228,7 +228,7 @@ def cache_that_grows(cluster: str) -> tuple[int, int]:
 
 def test_one_program_for_a_cache_that_grows(ranks4: Ranks) -> None:
     found = ranks4.run(cache_that_grows, "cpu")
-    assert found[0][1] == 1 and found[0][0] <= 7, found
+    assert found[0][1] == 1 and found[0][0] <= 5, found
     ranks4.run(cache_that_grows, "free-links")
 
 
