@@ -32,7 +32,7 @@ def keys_of(error: RuntimeError) -> torch.Tensor:
 WORDS = ("Missing", "Unexpected")
 
 
-@case(peers=False)
+@case()
 def keys_missing_and_unexpected(run: Run) -> Numbers:
     """load_state_dict of a state without some keys and with others: an error that names all of them"""
     model = run.compile(Headed(), args=batch())
@@ -40,13 +40,13 @@ def keys_missing_and_unexpected(run: Run) -> Numbers:
     del state["blocks.0.up.weight"], state["blocks.2.down.bias"]
     state["odd"] = torch.zeros(3)
     try:
-        model.load_state_dict(state)
+        run.inner(model).load_state_dict(state)
     except RuntimeError as error:
         return {"keys": keys_of(error)} | run.parameters(run.compile(Stack(), args=batch()))
     return {}
 
 
-@case(peers=False)
+@case()
 def loaded_without_strictness(run: Run) -> Numbers:
     """load_state_dict(strict=False): what is missing stays, what is unexpected is left out, both are returned"""
     args = batch()
@@ -75,14 +75,14 @@ def keys_of_ddp(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(peers=False)
+@case()
 def shapes_that_differ(run: Run) -> Numbers:
     """load_state_dict of a weight of another shape: an error, and the model stays as it was"""
     model = run.compile(Stack(), args=batch())
     state = Stack().state_dict()
     state = {"blocks.1.up.weight": state["blocks.1.up.weight"][:4]}
     try:
-        model.load_state_dict(state, strict=False)
+        run.inner(model).load_state_dict(state, strict=False)
     except RuntimeError as error:
         assert "size mismatch for blocks.1.up.weight" in str(error), error
         return run.parameters(model)
@@ -106,7 +106,7 @@ class Counting(Block):
         self.scale, self.table = state["scale"], state["table"]
 
 
-@case(refused={PP: "table.* changed after the model was cut into stages"}, peers=False)
+@case(refused={PP: "table.* changed after the model was cut into stages"})
 def extra_state(run: Run) -> Numbers:
     """get_extra_state and set_extra_state: a number and a tensor that forward reads"""
     args = batch()
@@ -146,7 +146,7 @@ class Renamed(Stack):
             state[fqn.replace("layers.", "blocks.")] = state.pop(fqn)
 
 
-@case(peers=False)
+@case()
 def names_of_before(run: Run) -> Numbers:
     """register_load_state_dict_pre_hook: a checkpoint with old names"""
     model = run.compile(Renamed(), args=batch())
@@ -169,14 +169,14 @@ class Scaled(Stack):
             state[fqn] = state[fqn] * 0.5
 
 
-@case(peers=False)
+@case()
 def hook_of_the_state_dict(run: Run) -> Numbers:
     """register_state_dict_post_hook that changes what is written"""
     model = run.compile(Scaled(), args=batch())
     return {fqn: run.whole(x.detach()) for fqn, x in run.inner(model).state_dict().items()}
 
 
-@case(peers=False, refused="cannot be pickled whole.*save its state_dict")
+@case(refused="cannot be pickled whole.*save its state_dict")
 def pickled_whole(run: Run) -> Numbers:
     """torch.save(model) of the whole compiled module"""
     args = batch()
