@@ -54,14 +54,14 @@ class TrainerAttributes(nn.Module):
         if module_of_caller() != "accelerate.accelerator" or local_of_caller("evaluation_mode"):
             return False
         self._check_own_parts("accelerate")
-        accelerator = local_of_caller("self")
-        if accelerator.mixed_precision == "fp8":
+        caller = local_of_caller("self")
+        if caller.mixed_precision == "fp8":
             raise AutoparError(
                 "Accelerator(mixed_precision='fp8') replaces layers of the model, which is compiled already; expected"
                 " 'no', 'fp16' or 'bf16'"
             )
-        if accelerator.native_amp and self not in accelerator._models:
-            accelerator.prepare_model(self, device_placement=False, evaluation_mode=True)
+        if caller.native_amp and self not in vars(caller)["_models"]:  # of accelerate; no public name
+            caller.prepare_model(self, device_placement=False, evaluation_mode=True)
         return True
 
     @_is_accelerate_prepared.setter
