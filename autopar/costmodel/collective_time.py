@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import GroupRate, group_rate
 from autopar.mesh import Mesh
 from autopar.sbp.redistribute import Collective
@@ -130,26 +130,33 @@ def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=2**16)
 def algorithms(
-    levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str
+    levels: tuple[LinkLevel, ...],
+    mesh_shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    kind: str,
+    allowed: tuple[str, ...] = ALGORITHMS,
 ) -> tuple[tuple[Pieces, ...], ...]:
-    """The times of the algorithms for collective `kind` on mesh axes with more than one device together.
+    """The times of the `allowed` algorithms for collective `kind` on mesh axes with more than one device together.
 
     They are listed for each kind of group, of which all wait for the slowest.
     """
     size = _num_members(mesh_shape, axes)
-    return tuple(_of_group(_reached(groups, kind), size, kind) for groups in spans(levels, mesh_shape, axes))
+    spanned = spans(levels, mesh_shape, axes)
+    return tuple(_of_group(_reached(groups, kind), size, kind, allowed) for groups in spanned)
 
 
-def _of_group(groups: tuple[GroupLevel, ...], size: int, kind: str) -> tuple[Pieces, ...]:
+def _of_group(groups: tuple[GroupLevel, ...], size: int, kind: str, allowed: tuple[str, ...]) -> tuple[Pieces, ...]:
     bases = [span.base_latency_s for span in groups]
     if kind == "all_to_all":
         return (_exchange(groups).after(max(bases)),)
     ring, nested = _ring(groups, size), _hierarchical(groups)
     if kind == "all_reduce":  # the nested one is three collectives, of which two are inside
         nested = nested.twice().after(2 * sum(bases[:-1]) + bases[-1])
-        return ring.twice().after(max(bases)), nested, _tree(groups).after(max(bases))
+        ways = {"ring": ring.twice().after(max(bases)), "nested": nested, "tree": _tree(groups).after(max(bases))}
+        return tuple(ways[name] for name in ALGORITHMS if name in allowed)
     assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
-    return ring.after(max(bases)), nested.after(sum(bases))
+    halves = {"ring": ring.after(max(bases)), "nested": nested.after(sum(bases))}
+    return tuple(halves[name] for name in halves if name in allowed)
 
 
 def _reached(groups: tuple[GroupLevel, ...], kind: str) -> tuple[GroupLevel, ...]:
@@ -183,7 +190,7 @@ def collective_times(
     sizes = np.asarray(num_bytes, dtype=np.float64)
     times = [
         np.min([p.alpha_s * latency_share + p.beta_s_per_byte * sizes for p in choices], axis=0)
-        for choices in algorithms(cluster.levels, mesh_shape, axes, kind)
+        for choices in algorithms(cluster.levels, mesh_shape, axes, kind, cluster.algorithms)
     ]
     slowest = times[0] if len(times) == 1 else np.max(times, axis=0)
     return slowest * cluster.kind_factors.get(kind, 1.0)

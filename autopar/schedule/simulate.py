@@ -87,17 +87,18 @@ def _source(schedule: Schedule, action: Action) -> Action | None:
     return Action(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
 
 
-def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ends(order: Order, times: np.ndarray, *, is_early: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in
     `StageTimes`.
 
-    Further dims are simulated side by side: many sets of times cost little more than one.
+    Further dims are simulated side by side: many sets of times cost little more than one. `is_early`: whether a rank
+    posts a receive before it needs it, so that transfers run beside its computing; by default as this runtime does.
     """
     durations, transfers = _durations(order.schedule, times)
     stage = np.array([action.stage for action in order.actions])
     duration, transfer = durations[stage, order.kind], transfers[stage, order.kind]
     start, end = np.empty_like(duration), np.zeros((len(duration) + 1, *duration.shape[1:]))
-    is_early = order.schedule.name in IN_ROUNDS
+    is_early = order.schedule.name in IN_ROUNDS if is_early is None else is_early
     for wave in order.waves:
         free, made = end[order.before[wave]], end[order.source[wave]]
         # torch posts the receives of the schedules in rounds when the sender sends; those of the others when they are
@@ -127,10 +128,13 @@ def step_s(order: Order, times: np.ndarray) -> np.ndarray:
     return ends(order, times)[1].max(axis=0)
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
-    """The timeline of a step in which every microbatch takes each stage's `times`, one for each stage."""
+def simulate(schedule: Schedule, times: Sequence[StageTimes], *, is_early: bool | None = None) -> Timeline:
+    """The timeline of a step in which every microbatch takes each stage's `times`, one for each stage.
+
+    `is_early`: as in `ends`.
+    """
     order = ordered(schedule)
-    start, end = ends(order, as_array(times))
+    start, end = ends(order, as_array(times), is_early=is_early)
     rows: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
     for action, begin, finish in zip(order.actions, start.tolist(), end.tolist()):
         rows[schedule.rank_of(action.stage)].append(Span(action, begin, finish))

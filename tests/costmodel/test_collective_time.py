@@ -121,6 +121,12 @@ def test_groups_that_straddle_two_nodes_cost_the_network():
     assert time_of(cluster, "3x4", "all_gather", 1e9, (1,)) > 30 * time_of(cluster, "1x4", "all_gather", 1e9, (1,))
 
 
+def test_a_backend_without_nested_collectives_is_priced_flat():
+    flat = replace(cluster_of(NODE, NETWORK), algorithms=("ring",))
+    assert time_of(flat, "32", "all_reduce", 8e9) == pytest.approx(2 * 31 * 1e-5 + 2 * 31 / 32 * 8e9 / 8e9)
+    assert time_of(flat, "32", "all_gather", 8e9) > time_of(cluster_of(NODE, NETWORK), "32", "all_gather", 8e9)
+
+
 def test_measured_factors_scale_their_kind_only():
     plain, scaled = cluster_of(NETWORK), cluster_of(NETWORK, kind_factors={"all_gather": 1.5})
     assert time_of(scaled, "4", "all_gather", 1e6) == pytest.approx(1.5 * time_of(plain, "4", "all_gather", 1e6))

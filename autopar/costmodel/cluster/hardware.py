@@ -14,6 +14,7 @@ from autopar.errors import MeshError, PlanError
 
 # Of the JSON that `Cluster.to_json` writes; text without a version is of the first.
 VERSION = 1
+ALGORITHMS = ("ring", "nested", "tree")
 _KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
 
@@ -46,8 +47,9 @@ class Cluster:
 
     Rates are what all ranks of a host reach at the same time: of processes that share cores each has its part. Terms
     that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
-    fixed seconds of updating one parameter; `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth
-    that ops reach; `LinkLevel.group_rates`; `calibration`, the origin of measured terms.
+    fixed seconds of updating one parameter; `algorithms`, of which the backend takes the fastest ("nested": level by
+    level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
+    `LinkLevel.group_rates`; `calibration`, the origin of measured terms.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Cluster:
     device_type: str = "cuda"
     kernel_s: float = 0.0
     update_s: float = 0.0
+    algorithms: tuple[str, ...] = ALGORITHMS
     product_shares: tuple[ProductShare, ...] = ()
     memory_shares: tuple[MemoryShare, ...] = ()
     calibration: Calibration | None = None
@@ -102,11 +105,12 @@ class Cluster:
         """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         levels = [{key: item for key, item in level.items() if item != ()} for level in content["levels"]]
-        kept = {key: item for key, item in content.items() if key not in _TERMS or item not in (0.0, (), None)}
+        nothing = (0.0, (), None, ALGORITHMS)
+        kept = {key: item for key, item in content.items() if key not in _TERMS or item not in nothing}
         return json.dumps(kept | {"levels": levels}, indent=2)
 
 
-_TERMS = ("kernel_s", "update_s", "product_shares", "memory_shares", "calibration")
+_TERMS = ("kernel_s", "update_s", "algorithms", "product_shares", "memory_shares", "calibration")
 
 # Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
@@ -142,7 +146,11 @@ def _check(cluster: Cluster) -> None:
 
 def _check_terms(cluster: Cluster) -> None:
     """ValueError for a text of a term that is none, or an unknown kind of collective."""
-    origin = cluster.calibration
+    origin, known = cluster.calibration, set(cluster.algorithms) <= set(ALGORITHMS)
+    if not known or not {"ring", "nested"} & set(cluster.algorithms):  # a tree is of all-reduces alone
+        expected = f"some of {', '.join(ALGORITHMS)} as algorithms, ring or nested among them"
+        found = reprlib.repr(cluster.algorithms)
+        raise ValueError(f"cluster {cluster.name!r}: expected {expected}, found {found}")
     texts = {"dtype of product_shares": [row.dtype for row in cluster.product_shares]}
     texts |= {"op of product_shares": [row.op for row in cluster.product_shares]}
     texts |= {"op of memory_shares": [row.op for row in cluster.memory_shares]}
@@ -205,6 +213,7 @@ def cluster_from_json(text: str) -> Cluster:
         if version == VERSION:
             levels = tuple(LinkLevel(**level | _rows(level, group_rates=GroupRate)) for level in fields.pop("levels"))
             fields |= _rows(fields, product_shares=ProductShare, memory_shares=MemoryShare)
+            fields |= {"algorithms": tuple(fields.get("algorithms", ALGORITHMS))}
             if origin := fields.get("calibration"):
                 fields["calibration"] = Calibration(**origin | {"hosts": tuple(origin.get("hosts", ()))})
             return Cluster(levels=levels, **fields)

@@ -20,6 +20,7 @@ MEASURED = Cluster(
     "made up",
     kernel_s=1e-6,
     update_s=2e-6,
+    algorithms=("ring",),
     product_shares=(ProductShare(0.5, 8, "float32"), ProductShare(0.25, op="aten.bmm")),
     memory_shares=(MemoryShare("aten.gelu", 0.5, 0.25), MemoryShare("update", 0.5)),
     calibration=Calibration("2026-01-31", "gloo", 0.04, 0.2, {"torch": "2.9"}, ("one", "two"), 4),
@@ -77,6 +78,8 @@ def test_a_file_of_another_version_is_refused():
     "path, item, expected",
     [
         (("kernel_s",), -1.0, "kernel_s"),
+        (("algorithms",), ["tree"], "ring or nested among them"),
+        (("algorithms",), ["ring", "star"], "algorithms.*star"),
         (("update_s",), "1", "update_s"),
         (("product_shares", 0, "share"), 0.0, "share of product_shares"),
         (("product_shares", 0, "reuse"), float("nan"), "reuse of product_shares"),

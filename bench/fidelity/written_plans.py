@@ -1,0 +1,196 @@
+"""Plans that people wrote and measured, as hand plans of the planner, priced on any cluster."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.cluster.presets import PRESETS
+from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.roofline import local_shapes
+from autopar.costmodel.state_offload import hostable
+from autopar.costmodel.training import Training
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
+from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh
+from autopar.models.catalogue import Example
+from autopar.planner.handwritten.hand_plan import parse_hand_plan
+from autopar.planner.pipeline.hand_points import Model, model_of, profiled
+from autopar.planner.pipeline.sweep import Staged, as_run
+from autopar.plans.plan import Plan
+from autopar.plans.staged_plan import StagedPlan
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import simulate
+from bench.by_hand import plan_by_hand
+from bench.every_stage import cut_blocks
+
+
+@dataclass(frozen=True)
+class WrittenPlan:
+    """A plan as its authors describe it.
+
+    `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
+    innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
+    "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`; `is_state_on_host`: its state is
+    offloaded. `num_layers`: 0, or the depth, which `build` then takes as `layers`.
+    """
+
+    build: Callable[..., Example]
+    data: int = 1
+    tensor: int = 1
+    stages: int = 1
+    num_microbatches: int = 1
+    flavour: str = "ddp"
+    recomputed: str = "none"
+    chunks: int = 1
+    optimizer: str = "adamw-master"
+    is_state_on_host: bool = False
+    num_layers: int = 0
+
+
+# The layouts of a hand plan depend on no figure of the hardware, its even cuts neither.
+_ANY = PRESETS["h100"]
+
+
+@cache
+def _model(build: Callable[[], Example]) -> Model:
+    example = build()
+    graph = loss_only(trace(skeleton(example.model), example.args, dict(example.kwargs)))
+    return model_of(graph, fold(graph))
+
+
+@cache
+def staged(written: WrittenPlan) -> StagedPlan:
+    """The plan on any cluster, for `on_cluster`; its stages have as many blocks each where they divide."""
+    model, mesh = _model(written.build), Mesh((written.data, written.tensor), ("dp", "tp"))
+    flavour = f",{written.flavour}" * (written.flavour != "ddp")
+    plan = parse_hand_plan(f"megatron:dp={written.data},tp={written.tensor}{flavour}", mesh)
+    training, num = Training(written.optimizer), written.num_microbatches
+    schedule = _schedule(written)
+    ((plan, assignment, blocks),) = profiled(model, (plan,), num, mesh, _ANY, training)
+    own = replace(as_run(blocks, schedule), is_recomputable=blocks.is_recomputable)
+    again = "none" if written.recomputed == "none" else "all"
+    cuts = (
+        cut_blocks(own, schedule, cut, again, math.inf)
+        for cut in (("even", "balanced") if written.stages > 1 else ("balanced",))
+    )
+    partition = next(cut for cut in cuts if cut is not None)
+    if written.recomputed == "half":
+        partition = replace(partition, num_recomputed=tuple(num // 2 for num in partition.num_recomputed))
+    found = plan_by_hand(model, Staged(plan, mesh, schedule, partition, 0.0, assignment), _ANY, training)
+    return _with_state_on_host(found) if written.is_state_on_host else found
+
+
+def _with_state_on_host(plan: StagedPlan) -> StagedPlan:
+    stages = []
+    for stage in plan.stages:
+        names = frozenset(item.value.name for item in hostable(stage.graph))
+        stages.append(replace(stage, assignment=replace(stage.assignment, state_on_host=names)))
+    return replace(plan, stages=tuple(stages))
+
+
+def _schedule(written: WrittenPlan) -> Schedule:
+    if written.stages == 1:
+        return Schedule("accumulate", 1, 1, written.num_microbatches)
+    name = "gpipe" if written.num_microbatches < written.stages else "1f1b" if written.chunks == 1 else "interleaved"
+    return Schedule(name, written.stages * written.chunks, written.stages, written.num_microbatches)
+
+
+def on_cluster(plan: StagedPlan, cluster: Cluster) -> StagedPlan:
+    """The plan priced on `cluster`."""
+    stages = tuple(
+        replace(
+            stage,
+            cluster=cluster,
+            lower_bound_s=0.0,
+            costs=evaluate(stage.graph, stage.assignment, stage.mesh, cluster, training=stage.training),
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, cluster=cluster, stages=stages)
+
+
+@dataclass(frozen=True)
+class Library:
+    """What the library that was measured does beside computing, where this runtime waits.
+
+    `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
+    "parameters", gathers among them, beside forward and backward. `is_early`: receives of stages are posted ahead.
+    `cast_bytes`: moved for each element of an operand of a linear layer, to cast it.
+    """
+
+    hides: str = "nothing"
+    is_early: bool = False
+    cast_bytes: float = 0.0
+
+
+def step_s(written: WrittenPlan, cluster: Cluster, library: Library = Library()) -> float:
+    """Predicted seconds of a step as `library` runs it; with the default, the planner's own price."""
+    shown_s, hideable_s, hiding_s = _parts(written, cluster, library)
+    return float(shown_s - min(hideable_s, hiding_s))
+
+
+def _parts(written: WrittenPlan, cluster: Cluster, library: Library) -> np.ndarray:
+    """Seconds of the step without overlap, of collectives that computing may hide, and of that computing.
+
+    They are linear in the number of layers, so that a plan with `num_layers` is priced with few and with twice as many.
+    """
+    if not written.num_layers:
+        return _parts_of(staged(written), cluster, library)
+    few = max(4, written.stages)  # fewer are not taken for copies of a block
+    low, high = (_parts_of(staged(with_layers(written, n)), cluster, library) for n in (few, 2 * few))
+    return low + (written.num_layers - few) / few * (high - low)
+
+
+@cache
+def with_layers(written: WrittenPlan, num_layers: int) -> WrittenPlan:
+    """The plan of the model with so many layers."""
+    return replace(written, build=_shallow(written.build, num_layers), num_layers=0)
+
+
+@cache
+def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Example]:
+    return partial(build, layers=num_layers)
+
+
+def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
+    plan = on_cluster(written, cluster)
+    timeline = simulate(plan.schedule, plan.times, is_early=library.is_early or None)
+    once_s = plan.step_s - plan.timeline.step_s + max(_casts_s(stage, library) for stage in plan.stages)
+    hidden = max((_hideable_s(stage, library) for stage in plan.stages), key=min)
+    return np.array([timeline.step_s + once_s, *hidden])
+
+
+def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
+    """Seconds of the collectives that computing may hide, and of that computing.
+
+    Of reductions, the one whose gradients backward completes last is hidden by nothing.
+    """
+    costs = stage.costs
+    if library.hides == "nothing":
+        return 0.0, 0.0
+    if library.hides == "reductions":
+        reduced = [p for p in costs.collectives if p.is_once and p.collective.phase == "backward"]
+        position = {op.name: number for number, op in enumerate(stage.graph.ops)}
+        order = sorted(reduced, key=lambda p: min(position[user] for user in p.users))
+        return sum(p.time_s for p in order[1:]), costs.compute_backward_s / costs.num_microbatches
+    moved_s = costs.communication_s("forward") + costs.communication_s("backward")
+    return moved_s, costs.compute_forward_s + costs.compute_backward_s
+
+
+def _casts_s(stage: Plan, library: Library) -> float:
+    """Seconds of a step's casts: of both operands in forward, of the gradient and both again in backward."""
+    if not library.cast_bytes:
+        return 0.0
+    elements = 0
+    for op in stage.graph.ops:
+        if op.target == "aten.linear.default":
+            inputs, outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
+            elements += 2 * sum(map(math.prod, inputs[:2])) + math.prod(outputs[0])
+    moved = stage.training.num_microbatches * elements * library.cast_bytes
+    return moved / stage.cluster.memory_bandwidth_bytes_per_s

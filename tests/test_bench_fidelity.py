@@ -1,0 +1,93 @@
+"""The scores of predictions against figures by hand, the fit against known numbers, and published rows as plans."""
+
+import math
+from functools import partial
+
+import pytest
+
+from autopar.costmodel.cluster.presets import PRESETS
+from bench.fidelity.published_models import v100_gpt
+from bench.fidelity.published_rows import a800_rows, h100_rows, v100_rows
+from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
+from bench.fidelity.sources import SOURCES
+from bench.fidelity.written_plans import Library, WrittenPlan, on_cluster, staged, step_s
+
+PAIRS = [Pair("a", 1.0, 1.1), Pair("a", 2.0, 1.0), Pair("b", 4.0, 4.0), Pair("b", 5.0, 3.0)]
+
+
+def test_scores_by_hand():
+    assert mean_error(PAIRS) == pytest.approx((0.1 + 0.5 + 0.0 + 0.4) / 4)
+    assert worst_error(PAIRS) == 0.5
+    assert regrets(PAIRS) == [1.0, 0.25]
+    assert rank_correlation(PAIRS) == pytest.approx(1 - 6 * (1 + 1 + 1 + 1) / (4 * 15))
+    assert rank_correlation([Pair("a", s, 7 * s) for s in (3.0, 1.0, 2.0)]) == pytest.approx(1)
+
+
+def test_the_fit_finds_the_numbers_that_made_the_times():
+    work, bytes_moved = [1.0, 2.0, 5.0, 3.0], [4.0, 1.0, 1.0, 6.0]
+
+    def predict(numbers):
+        return [w / numbers[0] + b / numbers[1] + 0.1 * w for w, b in zip(work, bytes_moved)]
+
+    assert fitted(predict, predict((0.3, 1.7)), (1.0, 1.0)) == pytest.approx((0.3, 1.7), rel=1e-3)
+
+
+def test_every_published_row_has_a_plan_and_none_is_named_twice():
+    for source, rows_of, num in zip(SOURCES, (v100_rows, a800_rows, h100_rows), (16, 166, 6)):
+        rows = list(rows_of())
+        assert len(rows) == len({row.name for row in rows}) == num, source.title
+        assert 0 < sum(row.is_fitted for row in rows) < num
+        for row in rows:
+            written, cluster = row.written, row.cluster(source.start)
+            assert cluster.num_devices >= written.data * written.tensor * written.stages
+            assert row.measured_s > 0
+
+
+def test_numbers_are_fitted_on_rows_of_one_node_only():
+    for row in [*v100_rows(), *a800_rows()]:
+        devices = row.written.data * row.written.tensor * row.written.stages
+        assert not row.is_fitted or devices <= 8
+        assert (
+            not row.is_fitted
+            or len(row.cluster((1.0, 1.0)).levels) == 1
+            or row.cluster((1, 1)).levels[0].size >= devices
+        )
+
+
+@pytest.fixture(scope="module")
+def small():
+    return partial(v100_gpt, 8, 64, 4, 4)
+
+
+def test_a_written_plan_has_its_stages_microbatches_and_recomputed_blocks(small):
+    plan = staged(WrittenPlan(small, data=2, tensor=2, stages=2, num_microbatches=4, recomputed="all"))
+    assert plan.schedule.num_microbatches == 4 and len(plan.stages) == 2
+    assert [len(stage.assignment.recomputed) for stage in plan.stages] == [2, 2]
+    assert plan.mesh.shape == (2, 2, 2)
+
+
+def test_recomputation_costs_a_forward_of_the_blocks(small):
+    cluster = PRESETS["v100"]
+    none, half, every = (
+        on_cluster(staged(WrittenPlan(small, recomputed=which)), cluster).stages[0].costs.compute_backward_s
+        for which in ("none", "half", "all")
+    )
+    assert none < half < every
+    assert half - none == pytest.approx((every - none) / 2)
+
+
+def test_what_a_library_hides_is_no_more_than_computing_takes(small):
+    written, cluster = WrittenPlan(partial(v100_gpt, 8, 512, 4, 4), data=8), PRESETS["v100"]
+    plain, reduced, all_hidden = (
+        step_s(written, cluster, Library(which)) for which in ("nothing", "reductions", "parameters")
+    )
+    costs = on_cluster(staged(written), cluster).stages[0].costs
+    assert plain == pytest.approx(costs.step_s)
+    assert all_hidden <= reduced <= plain
+    assert reduced >= costs.compute_forward_s + costs.compute_backward_s + costs.optimizer_s
+    assert not math.isclose(reduced, plain)
+
+
+def test_receives_ahead_of_use_never_make_a_pipeline_slower(small):
+    written, cluster = WrittenPlan(small, stages=4, num_microbatches=8), PRESETS["v100-25g"]
+    assert step_s(written, cluster, Library(is_early=True)) < step_s(written, cluster)
