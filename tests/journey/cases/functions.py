@@ -41,7 +41,7 @@ def attended(x: torch.Tensor, **options: object) -> torch.Tensor:
 MASK = torch.tensor([[0.0, -1e4, 0.0], [0.0, 0.0, -1e4], [0.5, 0.0, 0.0]])
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def attention_by_function(run: Run) -> Numbers:
     """F.scaled_dot_product_attention: is_causal, masks of booleans and numbers, scale, enable_gqa"""
 
@@ -73,7 +73,7 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES}, peers=False)
+@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
 def products(run: Run) -> Numbers:
     """torch.einsum of several forms, bmm, baddbmm, tensordot, vecdot, cross"""
     return each(run, PRODUCTS, 4, WIDTH)
@@ -98,7 +98,7 @@ SCANS: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES}, peers=False)
+@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
 def scans_and_orders(run: Run) -> Numbers:
     """cumsum, cumprod, cummax, sort, topk, median, roll, diff, logsumexp, quantile of one sample each"""
     return each(run, SCANS, 4, WIDTH)
@@ -130,13 +130,13 @@ INDEXED: dict[str, Function] = {
 }
 
 
-@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES}, peers=False)
+@case(on=(DP_TP, FREE, PP), refused={PP: WITH_STAGES})
 def indices_and_masks(run: Run) -> Numbers:
     """gather, scatter, scatter_reduce, index_add, index_copy, masked_fill, where, one_hot, bucketize, tile, unfold"""
     return each(run, INDEXED, 4, WIDTH)
 
 
-@case(refused="functions.py", peers=False)
+@case(refused="functions.py")
 def places_of_what_is_not_zero(run: Run) -> Numbers:
     """x[x.nonzero(as_tuple=True)] in forward: a shape that depends on values"""
     return each(run, {"nonzero": lambda x: x + x[(x > 0).nonzero(as_tuple=True)].mean()}, WIDTH)
@@ -157,7 +157,7 @@ COMPLEX: dict[str, Function] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def complex_numbers_and_spectra(run: Run) -> Numbers:
     """torch.fft.fft2, rfft, fftshift, stft, polar, and rotary positions by complex numbers"""
     return each(run, COMPLEX, 4, WIDTH)
@@ -180,7 +180,7 @@ LINEAR_ALGEBRA: dict[str, Function] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def linear_algebra(run: Run) -> Numbers:
     """torch.linalg: solve, inv, cholesky, slogdet, svdvals, eigvalsh, matrix_exp of each sample"""
     return each(run, LINEAR_ALGEBRA, 4, WIDTH)
@@ -205,7 +205,7 @@ def judged(run: Run, losses: dict[str, Callable], y: torch.Tensor) -> Numbers:
     return found
 
 
-@case(refused="branches on the values of a tensor", peers=False)
+@case(refused="branches on the values of a tensor")
 def loss_that_looks_at_values(run: Run) -> Numbers:
     """F.gaussian_nll_loss, which raises an error if a variance is negative"""
     loss = lambda x, y: F.gaussian_nll_loss(x, y, x.square() + 0.1)  # noqa: E731
@@ -222,7 +222,7 @@ OF_CLASSES: dict[str, Callable] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def losses_of_classes(run: Run) -> Numbers:
     """Cross-entropy with weights and ignored classes, likelihood, margin and focal losses"""
     return judged(run, OF_CLASSES, torch.randint(WIDTH, (BATCH,)))
@@ -237,7 +237,7 @@ OF_FLAGS: dict[str, Callable] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def losses_of_flags(run: Run) -> Numbers:
     """BCE with logits and pos_weight, BCE with weights, soft margin, several labels, Dice"""
     return judged(run, OF_FLAGS, torch.randint(2, (BATCH, WIDTH)).float())
@@ -255,7 +255,7 @@ class Spelled(nn.Module):
         return F.ctc_loss(logits, labels, num_steps, num_labels, zero_infinity=True)
 
 
-@case(refused="ctc_loss.*cannot be traced", peers=False)
+@case(refused="ctc_loss.*cannot be traced")
 def loss_of_sequences(run: Run) -> Numbers:
     """nn.CTCLoss with lengths of steps and labels"""
     labels, lengths = torch.randint(1, 6, (BATCH, 3)), torch.tensor([1, 2, 3, 3, 2, 1, 2, 3])
@@ -274,7 +274,7 @@ DROPOUTS: dict[str, Function] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def dropouts_with_seeds(run: Run) -> Numbers:
     """Alpha and feature dropout, rrelu, gumbel_softmax, dropout_p of attention: repeated by the seed"""
     found = {}
@@ -302,13 +302,13 @@ class OldNorms(nn.Module):
         return self.second(self.first(x).tanh())
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def norms_of_weights_by_hooks(run: Run) -> Numbers:
     """torch.nn.utils.weight_norm and spectral_norm, by forward pre-hooks"""
     return layered(run, OldNorms, WIDTH)
 
 
-@case(tolerance=1e-3, refused={PP: WITH_STAGES}, peers=False)
+@case(tolerance=1e-3, refused={PP: WITH_STAGES})
 def pairs_of_the_batch(run: Run) -> Numbers:
     """The batch's mean subtracted, and a contrastive loss over all pairs of the batch"""
 
@@ -336,7 +336,7 @@ class Activated(nn.Module):
         return sum(each(x)[..., :WIDTH] for each in self.activations) / len(self.activations)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def activations_of_all_kinds(run: Run) -> Numbers:
     """nn.GLU, PReLU, Softplus, Mish, CELU, ... of one tensor"""
     return layered(run, Activated, WIDTH)

@@ -55,13 +55,13 @@ def stepped(run: Run, model: nn.Module, *args: torch.Tensor) -> Numbers:
 IMAGE = (4, 4, 4)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def lstm_both_ways(run: Run) -> Numbers:
     """nn.LSTM of two layers in both directions"""
     return layered(run, lambda: nn.LSTM(WIDTH, WIDTH // 2, 2, batch_first=True, bidirectional=True), 4, WIDTH)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def rnn_with_dropout_of_all(run: Run) -> Numbers:
     """nn.RNN of two layers, dropout=1.0 between them"""
     return layered(run, lambda: nn.RNN(WIDTH, WIDTH, 2, batch_first=True, dropout=1.0, nonlinearity="relu"), 4, WIDTH)
@@ -84,7 +84,7 @@ class Cells(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def cells_in_a_loop(run: Run) -> Numbers:
     """nn.LSTMCell and nn.GRUCell in a loop over time"""
     return layered(run, Cells, 3, WIDTH)
@@ -100,7 +100,7 @@ class Packed(nn.Module):
         return self.gru(packed)[1].square().mean()
 
 
-@case(refused="layers.py", peers=False)
+@case(refused="layers.py")
 def packed_sequences(run: Run) -> Numbers:
     """nn.utils.rnn.pack_padded_sequence: shapes that depend on values"""
     return stepped(run, Packed(), torch.randn(BATCH, 4, WIDTH), torch.tensor([4, 2, 3, 1, 4, 4, 2, 1]))
@@ -121,19 +121,19 @@ def words() -> torch.Tensor:
     return torch.randint(16, (BATCH, 4))
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def embedding_with_padding(run: Run) -> Numbers:
     """nn.Embedding(padding_idx=0, scale_grad_by_freq=True)"""
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, padding_idx=0, scale_grad_by_freq=True)), words())
 
 
-@case(refused="embedding_renorm_|in place", peers=False)
+@case(refused="embedding_renorm_|in place")
 def embedding_with_a_greatest_norm(run: Run) -> Numbers:
     """nn.Embedding(max_norm=1.0), whose forward writes to its weight"""
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, max_norm=1.0)), words())
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def embedding_with_sparse_gradient(run: Run) -> Numbers:
     """nn.Embedding(sparse=True) with SGD: the weights; the gradient is dense under autopar"""
     args = (words(),)
@@ -144,9 +144,7 @@ def embedding_with_sparse_gradient(run: Run) -> Numbers:
     return {"loss": loss} | run.parameters(model)
 
 
-@case(
-    refused={PP: WITH_STAGES}, wrong=dict.fromkeys(FORWARD, "SparseAdam does not support dense gradients"), peers=False
-)
+@case(refused={PP: WITH_STAGES}, wrong=dict.fromkeys(FORWARD, "SparseAdam does not support dense gradients"))
 def sparse_adam(run: Run) -> Numbers:
     """torch.optim.SparseAdam of nn.Embedding(sparse=True)"""
     args = (words(),)
@@ -156,7 +154,7 @@ def sparse_adam(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def bags_of_words(run: Run) -> Numbers:
     """nn.EmbeddingBag: mean and largest of rows of the same length, weights of each word, padding"""
     found = {}
@@ -195,7 +193,7 @@ class Listed(nn.Module):
         return (x @ self.named["a"] + self.named["b"]).tanh()
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def lists_of_parameters(run: Run) -> Numbers:
     """nn.ParameterList and nn.ParameterDict"""
     return layered(run, Listed, WIDTH)
@@ -216,7 +214,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def convolutions_of_all_kinds(run: Run) -> Numbers:
     """nn.Conv1d, Conv3d, depthwise, circular and reflected padding, and ConvTranspose1d to 3d"""
     found = {}
@@ -235,7 +233,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def norms_of_all_kinds(run: Run) -> Numbers:
     """nn.GroupNorm, InstanceNorm2d, LocalResponseNorm, LayerNorm over three dims, RMSNorm, ChannelShuffle"""
     found = {}
@@ -245,7 +243,7 @@ def norms_of_all_kinds(run: Run) -> Numbers:
     return found
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def batch_norm_of_images(run: Run) -> Numbers:
     """nn.BatchNorm2d of images, and in eval() afterwards"""
     x, y = torch.randn(BATCH, *IMAGE), torch.randn(BATCH, *IMAGE)
@@ -255,13 +253,13 @@ def batch_norm_of_images(run: Run) -> Numbers:
     return found | {"evaluated": run.step(model, x, y)} | run.gradients(model) | run.buffers(model)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def batch_norm_with_cumulative_average(run: Run) -> Numbers:
     """nn.BatchNorm2d(momentum=None): the mean of all batches' statistics"""
     return layered(run, lambda: nn.BatchNorm2d(4, momentum=None), *IMAGE)
 
 
-@case(refused="track_running_stats=False", peers=False)
+@case(refused="track_running_stats=False")
 def instance_norm_with_statistics(run: Run) -> Numbers:
     """nn.InstanceNorm2d(track_running_stats=True)"""
     norm = lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, track_running_stats=True))  # noqa: E731
@@ -292,7 +290,7 @@ RESIZING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def images_resized(run: Run) -> Numbers:
     """nn.Upsample of all modes, PixelShuffle, adaptive pools, paddings, fold and unfold, affine_grid and grid_sample"""
     found = {}
@@ -311,7 +309,7 @@ class Pooled(nn.Module):
         return self.back(*self.pool(self.conv(x)))
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def pooled_and_put_back(run: Run) -> Numbers:
     """nn.MaxPool2d(return_indices=True) and nn.MaxUnpool2d"""
     return layered(run, Pooled, *IMAGE)
@@ -331,7 +329,7 @@ class Masked(nn.Module):
         return (out + alone).square().mean() + weights[:, -1, 0].square().mean() + each[:, 1, 0].mean()
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def attention_with_masks(run: Run) -> Numbers:
     """nn.MultiheadAttention with attn_mask and key_padding_mask, and its weights"""
     padding = torch.arange(4) >= torch.tensor([4, 2, 3, 1, 4, 4, 2, 1])[:, None]
@@ -350,14 +348,14 @@ class Translating(nn.Module):
         return (out - y).square().mean()
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def transformer_with_padding(run: Run) -> Numbers:
     """nn.Transformer, encoder and decoder, with a causal mask and padding"""
     padding = torch.arange(4) >= torch.tensor([4, 2, 3, 1, 4, 4, 2, 1])[:, None]
     return stepped(run, Translating(), torch.randn(BATCH, 4, WIDTH), torch.randn(BATCH, 3, WIDTH), padding)
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def transformer_layers_in_eval_mode(run: Run) -> Numbers:
     """nn.TransformerEncoder in eval() and no_grad, where torch takes its fused path"""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
@@ -378,7 +376,7 @@ class Pair(nn.Module):
         return (self.cosine(out, y) + self.distance(out, x)).mean() + torch.cdist(out, y).mean()
 
 
-@case(refused={PP: WITH_STAGES}, peers=False)
+@case(refused={PP: WITH_STAGES})
 def pairs(run: Run) -> Numbers:
     """nn.Bilinear, CosineSimilarity, PairwiseDistance and torch.cdist"""
     return stepped(run, Pair(), torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
