@@ -8,18 +8,18 @@ from autopar.codegen.program import (
     AnyStep,
     Call,
     Convert,
+    ConvertTogether,
     Gather,
     OffloadedRegion,
     Program,
     RecomputedRegion,
     RegatheredOperand,
     Release,
-    UseTogether,
     Variable,
     reads,
 )
 from autopar.ir.graph import Input, Value, short_dtype
-from autopar.sbp.placement import I, Layout, Placement, R, format_layout
+from autopar.sbp.placement import Layout, Placement, format_layout
 from autopar.sbp.redistribute import Collective, LayoutStep, again_in_backward, collectives_of, collectives_together
 
 
@@ -109,8 +109,8 @@ class _Emitter:
             return self._offload(step)
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
-        if isinstance(step, UseTogether):
-            return self._use_together(step)
+        if isinstance(step, ConvertTogether):
+            return self._convert_together(step)
         return self._call(step)
 
     def _region(self, step: RecomputedRegion) -> list[str]:
@@ -131,7 +131,7 @@ class _Emitter:
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
         done = collectives_of(
-            _planned(step, step.src, step.dst),
+            _planned(step.axes, step.src, step.dst, step.after),
             step.value.shape,
             step.value.dtype.itemsize,
             self.program.mesh.shape,
@@ -142,12 +142,18 @@ class _Emitter:
         call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
         return f"{variable(step.output)} = {call}  {comment(f'{format_layout(step.after)}: {note}')}"
 
-    def _use_together(self, step: UseTogether) -> list[str]:
-        done = collectives_together(_planned(step, I, R), step.values, self.program.mesh.shape)
+    def _convert_together(self, step: ConvertTogether) -> list[str]:
+        steps = [_planned(step.axes, *ends) for ends in zip(step.src, step.dst, step.after, strict=True)]
+        done = collectives_together(steps, step.values, self.program.mesh.shape)
         left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
-        note = comment(f"{format_layout(step.after)}: {_note(done)}")
-        line = f"({left}) = use_together({self._axis(step.axes)}, {right})  {note}"
-        return [line, *(text for name in step.outputs for text in self._declare(name, step.after))]
+        note = comment(f"{' '.join(map(format_layout, step.after))}: {_note(done)}")
+        bucket = f"({self._axis(step.axes)}, ({_items(step.src)}), ({_items(step.dst)}), {right})"
+        if step.number < 0:
+            lines = [f"({left}) = convert_together{bucket}  {note}"]
+        else:
+            name = f"bucket_{step.number}"
+            lines = [f"{name} = Bucket{bucket}", f"({left}) = {name}.converted()  {note}"]
+        return lines + [text for one in zip(step.outputs, step.after) for text in self._declare(*one)]
 
     def _call(self, step: Call) -> list[str]:
         targets = ", ".join(variable(value.name) for value in step.outputs)
@@ -157,7 +163,7 @@ class _Emitter:
         for scope in self._scopes(step):
             line = f"with {scope}: {line}"
         notes = [
-            comment(f"{variable(one.source)} is gathered again in backward: {_note(self._issued_again(one))}")
+            comment(f"{variable(one.source)} is gathered again in backward: {self._how_again(one)}")
             for one in step.again
         ]
         declared = [
@@ -167,12 +173,16 @@ class _Emitter:
         return [comment(f"{described}  {step.origin}".rstrip()), *notes, *needed, line, *declared]
 
     def _regathered(self, again: RegatheredOperand) -> str:
+        if again.bucket >= 0:
+            return f"({variable(again.whole)}, bucket_{again.bucket}, {again.place})"
         steps = [f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
         return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
 
-    def _issued_again(self, again: RegatheredOperand) -> tuple[Collective, ...]:
-        steps = [_planned(step, step.src, step.dst) for step in again.steps]
-        return again_in_backward(steps, again.steps[0].value, self.program.mesh.shape)
+    def _how_again(self, again: RegatheredOperand) -> str:
+        if again.bucket >= 0:
+            return f"with bucket_{again.bucket}"
+        steps = [_planned(step.axes, step.src, step.dst, step.after) for step in again.steps]
+        return _note(again_in_backward(steps, again.steps[0].value, self.program.mesh.shape))
 
     def _scopes(self, step: Call) -> list[str]:
         scopes = []
@@ -215,10 +225,14 @@ def _names_read(steps: Iterable[AnyStep]) -> set[str]:
     return {name for step in steps for name in reads(step)}
 
 
-def _planned(step: Convert | UseTogether, src: Placement, dst: Placement) -> LayoutStep:
-    """The step as the plan has it, without axes of size 1."""
-    before = tuple(src if axis in step.axes else placement for axis, placement in enumerate(step.after))
-    return LayoutStep(step.axes, src, dst, before)
+def _planned(axes: tuple[int, ...], src: Placement, dst: Placement, after: Layout) -> LayoutStep:
+    """The step from `src` to `dst` as the plan has it, without axes of size 1; `after`: the layout behind it."""
+    before = tuple(src if axis in axes else placement for axis, placement in enumerate(after))
+    return LayoutStep(axes, src, dst, before)
+
+
+def _items(placements: Iterable[Placement]) -> str:
+    return ", ".join(map(code, placements))
 
 
 def _note(collectives: tuple[Collective, ...]) -> str:

@@ -10,13 +10,13 @@ from autopar.codegen.program import (
     AnyStep,
     Call,
     Convert,
+    ConvertTogether,
     Gather,
     Gathered,
     OffloadedRegion,
     Program,
     RecomputedRegion,
     RegatheredOperand,
-    UseTogether,
     Variable,
     flat,
     reads,
@@ -145,9 +145,9 @@ class _Lowering:
         if _key(conversion) not in self._converted:
             bucket = self._buckets.get(_key(conversion), (conversion,))
             sources = [self._source(member) for member in bucket]
-            for step in redistribute(conversion.src, conversion.dst):
-                if axes := live_axes(step.axes, self.mesh.shape):
-                    sources = self._step(step, axes, bucket, sources)
+            for steps in zip(*(redistribute(member.src, member.dst) for member in bucket), strict=True):
+                if axes := live_axes(steps[0].axes, self.mesh.shape):
+                    sources = self._step(steps, axes, bucket, sources)
             self._converted.update({_key(member): source for member, source in zip(bucket, sources)})
         return self._converted[_key(conversion)]
 
@@ -158,17 +158,20 @@ class _Lowering:
         return name if conversion is first else self._emit(first)
 
     def _step(
-        self, step: LayoutStep, axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]
+        self, steps: tuple[LayoutStep, ...], axes: tuple[int, ...], bucket: tuple[Conversion, ...], sources: list[str]
     ) -> list[str]:
+        """Emit a step of each member of a bucket; the variables that hold the results."""
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
         self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
         if len(bucket) == 1:
+            (step,) = steps
             convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after)
             self.steps.append(convert)
             self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
-            self.steps.append(UseTogether(tuple(copies), tuple(sources), values, axes, step.after))
+            src, dst, after = zip(*((step.src, step.dst, step.after) for step in steps), strict=True)
+            self.steps.append(ConvertTogether(tuple(copies), tuple(sources), values, axes, src, dst, after))
         return copies
 
     def _copy_of(self, name: str) -> str:

@@ -38,10 +38,10 @@ GLOBALS = frozenset(
         "regathered",
         "seed",
     )
-    + ("seeded", "self", "torch", "use_together", "I", "Offload", "P", "R", "S")
+    + ("seeded", "self", "torch", "convert_together", "Bucket", "I", "Offload", "P", "R", "S")
 )
 # Prefixes of names that Python or this package chooses, and of names that `emit` numbers.
-_PREFIXES = ("__", "axis_", "named_", "offload_", "region_")
+_PREFIXES = ("__", "axis_", "bucket_", "named_", "offload_", "region_")
 _LITERALS = (bool, int, float, str, bytes, type(None))
 _TORCH_LITERALS = (torch.dtype, torch.layout, torch.memory_format)
 

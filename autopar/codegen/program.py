@@ -38,13 +38,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RegatheredOperand:
-    """A regathered operand: variable `whole` is converted from the
-    stored `source` by `steps`, and again in backward.
+    """A regathered operand: variable `whole` is converted from the stored `source` by `steps`, and again in backward.
+
+    If bucket number `bucket` converts it (not -1), it is parameter number `place` there.
     """
 
     whole: str
     source: str
     steps: tuple["Convert", ...]
+    bucket: int = -1
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,21 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True)
-class UseTogether:
-    """A conversion of several parameters from I to R on mesh `axes`, with one all-reduce for all their gradients."""
+class ConvertTogether:
+    """Conversions of several parameters on mesh `axes` with one collective in forward and one in backward, or none.
+
+    Of parameter number i: variable `sources[i]` from placement `src[i]` to `dst[i]`, after which its layout is
+    `after[i]`. `number`: of the bucket if its parameters are regathered, otherwise -1.
+    """
 
     outputs: tuple[str, ...]
     sources: tuple[str, ...]
     values: tuple[Value, ...]
     axes: tuple[int, ...]
-    after: Layout
+    src: tuple[Placement, ...]
+    dst: tuple[Placement, ...]
+    after: tuple[Layout, ...]
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ class OffloadedRegion:
     steps: tuple["AnyStep", ...]
 
 
-AnyStep = Call | Convert | UseTogether | Release | RecomputedRegion | OffloadedRegion
+AnyStep = Call | Convert | ConvertTogether | Release | RecomputedRegion | OffloadedRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +165,7 @@ class Program:
         """The sets of several mesh axes that conversions treat as one axis, sorted."""
         steps = flat((*self.steps, *(self.gather.steps if self.gather else ())))
         return tuple(
-            sorted({step.axes for step in steps if isinstance(step, Convert | UseTogether) and len(step.axes) > 1})
+            sorted({step.axes for step in steps if isinstance(step, Convert | ConvertTogether) and len(step.axes) > 1})
         )
 
     @property
@@ -174,7 +184,7 @@ def reads(step: AnyStep) -> set[str]:
     match step:
         case Convert(source=source):
             return {source}
-        case UseTogether(sources=sources):
+        case ConvertTogether(sources=sources):
             return set(sources)
         case Call(reads=operands, again=again):
             return {name for name, _ in operands} | {one.source for one in again}
@@ -190,7 +200,7 @@ def writes(step: AnyStep) -> set[str]:
     match step:
         case Convert(output=output):
             return {output}
-        case UseTogether(outputs=outputs):
+        case ConvertTogether(outputs=outputs):
             return set(outputs)
         case Call(outputs=outputs):
             return {value.name for value in outputs}

@@ -23,9 +23,9 @@ from autopar.plans.plan import Plan
 from autopar.runtime.process_groups import joint_group
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.runtime.saved_tensors.recompute import recomputed
-from autopar.runtime.saved_tensors.regather import regathered
+from autopar.runtime.saved_tensors.regather import Bucket, regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
-from autopar.sbp.convert import Axis, convert, joint_axis, move, use_together
+from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
 
@@ -141,7 +141,8 @@ def namespace() -> dict[str, Any]:
         "convert": convert,
         "move": move,
         "seeded": seeded,
-        "use_together": use_together,
+        "convert_together": convert_together,
+        "Bucket": Bucket,
         "regathered": regathered,
         "recomputed": recomputed,
         "Offload": Offload,

@@ -66,37 +66,76 @@ def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torc
     return _ConvertAxis.apply(x, axis, src, dst)
 
 
-class _ReduceTogether(torch.autograd.Function):
+class _ConvertTogether(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, axis, *tensors):
-        ctx.axis = axis
-        return tuple(x.detach() for x in tensors)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, *_SumTogether.apply(ctx.axis, *grads)
-
-
-class _SumTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, axis, *tensors):
-        ctx.axis = axis
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-        _all_reduce(flat, axis, dist.ReduceOp.SUM)
-        parts = flat.split([x.numel() for x in tensors])
-        return tuple(part.view(x.shape) for part, x in zip(parts, tensors))
+    def forward(ctx, axis, sources, targets, *tensors):
+        ctx.axis, ctx.sources, ctx.targets = axis, sources, targets
+        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_ReduceTogether.apply(ctx.axis, *grads)
+        sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
+        return None, None, None, *_ConvertTogether.apply(ctx.axis, sources, targets, *grads)
 
 
-def use_together(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`convert(x, axis, I, R)` of several tensors of one dtype, with one all-reduce for all their gradients.
+def convert_together(
+    axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`convert` of several tensors of one dtype, each from its source to its target, with one collective for all.
 
-    It is issued when the last gradient has been computed.
+    All make the same change but for the dims that are split. The collective of backward is issued when the last
+    gradient has been computed.
     """
-    return _ReduceTogether.apply(axis, *tensors)
+    return _ConvertTogether.apply(axis, tuple(sources), tuple(targets), *tensors)
+
+
+def move_together(
+    axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`convert_together` without gradients."""
+    changes = {(src.kind.replace("R", "I"), dst.kind.replace("R", "I")) for src, dst in zip(sources, targets)}
+    assert len(changes) == 1, f"one bucket with several changes: {sources} -> {targets}"
+    if axis.size > 1:
+        tensors = tuple(x.detach().resolve_conj().resolve_neg() for x in tensors)
+        match changes.pop():
+            case "P", "I":
+                return _sum_together(axis, tensors)
+            case "S", "I":
+                return _gather_together(axis, [src.dim for src in sources], tensors)
+            case "P", "S":
+                return _scatter_together(axis, [dst.dim for dst in targets], tensors)
+    return tuple(_moved(x, axis, src, dst) for x, src, dst in zip(tensors, sources, targets))
+
+
+def _sum_together(axis: Axis, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    _all_reduce(flat, axis, dist.ReduceOp.SUM)
+    parts = flat.split([x.numel() for x in tensors])
+    return tuple(part.view(x.shape) for part, x in zip(parts, tensors))
+
+
+def _gather_together(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """`all_gather` of each tensor along its dim; contiguous."""
+    flat = torch.cat([x.movedim(dim, 0).reshape(-1) for x, dim in zip(tensors, dims)])
+    gathered = flat.new_empty((axis.size, flat.numel()))
+    if axis.group is not None:
+        _all_gather(gathered.view(-1), flat, group=axis.group)
+    parts = gathered.split([x.numel() for x in tensors], dim=1)
+    fronts = [(-1, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
+    # a copy even of a single part: the views of one gathered tensor would keep each other alive
+    whole = (part.contiguous().view(front).movedim(0, dim) for part, front, dim in zip(parts, fronts, dims))
+    return tuple(x.contiguous() for x in whole)
+
+
+def _scatter_together(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """`reduce_scatter` of each tensor along its dim; contiguous."""
+    flat = torch.cat([x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)], dim=1)
+    out = flat.new_empty(flat.shape[1])
+    if axis.group is not None:
+        _reduce_scatter(out, flat.view(-1), group=axis.group)
+    parts = out.split([x.numel() // axis.size for x in tensors])
+    fronts = [(x.shape[dim] // axis.size, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
+    return tuple(part.view(front).movedim(0, dim).contiguous() for part, front, dim in zip(parts, fronts, dims))
 
 
 def dual(placement: Placement) -> Placement:

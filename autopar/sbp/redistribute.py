@@ -193,10 +193,13 @@ def collectives_of(
 
 
 def collectives_together(
-    step: LayoutStep, values: Sequence[Value], mesh_shape: tuple[int, ...]
+    steps: Sequence[LayoutStep], values: Sequence[Value], mesh_shape: tuple[int, ...]
 ) -> tuple[Collective, ...]:
-    """The collectives of one step on several values at once: each kind once, with the bytes of all."""
-    each = (collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad) for value in values)
+    """The collectives of a step for each of several values, made at once: each kind once, with the bytes of all."""
+    each = (
+        collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad)
+        for step, value in zip(steps, values, strict=True)
+    )
     return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 

@@ -7,6 +7,7 @@ disagreement is an error. Tests use it: `spmd_types` comes with autopar's extra 
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import spmd_types as spmd
@@ -21,7 +22,7 @@ from autopar.codegen.program import Program
 from autopar.ir.op_facts import facts_of
 from autopar.runtime.load_program import axes_of, compile_source, namespace
 from autopar.sbp.convert import Axis
-from autopar.sbp.placement import I, Layout, Placement, R, local_shape
+from autopar.sbp.placement import Layout, Placement, local_shape
 from autopar.torch_compat import pytree
 
 _KINDS = {"S": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
@@ -81,6 +82,11 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 
 def _names(referee: "_Referee") -> dict[str, Any]:
     """The functions that generated code calls, by name, replaced by ones that the checker can follow."""
+
+    def together(axis: Axis, sources: Any, targets: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        each = zip(tensors, sources, targets, strict=True)
+        return tuple(referee.convert(x, axis, src, dst) for x, src, dst in each)
+
     return {
         "aten": _Ops(torch.ops.aten, "aten", referee),
         "autopar": _Ops(torch.ops.autopar, "autopar", referee),
@@ -89,10 +95,11 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "move": referee.convert,
         "local": _Untyped(namespace()["local"]),
         "seeded": lambda *_: torch.enable_grad(),
+        "Bucket": lambda *bucket: SimpleNamespace(converted=lambda: together(*bucket)),
         "regathered": lambda *_: nullcontext(),
         "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),
-        "use_together": lambda axis, *tensors: tuple(referee.convert(x, axis, I, R) for x in tensors),
+        "convert_together": together,
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from autopar.codegen.lower import lower
-from autopar.codegen.program import Convert, UseTogether
+from autopar.codegen.program import Convert, ConvertTogether
 from autopar.mesh import Mesh
 from autopar.sbp import rules
 from autopar.sbp.assignment import Assignment
@@ -107,7 +107,7 @@ def _features(example: Example) -> set[str]:
         if isinstance(step, Convert):
             kinds = f"{step.src.kind} -> {step.dst.kind}"
             found |= {kinds, f"{kinds} jointly"} if len(step.axes) > 1 else {kinds}
-    return found | {"together" for step in steps if isinstance(step, UseTogether)}
+    return found | {"together" for step in steps if isinstance(step, ConvertTogether)}
 
 
 def _check_covered(seen: Counter[str]) -> None:

@@ -3,11 +3,12 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from autopar.sbp.convert import Axis, convert, dual
+from autopar.sbp.convert import Axis, convert, convert_together, dual
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.redistribute import CONVERSIONS, collectives_of, redistribute
 from tests.sbp.exercise import record
@@ -80,6 +81,68 @@ def test_several_axes_at_once(
     expected = Counter(collectives_of(step, (24, 24), 8, mesh_shape, needs_grad=True))
     assert step.axes == axes and all(collective.axes == axes for collective in expected)
     assert [issued[rank] for rank in issued] == [expected] * (math.prod(mesh_shape) if expected else 0)
+
+
+# The changes of buckets, and those of their gradients.
+BUCKETS = [
+    (sources, targets)
+    for kinds, changes in {
+        "use": [(I, R), (I, R), (I, R)],
+        "sum": [(P, I), (P, I), (P, I)],
+        "gather": [(S(0), R), (S(1), R), (S(0), R)],
+        "gather whole": [(S(1), I), (S(0), I), (S(2), I)],
+        "scatter": [(P, S(0)), (P, S(2)), (P, S(1))],
+        "slice": [(I, S(1)), (I, S(0)), (I, S(0))],
+    }.items()
+    for sources, targets in [tuple(zip(*changes))]
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "axes"), [((3,), (0,)), ((2, 3), (1,)), ((2, 2, 2), (0, 2))], ids=str)
+@pytest.mark.parametrize(("sources", "targets"), BUCKETS, ids=str)
+def test_a_bucket_is_each_conversion_with_one_collective(
+    sources: tuple[Placement, ...], targets: tuple[Placement, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...]
+) -> None:
+    """Values, gradients and gradients of gradients are those of the conversions one by one; one collective each way."""
+    torch.manual_seed(0)
+    size = math.prod(mesh_shape[axis] for axis in axes)
+    shapes = [(size * 2, size, size), (size, size * 3, size), (size, size, size)]
+    joint = (axes,) if len(axes) > 1 else ()
+    count = math.prod(mesh_shape)
+    wholes = [torch.randn(count, *shape, dtype=torch.float64) for shape in shapes]
+
+    def rank(together: bool) -> Callable[[Coordinate, tuple[Axis, ...]], list[torch.Tensor]]:
+        def run(at: Coordinate, found: tuple[Axis, ...]) -> list[torch.Tensor]:
+            axis, number = found[-1] if joint else found[axes[0]], sum(x * 7**i for i, x in enumerate(at)) % count
+            parts = [
+                whole[number].chunk(size, src.dim)[0] if src.is_split else whole[number]
+                for whole, src in zip(wholes, sources)
+            ]
+            leaves = [part.clone().requires_grad_() for part in parts]
+            if together:
+                outs = convert_together(axis, sources, targets, *leaves)
+            else:
+                outs = tuple(convert(*one[:1], axis, *one[1:]) for one in zip(leaves, sources, targets))
+            gradients = [(out * (number + 1)).sin().requires_grad_() for out in outs]
+            backs = torch.autograd.grad(outs, leaves, gradients, create_graph=True)
+            again = torch.autograd.grad(backs, gradients, [back.detach().cos() for back in backs])
+            return [x.detach() for x in (*outs, *backs, *again)]
+
+        return run
+
+    expected, made = (on_threads(rank(together), mesh_shape, joint) for together in (False, True))
+    for at, tensors in made.items():
+        for one, other in zip(tensors, expected[at], strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.is_contiguous()
+    counts, num_bytes = ([], []), ([], [])
+    for number, together in enumerate((False, True)):
+        with record(mesh_shape) as issued:
+            on_threads(rank(together), mesh_shape, joint)
+        counts[number].extend(sum(of_rank.values()) for of_rank in issued.values())
+        num_bytes[number].extend(sum(c.num_bytes * times for c, times in x.items()) for x in issued.values())
+    assert counts[0] == [3 * count for count in counts[1]]
+    assert num_bytes[0] == num_bytes[1]
 
 
 def test_a_gradient_that_is_not_contiguous() -> None:

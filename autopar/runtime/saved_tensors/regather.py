@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.runtime.saved_tensors.offload_saved import Offload, unpack
-from autopar.sbp.convert import Axis, move
+from autopar.sbp.convert import Axis, convert_together, move, move_together
 from autopar.sbp.placement import Placement
 from autopar.torch_compat import StorageWeakRef
 
@@ -28,17 +28,90 @@ class _GatheredView:
         return view.conj() if self.is_conj else view
 
 
+class _Unchanged:
+    """A stored parameter, and that it is not changed between forward and backward."""
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        self.stored, self.version = stored, stored._version
+
+    def checked(self) -> torch.Tensor:
+        if self.stored._version != self.version:
+            raise RuntimeError(
+                "a parameter that backward gathers again was changed in place after forward; update it after backward"
+            )
+        return self.stored.detach()
+
+
+class _Stored:
+    """A parameter that is gathered by itself, in `steps`."""
+
+    def __init__(self, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
+        self.stored, self.steps = _Unchanged(stored), steps
+
+    def want(self) -> None:
+        pass
+
+    def gathered(self) -> torch.Tensor:
+        made = self.stored.checked()
+        for axis, src, dst in self.steps:
+            made = move(made, axis, src, dst)
+        return made
+
+
+class Bucket:
+    """Stored parameters that are gathered with one collective in forward, and again with one in backward.
+
+    `sources`, `targets`: their placements on `axis`, before and after. Backward gathers those that it has any use for
+    when the first of them is asked for, and hands each out once.
+    """
+
+    def __init__(
+        self, axis: Axis, sources: tuple[Placement, ...], targets: tuple[Placement, ...], *stored: torch.Tensor
+    ) -> None:
+        self.axis, self.ends, self.stored = axis, list(zip(sources, targets, strict=True)), stored
+        self.unchanged = [_Unchanged(x) for x in stored]
+        self.wanted: set[int] = set()
+        self.made: dict[int, torch.Tensor] = {}
+
+    def converted(self) -> tuple[torch.Tensor, ...]:
+        """The gathered parameters, for forward."""
+        sources, targets = zip(*self.ends, strict=True)
+        return convert_together(self.axis, sources, targets, *self.stored)
+
+    def gathered(self, number: int) -> torch.Tensor:
+        """Parameter `number`, gathered again."""
+        if number not in self.made:
+            wanted = sorted(self.wanted)
+            sources, targets = zip(*(self.ends[one] for one in wanted), strict=True)
+            again = (self.unchanged[one].checked() for one in wanted)
+            self.made = dict(zip(wanted, move_together(self.axis, sources, targets, *again), strict=True))
+        return self.made.pop(number)
+
+
+class _Member:
+    """Parameter `number` of a bucket."""
+
+    def __init__(self, bucket: Bucket, number: int) -> None:
+        self.bucket, self.number = bucket, number
+
+    def want(self) -> None:
+        self.bucket.wanted.add(self.number)
+
+    def gathered(self) -> torch.Tensor:
+        return self.bucket.gathered(self.number)
+
+
 class _GatheredTensor:
     """A gathered tensor in backward: made for the first of its views that autograd asks for, freed after the last."""
 
-    def __init__(self, whole: torch.Tensor, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
+    def __init__(self, whole: torch.Tensor, source: "_Stored | _Member") -> None:
         # no reference to `whole` itself, since autograd keeps this object alive
         self.storage, self.dtype, self.offset = (
             StorageWeakRef(whole.untyped_storage()),
             whole.dtype,
             int(whole.storage_offset()),
         )
-        self.stored, self.version, self.steps = stored, stored._version, steps
+        self.source = source
         self.size, self.stride = whole.shape, whole.stride()
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
@@ -48,6 +121,7 @@ class _GatheredTensor:
         if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
             return None
         self.num_views += 1
+        self.source.want()
         return _GatheredView(tuple(x.shape), x.stride(), int(x.storage_offset()) - self.offset, x.is_conj())
 
     def unpack(self, view: _GatheredView) -> torch.Tensor:
@@ -60,13 +134,7 @@ class _GatheredTensor:
         return gathered
 
     def make(self) -> torch.Tensor:
-        if self.stored._version != self.version:
-            raise RuntimeError(
-                "a parameter that backward gathers again was changed in place after forward; update it after backward"
-            )
-        made = self.stored.detach()
-        for axis, src, dst in self.steps:
-            made = move(made, axis, src, dst)
+        made = self.source.gathered()
         # In forward the last slice may or may not have had memory of its own; the views refer to its strides there.
         if made.stride() != self.stride:
             made = torch.empty_strided(self.size, self.stride, dtype=made.dtype, device=made.device).copy_(made)
@@ -78,12 +146,16 @@ def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Ite
     """A scope in which saved tensors in the memory of a gathered parameter are not kept, but gathered again in
     backward.
 
-    `parameters`: (gathered tensor, stored part, steps from the part to the gathered tensor as (axis, src, dst) ...).
+    `parameters`: (gathered tensor, stored part, steps from the part to the gathered tensor as (axis, src, dst) ...), or
+    (gathered tensor, the bucket that gathers it, its number there).
     One scope serves all parameters of an op, since only the innermost hooks see saved tensors; `rest` packs all other
     saved tensors. RuntimeError in backward if a stored part has changed in between, as autograd raises for its own
     saved tensors.
     """
-    known = [_GatheredTensor(*parameter) for parameter in parameters]
+    known = [
+        _GatheredTensor(whole, _Member(stored, *how) if isinstance(stored, Bucket) else _Stored(stored, *how))
+        for whole, stored, *how in parameters
+    ]
 
     def pack(x: torch.Tensor) -> Any:
         packed = ((again, view) for again in known if (view := again.pack(x)) is not None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 
 from autopar.codegen.emit import emit
-from autopar.codegen.program import Call, Convert, Program, UseTogether, flat
+from autopar.codegen.program import Call, Convert, ConvertTogether, Program, flat
 from autopar.ir.graph import Op, Value
 from autopar.ir.interpret import run_constants
 from autopar.ir.sizes.size import NAME, Different, Size, at, fit
@@ -103,7 +103,7 @@ def _layouts(program: Program) -> Iterator[tuple[Value, Layout]]:
         elif isinstance(step, Convert):
             values[step.output] = step.value
             yield from ((step.value, layout) for layout in (step.after, (step.src, step.dst)))
-        elif isinstance(step, UseTogether):
+        elif isinstance(step, ConvertTogether):
             values.update(zip(step.outputs, step.values, strict=True))
 
 
