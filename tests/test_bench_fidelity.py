@@ -1,11 +1,14 @@
 """The scores of predictions against figures by hand, the fit against known numbers, and published rows as plans."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from autopar.costmodel.cluster.presets import PRESETS
+from autopar.costmodel.collective_time import spans
+from bench.fidelity.peak_bytes import peak_bytes
 from bench.fidelity.published_models import v100_gpt
 from bench.fidelity.published_rows import a800_rows, h100_rows, v100_rows
 from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
@@ -86,6 +89,37 @@ def test_what_a_library_hides_is_no_more_than_computing_takes(small):
     assert all_hidden <= reduced <= plain
     assert reduced >= costs.compute_forward_s + costs.compute_backward_s + costs.optimizer_s
     assert not math.isclose(reduced, plain)
+
+
+def test_the_last_bucket_of_reductions_is_hidden_by_nothing(small):
+    written, cluster = WrittenPlan(partial(v100_gpt, 8, 512, 4, 4), data=8), PRESETS["v100"]
+    plain = step_s(written, cluster, Library("nothing"))
+    times = [step_s(written, cluster, Library("reductions", bucket_bytes=size)) for size in (0, 60e6, 120e6, 1e12)]
+    assert times == sorted(times) and times[0] < times[1] < times[2]
+    assert times[-1] == pytest.approx(plain)  # one bucket of all gradients
+
+
+def test_uneven_nodes_share_the_cards_of_the_smallest():
+    """A ring over 8 devices goes at the rate of the cards of one node, however the other nodes are filled."""
+    rates = {}
+    for row in a800_rows():
+        if " ddp: dp=8" in row.name:
+            cluster, nodes = row.cluster((1.0, 1.0)), row.name.rsplit(" ", 1)[1]
+            ((*_, outer),) = spans(cluster.levels, (8,), (0,))
+            rates[nodes] = outer.bandwidth_bytes_per_s * outer.num_inside
+    assert rates.pop("8") == pytest.approx(8 * 25e9)
+    two_cards = {nodes: rates.pop(nodes) for nodes in ("3+5", "4+4")}
+    assert set(rates.values()) == {59.7e9 / 4} and set(two_cards.values()) == {59.7e9 / 2}, rates
+
+
+def test_peak_memory_is_linear_in_layers_and_higher_without_recomputation(small):
+    plain, every = (peak_bytes(WrittenPlan(small, recomputed=again), PRESETS["v100"]) for again in ("none", "all"))
+    assert every < plain
+    build = partial(v100_gpt, 8, 64, heads=4)
+    whole = [peak_bytes(WrittenPlan(partial(build, layers=n)), PRESETS["v100"]) for n in (8, 12)]
+    line = WrittenPlan(build, num_layers=12)
+    assert peak_bytes(line, PRESETS["v100"]) == pytest.approx(whole[1], rel=0.01)
+    assert peak_bytes(replace(line, num_layers=8), PRESETS["v100"]) == pytest.approx(whole[0])
 
 
 def test_receives_ahead_of_use_never_make_a_pipeline_slower(small):

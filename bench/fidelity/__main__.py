@@ -9,7 +9,10 @@ is saved as soon as it is done.
 import sys
 from typing import Any
 
-from bench.fidelity import ROWS, SUMMARY, TABLES, judged
+from autopar.costmodel.cluster.hardware import Cluster
+from bench.fidelity import BY_KIND, SUMMARY, TABLES, by_kind, judged
+from bench.fidelity.peak_bytes import peak_bytes
+from bench.fidelity.published_rows import Published
 from bench.fidelity.scores import fitted
 from bench.fidelity.sources import SOURCES, Source
 from bench.fidelity.written_plans import step_s
@@ -37,9 +40,16 @@ def measure(source: Source) -> list[Row]:
                 "numbers": numbers,
                 "measured_s": row.measured_s,
                 "predicted_s": step_s(row.written, cluster, row.library),
+                "kind": row.kind,
+                "memory": _memory(row, cluster) if row.memory_bytes else None,
             }
         )
     return made
+
+
+def _memory(row: Published, cluster: Cluster) -> tuple[float, float]:
+    """(measured, predicted) GiB of a device."""
+    return row.memory_bytes / 2**30, (peak_bytes(row.written, cluster) + row.context_bytes) / 2**30
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     for source in SOURCES:
         if source.title in wanted:
             rows = measure(source)
-            found = {ROWS[source.title].title: rows, SUMMARY.title: [judged(source, rows)]}
+            found = {source.title: rows, SUMMARY.title: [judged(source, rows)], BY_KIND.title: by_kind(source, rows)}
             add("fidelity", list(TABLES.values()), found, {})
     print("written to bench/results/fidelity.md and fidelity.json")
 

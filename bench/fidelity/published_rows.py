@@ -2,16 +2,24 @@
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
-from autopar.costmodel.cluster.measured_terms import GroupRate, ProductShare
-from autopar.costmodel.cluster.presets import LINK_EFFICIENCY, NETWORK_LATENCY_S, NVLINK_LATENCY_S, PCIE4, PRESETS
+from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare
+from autopar.costmodel.cluster.presets import (
+    LINK_EFFICIENCY,
+    NETWORK_LATENCY_S,
+    NVLINK_LATENCY_S,
+    PCIE4,
+    PRESETS,
+    PRODUCT_EFFICIENCY,
+)
 from autopar.models.catalogue import Example
-from bench.fidelity.published_models import a800_gpt2, a800_t5, llama3, v100_gpt
+from bench.fidelity.published_models import a800_gpt2, a800_megatron_gpt2, a800_t5, llama3, v100_gpt
 from bench.fidelity.written_plans import Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
@@ -23,17 +31,21 @@ NCCL = ("ring", "tree")
 
 @dataclass(frozen=True)
 class Published:
-    """One measured row. `group`: of plans among which one chooses. `cluster`: from the fitted numbers. `is_fitted`: the
-    numbers were fitted on it, so that it is not judged.
+    """One measured row. `group`: of plans among which one chooses. `kind`: of rows that are judged together.
+    `cluster`: from the fitted numbers. `is_fitted`: the numbers were fitted on it, so that it is not judged.
+    `memory_bytes`: measured on a device, 0 where not published; `context_bytes` of it are of no tensor.
     """
 
     name: str
     group: str
+    kind: str
     measured_s: float
     written: WrittenPlan
     library: Library
     cluster: Callable[[Sequence[float]], Cluster]
     is_fitted: bool
+    memory_bytes: float = 0.0
+    context_bytes: float = 0.0
 
 
 def _read(file: str) -> list[dict[str, str]]:
@@ -64,12 +76,19 @@ def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
         yield Published(
             f"hidden {hidden}, {layers} layers, batch {batch}: dp={data},tp={tensor},pp={stages}",
             f"{hidden} {layers} {batch} {data * tensor * stages}",
+            "stages" if stages > 1 else "tensor" if tensor > 1 else "data",
             float(row["step_ms"]) / 1e3,
             written,
             Library("nothing" if tensor > 1 else "reductions", is_early=True),
             _v100,
             is_fitted=data * tensor * stages <= 8,
+            memory_bytes=int(row["memory_mib"]) * 2.0**20,
+            context_bytes=_V100_CONTEXT,
         )
+
+
+# nvidia-smi counts the context and buffers of libraries too, 0.5 to 1 GiB.
+_V100_CONTEXT = 0.75 * 2**30
 
 
 def _v100(numbers: Sequence[float]) -> Cluster:
@@ -86,59 +105,83 @@ def _v100(numbers: Sequence[float]) -> Cluster:
     return replace(preset, levels=(node, network), flops_per_s=flops, algorithms=NCCL)
 
 
+# The software of each kind of rows, by the artifact's configurations (AlibabaPAI/reconfigurable-dl-scheduler,
+# benchmark/models). DeepSpeed: `overlap_comm` with `reduce_bucket_size` of 2e8 elements at stage 2; gradients are
+# reduced after backward at stage 0 (`DeepSpeedEngine.allreduce_gradients`). Megatron-LM reduces after backward too.
+_A800_LIBRARIES = {"3d": Library(is_early=True), "ddp": Library(), "zero": Library("reductions", bucket_bytes=2e8 * 4)}
+
+
 def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:
-    """GPT-2 and T5 by Rubick: DDP and DeepSpeed reduce gradients beside backward; Megatron pads the vocabulary."""
+    """GPT-2 and T5 by Rubick, in float32: its commands have neither `--fp16` nor `--bf16`, its DeepSpeed configurations
+    `"fp16": {"enabled": false}`.
+
+    Rows with offload have activation checkpointing too ("ZeRO-Offload+GC", artifact/71_performance_model/model/
+    validate_gpt.py and validation_t5.py). Megatron pads the vocabulary.
+    """
     for row in rows if rows is not None else _read("rubick_a800.csv"):
         kind, stages, tensor, data = row["kind"], int(row["pp"]), int(row["tp"]), int(row["dp"])
         nodes = tuple(map(int, row["devices_of_each_node"].split("+")))
-        if row["model"] == "gpt2":
-            build = _built(a800_gpt2, 16, 50257 if tensor == 1 else math.ceil(50257 / 128 / tensor) * 128 * tensor)
-        else:
+        if row["model"] != "gpt2":
             build = _built(a800_t5, 16)
+        elif kind == "3d":
+            build = _built(a800_megatron_gpt2, 16, math.ceil(50257 / 128 / tensor) * 128 * tensor)
+        else:
+            build = _built(a800_gpt2, 16)
         written = WrittenPlan(
             build,
             data,
             tensor,
             stages,
             flavour="zero2" if kind.startswith("zero") and data > 1 else "ddp",
-            recomputed="all" if kind.endswith("checkpointing") else "none",
+            recomputed="all" if kind in ("ddp+checkpointing", "zero-offload") else "none",
+            optimizer="adamw",
             is_state_on_host=kind == "zero-offload",
             num_layers=48 if row["model"] == "gpt2" else 32,
         )
         yield Published(
             f"{row['model']} {kind}: dp={data},tp={tensor},pp={stages} on {row['devices_of_each_node']}",
             f"{row['model']} {row['devices_of_each_node']}",
+            f"{row['model']} {kind}, {'one node' if len(nodes) == 1 else 'several'}",
             float(row["step_s"]),
             written,
-            Library("nothing" if kind == "3d" else "reductions", is_early=True),
+            _A800_LIBRARIES[re.split("[+-]", kind)[0]],
             partial(_a800, nodes),
-            is_fitted=len(nodes) == 1 and kind in ("3d", "ddp", "zero"),
+            is_fitted=len(nodes) == 1 and kind in ("ddp", "zero"),
         )
 
 
-# 800 GB/s of NVLink are 400 of an A800, both ways; a node's 100 GB/s of network are taken for four cards, each of two
-# devices, as in DGX A100 its PCIe switches are.
-_A800_NVLINK, _A800_NETWORK, _A800_CARDS = 200e9, 100e9, 4
+# 400 GB/s of NVLink both ways. A node's 100 GB/s of network are taken for four cards, each of two devices, as in DGX
+# A100 its PCIe switches are; of them the authors measured 59.7 GB/s by their all-reduce test (`B_pcie` in sched/models/
+# gpt2.py, made by simulator/test_env/test_allreduce.py).
+_A800_NVLINK, _A800_NETWORK, _A800_CARDS = 200e9, 59.7e9, 4
+# Products of float32 on its tensor cores as TF32 (NVIDIA A100 datasheet), the default of torch before 1.12.
+_A800_TF32 = 156e12
+# An update by transformers' AdamW, which is not fused: each of its eight operations reads its operands and writes its
+# result, 80 bytes of a parameter; clipping gradients reads them twice and writes them, zeroing writes them: 16. A fused
+# one moves 28 (`memory.update_bytes`).
+_UNFUSED_UPDATE = MemoryShare("update", 28 / 96)
 
 
 def _a800(nodes: Sequence[int], numbers: Sequence[float]) -> Cluster:
-    """numbers: shares of the product rate and of the memory bandwidth of the datasheet that are reached. The node with
-    the fewest devices has the fewest cards in use, and all wait for it.
+    """numbers: shares of the datasheet's rates that are reached: of products and memory alike, and of NVLink. The node
+    with the fewest devices has the fewest cards in use, and all wait for it.
     """
-    preset = PRESETS["a100"]
+    preset, (device, nvlink) = PRESETS["a100"], numbers
     fewest, size = min(nodes), math.ceil(sum(nodes) / len(nodes))
     cards = math.ceil(fewest * _A800_CARDS / 8)
-    network = LinkLevel(0, NETWORK_LATENCY_S, _A800_NETWORK / _A800_CARDS * cards / size * LINK_EFFICIENCY)
-    node = LinkLevel(size, NVLINK_LATENCY_S, _A800_NVLINK * LINK_EFFICIENCY)
+    inside = (sum(nodes) - 1) % size + 1  # devices of the last block of `size`, over which a ring shares the cards
+    network = LinkLevel(0, NETWORK_LATENCY_S, _A800_NETWORK / _A800_CARDS * cards / inside)
+    node = LinkLevel(size, NVLINK_LATENCY_S, _A800_NVLINK * nvlink)
     alone = PCIE4 / 2 if max(nodes) > _A800_CARDS else PCIE4
     return replace(
         preset,
         name="a800",
         levels=(node, network) if size > 1 else (network,),
-        flops_per_s={"bfloat16": 312e12 * numbers[0], "float32": 19.5e12 * numbers[0]},
-        memory_bandwidth_bytes_per_s=2039e9 * numbers[1],
+        flops_per_s={"float32": _A800_TF32 * device},
+        memory_bandwidth_bytes_per_s=2039e9 * device,
         host_bandwidth_bytes_per_s=alone * LINK_EFFICIENCY,
         algorithms=NCCL,
+        memory_shares=(MemoryShare(""), _UNFUSED_UPDATE),
     )
 
 
@@ -164,12 +207,19 @@ def h100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
         yield Published(
             f"{row['source']} {row['model']}, {gpus} GPUs, sequence {sequence}, {row['precision']}, {row['technique']}",
             f"{row['source']} {row['precision']} {sequence}",
+            row["precision"],
             batch * sequence / gpus / float(row["tokens_per_s_per_gpu"]),
             written,
             Library("parameters", cast_bytes=FP8_CAST_BYTES * (row["precision"] == "fp8")),
             partial(_h100, is_compiled=is_compiled, is_fp8=row["precision"] == "fp8"),
             is_fitted=gpus == 8 and row["precision"] == "bf16",
+            memory_bytes=float(row["memory_gib"] or 0.0) * 2.0**30,
         )
+
+
+# FlashAttention-2, which torch ran then, reaches 35 % of an H100's rate (Shah et al., "FlashAttention-3", 2024), where
+# products are taken to reach `PRODUCT_EFFICIENCY`.
+_FLASH_ATTENTION_2 = ProductShare(0.35 / PRODUCT_EFFICIENCY, op="aten.scaled_dot_product_attention")
 
 
 def _h100(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Cluster:
@@ -181,7 +231,7 @@ def _h100(numbers: Sequence[float], *, is_compiled: bool, is_fp8: bool) -> Clust
         preset,
         flops_per_s={dtype: rate * factor for dtype, rate in preset.flops_per_s.items()},
         memory_bandwidth_bytes_per_s=2.4e12 * factor,
-        product_shares=(ProductShare(2.0, op="aten.linear"),) * is_fp8,
+        product_shares=(_FLASH_ATTENTION_2,) + (ProductShare(2.0, op="aten.linear"),) * is_fp8,
         memory_bytes=96 * 10**9,
         algorithms=NCCL,
     )

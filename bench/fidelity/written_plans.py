@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -121,11 +122,13 @@ class Library:
 
     `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
     "parameters", gathers among them, beside forward and backward. `is_early`: receives of stages are posted ahead.
-    `cast_bytes`: moved for each element of an operand of a linear layer, to cast it.
+    `bucket_bytes`: of gradients that are reduced together. `cast_bytes`: moved for each element of an operand of a
+    linear layer, to cast it.
     """
 
     hides: str = "nothing"
     is_early: bool = False
+    bucket_bytes: float = 0.0
     cast_bytes: float = 0.0
 
 
@@ -142,9 +145,14 @@ def _parts(written: WrittenPlan, cluster: Cluster, library: Library) -> np.ndarr
     """
     if not written.num_layers:
         return _parts_of(staged(written), cluster, library)
-    few = max(4, written.stages)  # fewer are not taken for copies of a block
+    few = few_layers(written)
     low, high = (_parts_of(staged(with_layers(written, n)), cluster, library) for n in (few, 2 * few))
     return low + (written.num_layers - few) / few * (high - low)
+
+
+def few_layers(written: WrittenPlan) -> int:
+    """The fewest layers that are taken for copies of a block, with one for each stage."""
+    return max(4, written.stages)
 
 
 @cache
@@ -169,7 +177,7 @@ def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.nda
 def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
     """Seconds of the collectives that computing may hide, and of that computing.
 
-    Of reductions, the one whose gradients backward completes last is hidden by nothing.
+    Of reductions, the bucket whose gradients backward completes last is hidden by nothing.
     """
     costs = stage.costs
     if library.hides == "nothing":
@@ -178,7 +186,9 @@ def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
         reduced = [p for p in costs.collectives if p.is_once and p.collective.phase == "backward"]
         position = {op.name: number for number, op in enumerate(stage.graph.ops)}
         order = sorted(reduced, key=lambda p: min(position[user] for user in p.users))
-        return sum(p.time_s for p in order[1:]), costs.compute_backward_s / costs.num_microbatches
+        before = accumulate((p.collective.num_bytes for p in order), initial=0)
+        hidden = [p.time_s for p, done in zip(order, before) if 0 < done >= library.bucket_bytes]
+        return sum(hidden), costs.compute_backward_s / costs.num_microbatches
     moved_s = costs.communication_s("forward") + costs.communication_s("backward")
     return moved_s, costs.compute_forward_s + costs.compute_backward_s
 
