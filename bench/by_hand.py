@@ -9,7 +9,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.split_stages import StageGraph
 from autopar.mesh import PIPELINE, Devices, Mesh
@@ -20,6 +20,8 @@ from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.candidates import even_layouts
+from autopar.sbp.placement import Layout, S
 from bench.every_stage import Written, every_plan
 
 # Tensors are split within so many nodes.
@@ -116,10 +118,19 @@ def _name(written: Written) -> str:
     return written.name if num == 0 else f"{written.name} ({num} blocks)"
 
 
-def plan_by_hand(model: Model, point: Staged, cluster: Cluster, training: Training) -> StagedPlan:
-    """The point as a plan, whose stages have its layouts; nothing is searched."""
+def plan_by_hand(
+    model: Model, point: Staged, cluster: Cluster, training: Training, *, are_sends_split: bool = False
+) -> StagedPlan:
+    """The point as a plan, whose stages have its layouts; nothing is searched.
+
+    `are_sends_split`: each tensor rank sends its part of a boundary tensor that is whole on the tensor axes, and the
+    receivers gather it.
+    """
     cut, schedule = cut_as(model, point), point.schedule
     crossing = crossing_layouts(cut)
+    if are_sends_split:
+        values = {value.name: value for value in chain.from_iterable(stage.graph.outputs for stage in cut.stages[:-1])}
+        crossing = {name: _split(values[name], layout, point) for name, layout in crossing.items()}
     stages = []
     for number, stage in enumerate(cut.stages):
         counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
@@ -132,6 +143,15 @@ def plan_by_hand(model: Model, point: Staged, cluster: Cluster, training: Traini
     return StagedPlan(
         mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand"
     )
+
+
+def _split(value: Value, layout: Layout, point: Staged) -> Layout:
+    """The layout with whole tensor axes split along the last dim that divides, where there is one."""
+    for axis in point.plan.tensor_axes:
+        if not layout[axis].is_split:
+            others = ((*layout[:axis], S(dim), *layout[axis + 1 :]) for dim in reversed(range(len(value.shape))))
+            layout = next((one for one in others if one in even_layouts(value.shape, point.mesh.shape)), layout)
+    return layout
 
 
 def _regions(cut: Cut, stage: StageGraph) -> tuple[Sequence[str], ...]:

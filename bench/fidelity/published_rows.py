@@ -116,7 +116,8 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     `"fp16": {"enabled": false}`.
 
     Rows with offload have activation checkpointing too ("ZeRO-Offload+GC", artifact/71_performance_model/model/
-    validate_gpt.py and validation_t5.py). Megatron pads the vocabulary.
+    validate_gpt.py and validation_t5.py). Megatron pads the vocabulary, and its tensor ranks send a part each to the
+    next stage (Narayanan et al., "Efficient Large-Scale Language Model Training", 2021, section 4.1; its default).
     """
     for row in rows if rows is not None else _read("rubick_a800.csv"):
         kind, stages, tensor, data = row["kind"], int(row["pp"]), int(row["tp"]), int(row["dp"])
@@ -136,6 +137,7 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             recomputed="all" if kind in ("ddp+checkpointing", "zero-offload") else "none",
             optimizer="adamw",
             is_state_on_host=kind == "zero-offload",
+            are_sends_split=kind == "3d",
             num_layers=48 if row["model"] == "gpt2" else 32,
         )
         yield Published(

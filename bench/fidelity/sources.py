@@ -49,9 +49,9 @@ SOURCES = (
     Source(
         "GPT-2 and T5 on A800",
         "Rubick (MLSys 2025, AlibabaPAI/reconfigurable-dl-scheduler): up to 8 nodes of 8 A800-80GB; the whole local"
-        " batch is one microbatch. Fitted are the shares that are reached of a datasheet's rates (of products and of"
-        " memory alike) and of NVLink, on rows of one node without tensor parallelism, checkpointing and offload. By the"
-        " artifact's commands and configurations training is in float32, with products on tensor cores (TF32) and"
+        " batch is one microbatch. Fitted are the shares that are reached of a datasheet's rates (of products and"
+        " of memory alike) and of NVLink, on rows of one node without tensor parallelism, checkpointing and offload. By"
+        " the artifact's commands and configurations training is in float32, with products on tensor cores (TF32) and"
         " attention written out; gradients of ZeRO are reduced beside backward in buckets of 2e8 elements, those of"
         " data parallelism (DeepSpeed's stage 0) and of Megatron after it; offload comes with activation checkpointing."
         f" {_NCCL} A node's network is what the authors' all-reduce test reached, taken for four cards, each of two"

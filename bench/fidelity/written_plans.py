@@ -38,7 +38,8 @@ class WrittenPlan:
     `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
     innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
     "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`; `is_state_on_host`: its state is
-    offloaded. `num_layers`: 0, or the depth, which `build` then takes as `layers`.
+    offloaded. `are_sends_split`: over the tensor ranks of a stage.
+    `num_layers`: 0, or the depth, which `build` then takes as `layers`.
     """
 
     build: Callable[..., Example]
@@ -51,6 +52,7 @@ class WrittenPlan:
     chunks: int = 1
     optimizer: str = "adamw-master"
     is_state_on_host: bool = False
+    are_sends_split: bool = False
     num_layers: int = 0
 
 
@@ -83,7 +85,8 @@ def staged(written: WrittenPlan) -> StagedPlan:
     partition = next(cut for cut in cuts if cut is not None)
     if written.recomputed == "half":
         partition = replace(partition, num_recomputed=tuple(num // 2 for num in partition.num_recomputed))
-    found = plan_by_hand(model, Staged(plan, mesh, schedule, partition, 0.0, assignment), _ANY, training)
+    point = Staged(plan, mesh, schedule, partition, 0.0, assignment)
+    found = plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
     return _with_state_on_host(found) if written.is_state_on_host else found
 
 
