@@ -25,7 +25,7 @@ from autopar.mesh import Devices, Mesh, as_mesh, mesh_of
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Progress
 from autopar.planner.choose import choose_plan
-from autopar.planner.request import ANYTHING, PlanRequest
+from autopar.planner.request import ANYTHING, PlanRequest, request_of
 from autopar.planner.status import status
 from autopar.plans import serialise, staged_plan
 from autopar.plans.plan import Plan
@@ -36,7 +36,6 @@ from autopar.runtime.process_groups import with_axis_names, with_stages_first
 from autopar.runtime.rank_agreement import agreed_graph, check_same, of_first_rank, on_every_rank
 from autopar.runtime.sharded_module import ShardedModule, shard_module, unshard
 from autopar.sbp.placement import Layout
-from autopar.schedule.orders import NAMES as SCHEDULES
 
 AnyMesh = Mesh | Devices | DeviceMesh | str | int | tuple[int, ...]
 AnyCluster = Cluster | str | os.PathLike
@@ -60,6 +59,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
 ) -> Plan | StagedPlan:
@@ -77,6 +77,7 @@ def plan(
     `memory_limit_bytes`: per device; by default nine tenths of the memory of the cluster's devices.
     `num_microbatches`, `schedule` ("1f1b", "interleaved", "zero-bubble", "gpipe"): by default those of the fastest plan
         that fits.
+    `reduce_dtype`: in which gradients of parameters are summed over ranks, e.g. torch.float32; by default their own.
     `loss_fn`: called with the model's output and the target, which is then the last of `args`.
     `time_limit_s`: seconds for planning after tracing, by default 30.
     """
@@ -84,7 +85,7 @@ def plan(
     check_given_model(model)
     planar = _mesh(mesh)
     found = _cluster(cluster, mesh.device_type if isinstance(mesh, DeviceMesh) else None)
-    request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
+    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype)
     graph = traced(skeleton(model), loss_fn, args, kwargs)
     with _telling(graph, planar, request) as progress:
         return _with_notes(choose_plan(graph, planar, found, request, progress=progress, predict=rank_peaks))
@@ -101,6 +102,7 @@ def compile(
     memory_limit_bytes: float | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
     loss_fn: LossFunction | None = None,
     time_limit_s: float | None = None,
     plan: Plan | StagedPlan | str | os.PathLike | None = None,
@@ -122,7 +124,7 @@ def compile(
     `mesh`: as in `autopar.plan`; a mesh that is left open needs `plan` or example arguments, which decide it.
     `cluster`: a preset's name, a JSON file or a Cluster; by default the preset of the mesh's devices.
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
-        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`).
+        `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`).
     `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
         batch is all parts, one after the other: every tensor with a dim 0, labels too, is split along it. Ranks that
         differ only on axes called pp, tp, cp, sp, mp or model give the same part, all others their own, in row-major
@@ -142,7 +144,7 @@ def compile(
     example = _checked_call(model, args, kwargs)
     _check_not_parallel(model)
     check_given_model(model)
-    request = _request(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule)
+    request = request_of(pins, memory_limit_bytes, time_limit_s, num_microbatches, schedule, reduce_dtype)
     _check_options(plan, request, cluster, outputs, check)
     if not isinstance(mesh, DeviceMesh) and isinstance(devices := _mesh(mesh), Devices):
         if plan is None and args is None and kwargs is None:
@@ -176,7 +178,7 @@ def _check_options(plan: Any, request: PlanRequest, cluster: AnyCluster | None, 
     if plan is not None and (request != ANYTHING or cluster is not None):
         raise AutoparError(
             "plan= cannot be combined with cluster= or planning options (pins=, memory_limit_bytes=, time_limit_s=,"
-            " num_microbatches=, schedule=): give either the plan or the options"
+            " num_microbatches=, schedule=, reduce_dtype=): give either the plan or the options"
         )
     if plan is not None and not isinstance(plan, Plan | StagedPlan | str | os.PathLike):
         raise AutoparError(f"plan= expects a Plan or the path of its file, found {_named_type(plan)}")
@@ -289,42 +291,6 @@ def _divides(mesh: Mesh | Devices, size: int) -> bool:
     if isinstance(mesh, Devices):
         return mesh.num_devices == 1 or math.gcd(size, mesh.num_devices) > 1
     return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
-
-
-def _request(
-    pins: Mapping[str, str] | None,
-    memory_limit_bytes: float | None,
-    time_limit_s: float | None,
-    num_microbatches: int | None,
-    schedule: str | None,
-) -> PlanRequest:
-    """The planning options as a request; AutoparError for one of a wrong type or value."""
-    request: dict[str, Any] = {}
-    if pins:
-        if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
-            raise AutoparError(
-                f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}"
-            )
-        request["pins"] = dict(pins)
-    if memory_limit_bytes is not None:
-        if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
-            raise AutoparError(
-                f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}"
-            )
-        request["memory_limit_bytes"] = float(memory_limit_bytes)
-    if time_limit_s is not None:
-        if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
-            raise AutoparError(f"time_limit_s= expects a number of seconds, found {time_limit_s!r}")
-        request["time_limit_s"] = float(time_limit_s)
-    if num_microbatches is not None:
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise AutoparError(f"num_microbatches= expects a positive number, found {num_microbatches!r}")
-        request["num_microbatches"] = num_microbatches
-    if schedule is not None:
-        if schedule not in SCHEDULES:
-            raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
-        request["schedule"] = schedule
-    return PlanRequest(**request)
 
 
 def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:

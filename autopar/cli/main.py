@@ -17,7 +17,7 @@ from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
-from autopar.costmodel.training import Training
+from autopar.costmodel.training import REDUCE_DTYPES, Training
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
@@ -146,6 +146,12 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
         "--optimizer", default="adamw", help="the optimizer whose state counts as memory (default adamw)"
     )
     parser.add_argument(
+        "--reduce-dtype",
+        choices=REDUCE_DTYPES,
+        default="",
+        help="the dtype in which gradients of parameters are summed over ranks (default: their own)",
+    )
+    parser.add_argument(
         "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning after tracing (default 30)"
     )
 
@@ -244,11 +250,11 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         _check_whole(options)
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return _by_hand(options.hand, example.model, graph, mesh, cluster, Training(options.optimizer), limit)
+        return _by_hand(options.hand, example.model, graph, mesh, cluster, _training(options), limit)
     request = PlanRequest(
         pins=dict(_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
-        training=Training(options.optimizer),
+        training=_training(options),
         num_microbatches=options.microbatches,
         schedule=options.schedule,
         time_limit_s=options.time_limit,
@@ -256,6 +262,10 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
     return choose_plan(
         graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks, watch=_watching(options)
     )
+
+
+def _training(options: argparse.Namespace) -> Training:
+    return Training(options.optimizer, reduce_dtype=options.reduce_dtype)
 
 
 def _check_whole(options: argparse.Namespace) -> None:
@@ -274,6 +284,7 @@ def _check_whole(options: argparse.Namespace) -> None:
 def _by_hand(
     kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float
 ) -> Plan:
+    graph = training.reduced(graph)
     folded = fold(graph)
     candidates = annotate(graph, mesh, folded)
     plan = parse_hand_plan(kind, mesh)

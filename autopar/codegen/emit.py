@@ -20,7 +20,13 @@ from autopar.codegen.program import (
 )
 from autopar.ir.graph import Input, Value, short_dtype
 from autopar.sbp.placement import Layout, Placement, format_layout
-from autopar.sbp.redistribute import Collective, LayoutStep, again_in_backward, collectives_of, collectives_together
+from autopar.sbp.redistribute import (
+    Collective,
+    LayoutStep,
+    again_in_backward,
+    collectives_of_value,
+    collectives_together,
+)
 
 
 def emit(program: Program, *, is_typed: bool = False) -> str:
@@ -130,15 +136,9 @@ class _Emitter:
 
     def _convert(self, step: Convert) -> str:
         function = "convert" if step.value.needs_grad else "move"
-        done = collectives_of(
-            _planned(step.axes, step.src, step.dst, step.after),
-            step.value.shape,
-            step.value.dtype.itemsize,
-            self.program.mesh.shape,
-            step.value.needs_grad,
-        )
-        note = _note(done)
-        placements = f"{code(step.src)}, {code(step.dst)}"
+        planned = _planned(step.axes, step.src, step.dst, step.after)
+        note = _note(collectives_of_value(planned, step.value, self.program.mesh.shape))
+        placements = f"{code(step.src)}, {code(step.dst)}{_sum_in(step.value) if step.value.needs_grad else ''}"
         call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
         return f"{variable(step.output)} = {call}  {comment(f'{format_layout(step.after)}: {note}')}"
 
@@ -147,6 +147,7 @@ class _Emitter:
         done = collectives_together(steps, step.values, self.program.mesh.shape)
         left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
         note = comment(f"{' '.join(map(format_layout, step.after))}: {_note(done)}")
+        right += _sum_in(step.values[0])
         bucket = f"({self._axis(step.axes)}, ({_items(step.src)}), ({_items(step.dst)}), {right})"
         if step.number < 0:
             lines = [f"({left}) = convert_together{bucket}  {note}"]
@@ -233,6 +234,11 @@ def _planned(axes: tuple[int, ...], src: Placement, dst: Placement, after: Layou
 
 def _items(placements: Iterable[Placement]) -> str:
     return ", ".join(map(code, placements))
+
+
+def _sum_in(value: Value) -> str:
+    """The argument of a conversion whose gradient is summed in another dtype than its own."""
+    return "" if value.sum_dtype is None else f", sum_in={code(value.sum_dtype)}"
 
 
 def _note(collectives: tuple[Collective, ...]) -> str:

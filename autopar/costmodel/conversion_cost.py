@@ -1,5 +1,6 @@
 """The cost of converting a value from one layout to another, for many pairs of layouts at once."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -113,7 +114,8 @@ def conversion_times(
     for position in ways.used:
         kind = ways.kinds[position]
         if kind.phase == "forward" or value.needs_grad:
-            num_bytes = np.float64(value.num_bytes // kind.divisor)
+            num_elements = math.prod(value.shape)
+            num_bytes = np.float64(kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize))
             times[position] = collective_times(
                 cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share
             )

@@ -19,7 +19,7 @@ from autopar.ir.graph import Graph, Op, call_key
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, Conversion, conversions
-from autopar.sbp.redistribute import Collective, again_in_backward, collectives_of, redistribute
+from autopar.sbp.redistribute import Collective, again_in_backward, collectives_of_value, redistribute
 from autopar.sbp.signature import Strategy
 
 
@@ -190,7 +190,6 @@ def _conversion_cost(
     kept, inside, moved = (
         int(found[0, 0]) for found in kept_bytes(way, mesh.shape, training, again=conversion.is_regathered)
     )
-    facts = value.shape, value.dtype.itemsize, mesh.shape, value.needs_grad
-    made = tuple(collective for step in steps for collective in collectives_of(step, *facts))
+    made = tuple(collective for step in steps for collective in collectives_of_value(step, value, mesh.shape))
     again = again_in_backward(steps, value, mesh.shape)
     return ConversionCost(conversion, saving, is_parameter, runs, made, again, kept, inside, moved)

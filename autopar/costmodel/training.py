@@ -3,6 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from autopar.ir.graph import Graph
+from autopar.ir.passes.sum_dtype import summed_in
+
 # Bytes of state for each element, in float32 as mixed-precision training has it. "-master": with a float32 copy of each
 # parameter too.
 OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
@@ -18,22 +23,34 @@ OPTIMIZER_STATE_BYTES: Mapping[str, int] = {
     "adamw-master": 12,
 }
 
+# Dtypes in which backends sum.
+REDUCE_DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Training:
     """A training step: `num_microbatches` passes over the priced graph, which is of one microbatch, and an update.
 
     `num_in_flight`: the most microbatches between their forward and their backward at a time; `num_waiting`: those
-    whose weight gradients are put off, as in zero-bubble schedules. ValueError for an unknown optimizer or a count
-    below 1.
+    whose weight gradients are put off, as in zero-bubble schedules. `reduce_dtype`: name of the dtype in which the
+    gradients of parameters are summed over ranks; "": their own. ValueError for an unknown optimizer or dtype, or a
+    count below 1.
     """
 
     optimizer: str = "adamw"
     num_microbatches: int = 1
     num_in_flight: int = 1
     num_waiting: int = 0
+    reduce_dtype: str = ""
 
     def __post_init__(self) -> None:
+        if self.reduce_dtype not in ("", *REDUCE_DTYPES):
+            raise ValueError(f"reduce_dtype: expected one of {', '.join(REDUCE_DTYPES)}, found {self.reduce_dtype!r}")
         if self.optimizer not in OPTIMIZER_STATE_BYTES:
             known = ", ".join(OPTIMIZER_STATE_BYTES)
             raise ValueError(
@@ -44,6 +61,20 @@ class Training:
                 "training: expected 1 <= num_in_flight <= num_microbatches and as many waiting at most, found"
                 f" {self.num_in_flight} in flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
             )
+
+    @property
+    def described(self) -> str:
+        """The optimizer, and the dtype of sums where it was chosen."""
+        return f"{self.optimizer}, gradients summed in {self.reduce_dtype}" if self.reduce_dtype else self.optimizer
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """`reduce_dtype`, None for their own."""
+        return REDUCE_DTYPES.get(self.reduce_dtype)
+
+    def reduced(self, graph: Graph) -> Graph:
+        """`graph` with the gradients of its parameters summed in `reduce_dtype`."""
+        return summed_in(graph, self.sum_dtype)
 
     @property
     def state_bytes(self) -> int:

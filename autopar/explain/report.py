@@ -125,7 +125,7 @@ def report(plan: Plan) -> Report:
         mesh=str(plan.mesh),
         cluster=plan.cluster.name,
         cluster_source=origin_of_figures(plan.cluster),
-        optimizer=plan.training.optimizer,
+        optimizer=plan.training.described,
         ops=tuple(_op_rows(plan)),
         inputs=tuple(_input_rows(plan)),
         totals=_totals(plan),

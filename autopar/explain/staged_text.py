@@ -46,7 +46,7 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
     return {
         "mesh": str(plan.mesh),
         "cluster": plan.cluster.name,
-        "optimizer": plan.training.optimizer,
+        "optimizer": plan.training.described,
         "schedule": {
             "name": plan.schedule.name,
             "num_stages": plan.schedule.num_stages,
@@ -84,7 +84,7 @@ def _head(plan: StagedPlan) -> str:
     host_bytes = sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
     return "\n".join(
         [
-            title(str(plan.mesh), plan.cluster.name, origin_of_figures(plan.cluster), plan.training.optimizer),
+            title(str(plan.mesh), plan.cluster.name, origin_of_figures(plan.cluster), plan.training.described),
             f"Schedule: {plan.schedule}. Run it by model.train_step(...).",
             step_line(plan.step_s, f"found by {plan.found_by or 'hand'}", bound, is_from_file=plan.is_from_file),
             (

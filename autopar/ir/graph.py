@@ -10,12 +10,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph with its unique name; shapes are global."""
+    """A tensor of the graph with its unique name; shapes are global.
+
+    `sum_dtype`: dtype in which its gradient is summed over ranks; None: its own.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    sum_dtype: torch.dtype | None = None
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element of its gradient while that is summed over ranks."""
+        return (self.sum_dtype or self.dtype).itemsize
 
     @property
     def num_bytes(self) -> int:

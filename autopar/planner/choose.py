@@ -57,6 +57,7 @@ def choose_plan(
     """
     mesh = stages_first(mesh)
     limit_s, request = request.time_limit_s, request.on(cluster)
+    graph = request.training.reduced(graph)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
     ways = _ways(mesh, request)

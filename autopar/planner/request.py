@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
-from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.costmodel.training import REDUCE_DTYPES, WHOLE_BATCH, Training
+from autopar.errors import AutoparError
 from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.placement import Layout
+from autopar.schedule.orders import NAMES as SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,48 @@ class PlanRequest:
 
 
 ANYTHING = PlanRequest()
+
+
+def request_of(
+    pins: Mapping[str, str] | None,
+    memory_limit_bytes: float | None,
+    time_limit_s: float | None,
+    num_microbatches: int | None,
+    schedule: str | None,
+    reduce_dtype: torch.dtype | None = None,
+) -> PlanRequest:
+    """The planning options of `autopar.plan` as a request; AutoparError for one of a wrong type or value."""
+    request: dict[str, Any] = {}
+    if pins:
+        if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):
+            raise AutoparError(
+                f"pins= expects a mapping of names to layouts, e.g. {{'lm_head.weight': 'S(0)B'}}, found {pins!r}"
+            )
+        request["pins"] = dict(pins)
+    if memory_limit_bytes is not None:
+        if not isinstance(memory_limit_bytes, int | float) or not memory_limit_bytes > 0:
+            raise AutoparError(
+                f"memory_limit_bytes= expects a positive number of bytes per device, found {memory_limit_bytes!r}"
+            )
+        request["memory_limit_bytes"] = float(memory_limit_bytes)
+    if time_limit_s is not None:
+        if not isinstance(time_limit_s, int | float) or not time_limit_s >= 0:
+            raise AutoparError(f"time_limit_s= expects a number of seconds, found {time_limit_s!r}")
+        request["time_limit_s"] = float(time_limit_s)
+    if num_microbatches is not None:
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise AutoparError(f"num_microbatches= expects a positive number, found {num_microbatches!r}")
+        request["num_microbatches"] = num_microbatches
+    if schedule is not None:
+        if schedule not in SCHEDULES:
+            raise AutoparError(f"schedule= expects one of {', '.join(SCHEDULES)}, found {schedule!r}")
+        request["schedule"] = schedule
+    return PlanRequest(**request, training=_summing_in(reduce_dtype))
+
+
+def _summing_in(dtype: torch.dtype | None) -> Training:
+    name = "" if dtype is None else next((name for name, known in REDUCE_DTYPES.items() if known is dtype), None)
+    if name is None:
+        expected = ", ".join(f"torch.{known}" for known in REDUCE_DTYPES)
+        raise AutoparError(f"reduce_dtype= expects one of {expected}, found {dtype!r}")
+    return replace(WHOLE_BATCH, reduce_dtype=name)

@@ -84,6 +84,7 @@ def _made(
     plan: StagedPlan, graph: Graph, schedule: Schedule, assignments: list[Assignment] | None = None
 ) -> StagedPlan:
     """The plan of `graph` under `schedule`, with these assignments of its stages or those that fit the planned ones."""
+    graph = plan.training.reduced(graph)
     _, parts = stage_graphs(graph, plan.starts, schedule.num_microbatches)
     stages = []
     for number, (stage, part) in enumerate(zip(plan.stages, parts)):

@@ -91,7 +91,7 @@ class Plan(BasePlan):
     @classmethod
     def of_saved(cls, saved: "SavedPlan | Plan", graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":
         """The plan with the choices of `saved`; PlanError if they are invalid for this graph and mesh."""
-        mesh = serialise.check_belongs(saved, graph, mesh)
+        mesh, graph = serialise.check_belongs(saved, graph, mesh), saved.training.reduced(graph)
         check_names(saved.assignment, graph)
         folded = as_planned(fold(graph), graph, saved.assignment)
         candidates = annotate(graph, mesh, folded, near=saved.assignment.strategies)

@@ -114,7 +114,7 @@ class StagedPlan(BasePlan):
 
 
 def _of_saved(saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> StagedPlan:
-    mesh = serialise.check_belongs(saved, graph, mesh)
+    mesh, graph = serialise.check_belongs(saved, graph, mesh), saved.training.reduced(graph)
     _check_ranks(saved.schedule, mesh)
     check_stages(saved)
     cut_graphs = stage_graphs(graph, saved.starts, saved.schedule.num_microbatches)[1]
@@ -140,7 +140,7 @@ def loads(text: str, graph: Graph, mesh: Mesh | Devices, *, is_own: bool = False
     if serialise.has_stages(text):
         return StagedPlan.loads(text, graph, mesh, is_own=is_own)
     plan = Plan.loads(text, graph, mesh, is_own=is_own)
-    if plan.training != Training(plan.training.optimizer):
+    if plan.training != Training(plan.training.optimizer, reduce_dtype=plan.training.reduce_dtype):
         raise PlanError(f"the plan has {plan.training} and no schedule that runs microbatches; {serialise.AGAIN}")
     return plan
 

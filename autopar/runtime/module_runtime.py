@@ -329,7 +329,7 @@ class Runtime:
         """The program of a plan; the first time, also take over the model's tensors."""
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
-        program = on_every_rank(self.mesh, "lowering", lambda: lower(graph, plan.mesh, plan.assignment))
+        program = on_every_rank(self.mesh, "lowering", lambda: lower(plan.graph, plan.mesh, plan.assignment))
         if program.has_random_ops:
             check_seed(self.mesh)
         self._take_over(module, graph, plan.assignment.layouts, self.mesh)

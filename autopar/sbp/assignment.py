@@ -301,8 +301,8 @@ def buckets(by_name: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conver
     """The `by_name` conversions that are not empty, grouped as they are issued; most groups have one.
 
     Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
-    all-reduced in backward. Those of one dtype and one pair of layouts share an all-reduce, in order of first use, in
-    buckets that are full at BUCKET_BYTES; a parameter that fills a bucket is alone in it.
+    all-reduced in backward. Those of one dtype, also of their sums, and one pair of layouts share an all-reduce, in
+    order of first use, in buckets that are full at BUCKET_BYTES; a parameter that fills a bucket is alone in it.
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
@@ -312,7 +312,7 @@ def buckets(by_name: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conver
         if not conversion.is_bucketed or conversion.latency_share == 1.0:
             groups.append([conversion])
             continue
-        key = conversion.value.dtype, conversion.src, conversion.dst
+        key = conversion.value.dtype, conversion.value.sum_dtype, conversion.src, conversion.dst
         bucket = filling.get(key)
         if bucket is None or sum(member.value.num_bytes for member in bucket) >= BUCKET_BYTES:
             bucket = filling[key] = []

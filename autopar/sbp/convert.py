@@ -42,14 +42,16 @@ def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None) -> Axis:
 
 class _ConvertAxis(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis, src, dst):
-        ctx.axis, ctx.src, ctx.dst = axis, src, dst
+    def forward(ctx, x, axis, src, dst, sum_in):
+        ctx.axis, ctx.src, ctx.dst, ctx.sum_in = axis, src, dst, sum_in
         # detached, it is no view to autograd, so that who gets it may write to it in place
         return _moved(x, axis, src, dst).detach()
 
     @staticmethod
     def backward(ctx, *gradients):
-        return convert(gradients[0], ctx.axis, dual(ctx.dst), dual(ctx.src)), None, None, None
+        (gradient,), is_sum = gradients, ctx.sum_in is not None and dual(ctx.dst).kind == "P"
+        summed = convert(gradient.to(ctx.sum_in) if is_sum else gradient, ctx.axis, dual(ctx.dst), dual(ctx.src))
+        return summed.to(gradient.dtype), None, None, None, None
 
 
 def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
@@ -61,32 +63,44 @@ def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch
     return made.clone(memory_format=torch.contiguous_format) if is_slice else made
 
 
-def convert(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """The local part `x` converted from placement `src` to `dst` on `axis`; its gradient is converted the dual way."""
-    return _ConvertAxis.apply(x, axis, src, dst)
+def convert(
+    x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, *, sum_in: torch.dtype | None = None
+) -> torch.Tensor:
+    """The local part `x` converted from placement `src` to `dst` on `axis`; its gradient is converted the dual way.
+
+    `sum_in`: dtype in which the gradient is summed over the ranks; None: its own, which it has before and after.
+    """
+    return _ConvertAxis.apply(x, axis, src, dst, sum_in)
 
 
 class _ConvertTogether(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, axis, sources, targets, *tensors):
-        ctx.axis, ctx.sources, ctx.targets = axis, sources, targets
+    def forward(ctx, axis, sources, targets, sum_in, *tensors):
+        ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
         return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
 
     @staticmethod
     def backward(ctx, *grads):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
-        return None, None, None, *_ConvertTogether.apply(ctx.axis, sources, targets, *grads)
+        own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
+        wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
+        summed = _ConvertTogether.apply(ctx.axis, sources, targets, None, *wide)
+        return None, None, None, None, *(grad.to(own) for grad in summed)
 
 
 def convert_together(
-    axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], *tensors: torch.Tensor
+    axis: Axis,
+    sources: Sequence[Placement],
+    targets: Sequence[Placement],
+    *tensors: torch.Tensor,
+    sum_in: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`convert` of several tensors of one dtype, each from its source to its target, with one collective for all.
 
     All make the same change but for the dims that are split. The collective of backward is issued when the last
     gradient has been computed.
     """
-    return _ConvertTogether.apply(axis, tuple(sources), tuple(targets), *tensors)
+    return _ConvertTogether.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
 
 
 def move_together(

@@ -67,6 +67,11 @@ class CollectiveKind:
     divisor: int
     phase: str
 
+    def num_bytes(self, num_elements: int, itemsize: int, sum_itemsize: int) -> int:
+        """Bytes for a value of this size; `sum_itemsize`: of its gradient while that is summed (`Value.sum_dtype`)."""
+        is_sum = self.phase == "backward" and self.kind in ("all_reduce", "reduce_scatter")
+        return num_elements * (sum_itemsize if is_sum else itemsize) // self.divisor
+
 
 @lru_cache(maxsize=2**16)
 def redistribute(src: Layout, dst: Layout) -> tuple[LayoutStep, ...]:
@@ -178,28 +183,40 @@ def collective_kinds(move: Move, mesh_shape: tuple[int, ...]) -> tuple[Collectiv
 
 
 def collectives_of(
-    step: LayoutStep, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], needs_grad: bool
+    step: LayoutStep,
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh_shape: tuple[int, ...],
+    needs_grad: bool,
+    *,
+    sum_itemsize: int = 0,
 ) -> tuple[Collective, ...]:
-    """The collectives of one step on a tensor of global `shape`, forward then backward; axes of size 1 take no part."""
+    """The collectives of one step on a tensor of global `shape`, forward then backward; axes of size 1 take no part.
+
+    `sum_itemsize`: of its gradient while that is summed, `itemsize` if 0.
+    """
     have, want = codes_of((step.src, step.dst))
-    num_bytes = math.prod(shape) * itemsize
+    size = math.prod(shape), itemsize, sum_itemsize or itemsize
     return tuple(
         [
-            Collective(found.kind, found.axes, num_bytes // found.divisor, found.phase)
+            Collective(found.kind, found.axes, found.num_bytes(*size), found.phase)
             for found in collective_kinds((step.axes, have, want, codes_of(step.layout)), mesh_shape)
             if needs_grad or found.phase == "forward"
         ]
     )
 
 
+def collectives_of_value(step: LayoutStep, value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:
+    """`collectives_of` one step on a value of the graph."""
+    facts = value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad
+    return collectives_of(step, *facts, sum_itemsize=value.sum_itemsize)
+
+
 def collectives_together(
     steps: Sequence[LayoutStep], values: Sequence[Value], mesh_shape: tuple[int, ...]
 ) -> tuple[Collective, ...]:
     """The collectives of a step for each of several values, made at once: each kind once, with the bytes of all."""
-    each = (
-        collectives_of(step, value.shape, value.dtype.itemsize, mesh_shape, value.needs_grad)
-        for step, value in zip(steps, values, strict=True)
-    )
+    each = (collectives_of_value(step, value, mesh_shape) for step, value in zip(steps, values, strict=True))
     return tuple(replace(same[0], num_bytes=sum(one.num_bytes for one in same)) for same in zip(*each))
 
 

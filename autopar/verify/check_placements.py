@@ -83,7 +83,7 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 def _names(referee: "_Referee") -> dict[str, Any]:
     """The functions that generated code calls, by name, replaced by ones that the checker can follow."""
 
-    def together(axis: Axis, sources: Any, targets: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def together(axis: Axis, sources: Any, targets: Any, *tensors: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         each = zip(tensors, sources, targets, strict=True)
         return tuple(referee.convert(x, axis, src, dst) for x, src, dst in each)
 
@@ -95,7 +95,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "move": referee.convert,
         "local": _Untyped(namespace()["local"]),
         "seeded": lambda *_: torch.enable_grad(),
-        "Bucket": lambda *bucket: SimpleNamespace(converted=lambda: together(*bucket)),
+        "Bucket": lambda *bucket, **_: SimpleNamespace(converted=lambda: together(*bucket)),
         "regathered": lambda *_: nullcontext(),
         "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),

@@ -244,7 +244,7 @@ class Trainer:
         """
         for fqn, parameter in self._tied_here().items():
             assert self.group is not None, "a tied parameter is held by several ranks of the pipeline"
-            gradient = _add_others(parameter, self.tied[fqn], self.group)
+            gradient = _add_others(parameter, self.tied[fqn], self.group, self.plan.training.sum_dtype)
             if (earlier := before[fqn]) is not None:
                 parameter.grad = earlier.add_(gradient)
 
@@ -254,8 +254,10 @@ def _mixed(*numbers: int) -> int:
     return hash(numbers) & (2**62 - 1)
 
 
-def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """The gradient, after those of the other ranks were added."""
+def _add_others(
+    parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """The gradient, after those of the other ranks were added in `dtype`, by default its own."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     own = as_dtensor(parameter.grad).to_local().contiguous()
@@ -269,9 +271,9 @@ def _add_others(parameter: DTensor, ranks: Sequence[int], group: dist.ProcessGro
     ]
     for work in dist.batch_isend_irecv([*sends, *receives]):
         work.wait()
-    total = parts[0]
+    total = parts[0].to(dtype or own.dtype)
     for part in parts[1:]:
-        total = total + part
+        total = total + part.to(total.dtype)
     as_dtensor(parameter.grad).to_local().copy_(total)
     return parameter.grad
 

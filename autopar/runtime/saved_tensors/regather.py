@@ -61,13 +61,20 @@ class _Stored:
 class Bucket:
     """Stored parameters that are gathered with one collective in forward, and again with one in backward.
 
-    `sources`, `targets`: their placements on `axis`, before and after. Backward gathers those that it has any use for
+    `sources`, `targets`: their placements on `axis`, before and after; `sum_in`: as in `convert`.
+    Backward gathers those that it has any use for
     when the first of them is asked for, and hands each out once.
     """
 
     def __init__(
-        self, axis: Axis, sources: tuple[Placement, ...], targets: tuple[Placement, ...], *stored: torch.Tensor
+        self,
+        axis: Axis,
+        sources: tuple[Placement, ...],
+        targets: tuple[Placement, ...],
+        *stored: torch.Tensor,
+        sum_in: torch.dtype | None = None,
     ) -> None:
+        self.sum_in = sum_in
         self.axis, self.ends, self.stored = axis, list(zip(sources, targets, strict=True)), stored
         self.unchanged = [_Unchanged(x) for x in stored]
         self.wanted: set[int] = set()
@@ -76,7 +83,7 @@ class Bucket:
     def converted(self) -> tuple[torch.Tensor, ...]:
         """The gathered parameters, for forward."""
         sources, targets = zip(*self.ends, strict=True)
-        return convert_together(self.axis, sources, targets, *self.stored)
+        return convert_together(self.axis, sources, targets, *self.stored, sum_in=self.sum_in)
 
     def gathered(self, number: int) -> torch.Tensor:
         """Parameter `number`, gathered again."""

@@ -137,6 +137,7 @@ class NumberKind:
         if any(has_numbers(op) for op in present.constant_ops):  # which run once
             return None
         graphs = [named_like(each, first.graph) for each in (before, present)]
+        graphs = [first.plan.training.reduced(each) for each in graphs]
         sources = {emit(lower(each, first.plan.mesh, first.plan.assignment)) for each in graphs}
         return sources.pop() if len(sources) == 1 else None
 
