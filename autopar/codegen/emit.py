@@ -153,7 +153,7 @@ class _Emitter:
             lines = [f"({left}) = convert_together{bucket}  {note}"]
         else:
             name = f"bucket_{step.number}"
-            lines = [f"{name} = Bucket{bucket}", f"({left}) = {name}.converted()  {note}"]
+            lines = [f"{name} = GatherBucket{bucket}", f"({left}) = {name}.converted()  {note}"]
         return lines + [text for one in zip(step.outputs, step.after) for text in self._declare(*one)]
 
     def _call(self, step: Call) -> list[str]:

@@ -38,7 +38,7 @@ GLOBALS = frozenset(
         "regathered",
         "seed",
     )
-    + ("seeded", "self", "torch", "convert_together", "Bucket", "I", "Offload", "P", "R", "S")
+    + ("seeded", "self", "torch", "convert_together", "GatherBucket", "I", "Offload", "P", "R", "S")
 )
 # Prefixes of names that Python or this package chooses, and of names that `emit` numbers.
 _PREFIXES = ("__", "axis_", "bucket_", "named_", "offload_", "region_")

@@ -23,7 +23,7 @@ from autopar.plans.plan import Plan
 from autopar.runtime.process_groups import joint_group
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.runtime.saved_tensors.recompute import recomputed
-from autopar.runtime.saved_tensors.regather import Bucket, regathered
+from autopar.runtime.saved_tensors.regather import GatherBucket, regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
 from autopar.sbp.local_ops import LOCAL_OPS
@@ -142,7 +142,7 @@ def namespace() -> dict[str, Any]:
         "move": move,
         "seeded": seeded,
         "convert_together": convert_together,
-        "Bucket": Bucket,
+        "GatherBucket": GatherBucket,
         "regathered": regathered,
         "recomputed": recomputed,
         "Offload": Offload,

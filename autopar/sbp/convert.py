@@ -73,7 +73,7 @@ def convert(
     return _ConvertAxis.apply(x, axis, src, dst, sum_in)
 
 
-class _ConvertTogether(torch.autograd.Function):
+class _ConvertBucket(torch.autograd.Function):
     @staticmethod
     def forward(ctx, axis, sources, targets, sum_in, *tensors):
         ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
@@ -84,7 +84,7 @@ class _ConvertTogether(torch.autograd.Function):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
         own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
         wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
-        summed = _ConvertTogether.apply(ctx.axis, sources, targets, None, *wide)
+        summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, *wide)
         return None, None, None, None, *(grad.to(own) for grad in summed)
 
 
@@ -100,7 +100,7 @@ def convert_together(
     All make the same change but for the dims that are split. The collective of backward is issued when the last
     gradient has been computed.
     """
-    return _ConvertTogether.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
+    return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
 
 
 def move_together(

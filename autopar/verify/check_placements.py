@@ -95,7 +95,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "move": referee.convert,
         "local": _Untyped(namespace()["local"]),
         "seeded": lambda *_: torch.enable_grad(),
-        "Bucket": lambda *bucket, **_: SimpleNamespace(converted=lambda: together(*bucket)),
+        "GatherBucket": lambda *bucket, **_: SimpleNamespace(converted=lambda: together(*bucket)),
         "regathered": lambda *_: nullcontext(),
         "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),

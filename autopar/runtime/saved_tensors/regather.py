@@ -42,7 +42,7 @@ class _Unchanged:
         return self.stored.detach()
 
 
-class _Stored:
+class _GatheredAlone:
     """A parameter that is gathered by itself, in `steps`."""
 
     def __init__(self, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
@@ -58,7 +58,7 @@ class _Stored:
         return made
 
 
-class Bucket:
+class GatherBucket:
     """Stored parameters that are gathered with one collective in forward, and again with one in backward.
 
     `sources`, `targets`: their placements on `axis`, before and after; `sum_in`: as in `convert`.
@@ -95,10 +95,10 @@ class Bucket:
         return self.made.pop(number)
 
 
-class _Member:
+class _GatheredInBucket:
     """Parameter `number` of a bucket."""
 
-    def __init__(self, bucket: Bucket, number: int) -> None:
+    def __init__(self, bucket: GatherBucket, number: int) -> None:
         self.bucket, self.number = bucket, number
 
     def want(self) -> None:
@@ -111,7 +111,7 @@ class _Member:
 class _GatheredTensor:
     """A gathered tensor in backward: made for the first of its views that autograd asks for, freed after the last."""
 
-    def __init__(self, whole: torch.Tensor, source: "_Stored | _Member") -> None:
+    def __init__(self, whole: torch.Tensor, source: "_GatheredAlone | _GatheredInBucket") -> None:
         # no reference to `whole` itself, since autograd keeps this object alive
         self.storage, self.dtype, self.offset = (
             StorageWeakRef(whole.untyped_storage()),
@@ -160,7 +160,9 @@ def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Ite
     saved tensors.
     """
     known = [
-        _GatheredTensor(whole, _Member(stored, *how) if isinstance(stored, Bucket) else _Stored(stored, *how))
+        _GatheredTensor(
+            whole, _GatheredInBucket(stored, *how) if isinstance(stored, GatherBucket) else _GatheredAlone(stored, *how)
+        )
         for whole, stored, *how in parameters
     ]
 
