@@ -169,12 +169,10 @@ def _collectives(step: StepCost, places: _RegionNumbers, mesh: Mesh, cluster: Cl
     """
     costs = {cost.conversion: cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
-        yield from _of_bucket([costs[conversion] for conversion in bucket], mesh, cluster)
-    for cost in costs.values():
-        users = tuple(use.user for use in cost.conversion.uses)
-        for collective in cost.runs.num_again * cost.again:
-            time_s = collective_time(cluster, mesh, collective)
-            yield PlannedCollective(cost.conversion.value.name, users, collective, time_s)
+        together = [costs[conversion] for conversion in bucket]
+        yield from _of_bucket(together, [cost.collectives for cost in together], mesh, cluster)
+        again = [cost for cost in together if cost.runs.num_again]
+        yield from _of_bucket(again, [cost.runs.num_again * cost.again for cost in again], mesh, cluster)
     for name, op in step.ops.items():
         for collective in op.collectives:
             time_s = collective_time(cluster, mesh, collective)
@@ -183,16 +181,18 @@ def _collectives(step: StepCost, places: _RegionNumbers, mesh: Mesh, cluster: Cl
                 yield PlannedCollective(name, (name,), replace(collective, phase="backward"), time_s)
 
 
-def _of_bucket(bucket: Sequence[ConversionCost], mesh: Mesh, cluster: Cluster) -> Iterator[PlannedCollective]:
-    """The collectives of a bucket: each has the bytes of all its conversions and the sum of their prices."""
-    first, users = bucket[0], tuple(use.user for cost in bucket for use in cost.conversion.uses)
-    for same in zip(*(cost.collectives for cost in bucket)):
-        time_s = sum(
-            collective_time(cluster, mesh, alone, latency_share=cost.conversion.latency_share)
-            for alone, cost in zip(same, bucket)
-        )
+def _of_bucket(
+    bucket: Sequence[ConversionCost], each: Sequence[Sequence[Collective]], mesh: Mesh, cluster: Cluster
+) -> Iterator[PlannedCollective]:
+    """The collectives of a bucket: `each` of its conversions has the same, one after the other.
+
+    A collective has the bytes of all and the sum of their prices.
+    """
+    users = tuple(use.user for cost in bucket for use in cost.conversion.uses)
+    for same in zip(*each, strict=True):
+        time_s = sum(cost.time_s(alone, mesh, cluster) for alone, cost in zip(same, bucket))
         together = replace(same[0], num_bytes=sum(alone.num_bytes for alone in same))
-        yield PlannedCollective(first.conversion.value.name, users, together, time_s, first.runs.is_once)
+        yield PlannedCollective(bucket[0].conversion.value.name, users, together, time_s, bucket[0].runs.is_once)
 
 
 def _memory_bytes(

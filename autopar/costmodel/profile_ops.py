@@ -94,10 +94,10 @@ def profile(
 
 def _times(cost: ConversionCost, mesh: Mesh, cluster: Cluster) -> dict[str, float]:
     """Seconds of the conversion in forward, in backward, and of its repetition in a split backward."""
-    times, share = {"forward": 0.0, "backward": 0.0}, cost.conversion.latency_share
+    times = {"forward": 0.0, "backward": 0.0}
     for collective in cost.collectives:
-        times[collective.phase] += collective_time(cluster, mesh, collective, latency_share=share)
-    again_s = sum(collective_time(cluster, mesh, collective) for collective in cost.runs.num_again * cost.again)
+        times[collective.phase] += cost.time_s(collective, mesh, cluster)
+    again_s = sum(cost.time_s(collective, mesh, cluster) for collective in cost.runs.num_again * cost.again)
     return {"forward": times["forward"], "backward": times["backward"] + again_s, "split": again_s}
 
 

@@ -10,6 +10,7 @@ from autopar.costmodel.activations.autograd_footprint import Footprint, footprin
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
 from autopar.costmodel.activations.transients import largest_transient, transient_bytes
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.conversion_cost import Transition, kept_bytes
 from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import saved_by_op, waiting_bytes
@@ -85,6 +86,10 @@ class ConversionCost:
     kept_bytes: int
     inside_bytes: int
     moved_bytes: int
+
+    def time_s(self, collective: Collective, mesh: Mesh, cluster: Cluster) -> float:
+        """Seconds of one of its collectives; in a bucket, the conversion's share of that of the bucket."""
+        return collective_time(cluster, mesh, collective, latency_share=self.conversion.latency_share)
 
 
 @dataclass(frozen=True)
