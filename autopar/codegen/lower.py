@@ -46,7 +46,7 @@ def lower(
 
     `is_split`: a part of its own, `Program.gather`, converts the parameters once for many runs of the rest; regathered
     parameters are converted in each run. `alike`: random ops that draw the same numbers in each run of a step.
-    `in_buckets`: whether gradients are reduced in buckets.
+    `in_buckets`: whether gradients are reduced in buckets of several blocks.
     """
     lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
     gather = lowering.gather() if is_split else None
@@ -57,6 +57,9 @@ def lower(
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
     kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
     return Program(mesh, inputs, with_releases(lowering.steps, kept_alive), outputs, mutations, gather)
+
+
+_Key = tuple[str, tuple[Use, ...]]  # of a conversion: the value's name and its uses
 
 
 @dataclass
@@ -74,11 +77,12 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self._conversions = conversions(self.graph, self.assignment)
-        together = buckets(self._conversions) if self.in_buckets else ()
+        together = buckets(self._conversions, across_blocks=self.in_buckets)
         self._buckets = {_key(member): bucket for bucket in together for member in bucket}
+        self._regathered: dict[_Key, int] = {}  # conversion -> number of the bucket that backward gathers again
         # conversion -> variable that holds its result
-        self._converted: dict[tuple[str, tuple[Use, ...]], str] = {}
-        self._steps_of: dict[tuple[str, tuple[Use, ...]], list[Convert]] = {}
+        self._converted: dict[_Key, str] = {}
+        self._steps_of: dict[_Key, list[Convert]] = {}
         self._num_copies: dict[str, int] = {}
         self._taken = {item.value.name for item in self.graph.inputs} | {
             value.name for op in self.graph.ops for value in op.outputs
@@ -88,13 +92,13 @@ class _Lowering:
 
     def gather(self) -> Gather:
         """The gather of the program: it converts the parameters for all their uses before the walk over the ops."""
-        groups: dict[tuple[str, tuple[Use, ...]], dict[str, Gathered]] = {}
+        groups: dict[_Key, dict[str, Gathered]] = {}
         for name in (name for name in self._conversions if name in self._parameters):
             first, *rest = self._conversions[name]
-            group = groups.setdefault(_key(self._buckets.get(_key(first), (first,))[0]), {})
             if first.is_regathered:
-                group[name] = Gathered(name, first.value, first.src)
+                groups[_key(first)] = {name: Gathered(name, first.value, first.src)}
                 continue
+            group = groups.setdefault(_key(self._buckets.get(_key(first), (first,))[0]), {})
             for conversion in rest or [first]:
                 made = self._emit(conversion)
                 group[made] = Gathered(made, conversion.value, conversion.dst)
@@ -171,8 +175,17 @@ class _Lowering:
             self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
             src, dst, after = zip(*((step.src, step.dst, step.after) for step in steps), strict=True)
-            self.steps.append(ConvertTogether(tuple(copies), tuple(sources), values, axes, src, dst, after))
+            number = self._number(bucket)
+            self.steps.append(ConvertTogether(tuple(copies), tuple(sources), values, axes, src, dst, after, number))
         return copies
+
+    def _number(self, bucket: tuple[Conversion, ...]) -> int:
+        """The number of a bucket that is regathered for backward; -1 of others."""
+        if self.is_in_region or not bucket[0].is_regathered:
+            return -1
+        number = len(set(self._regathered.values()))
+        self._regathered.update((_key(member), number) for member in bucket)
+        return number
 
     def _copy_of(self, name: str) -> str:
         """A fresh variable for a converted copy of the value called `name`."""
@@ -189,8 +202,12 @@ class _Lowering:
             return
         for slot in sorted(footprint(op).saved_inputs):
             conversion = self._conversions[op.inputs[slot].name][-1]
-            steps = self._steps_of.get(_key(conversion))
-            if conversion.is_regathered and steps:
+            key = _key(conversion)
+            steps = self._steps_of.get(key)
+            if key in self._regathered:
+                place, source = self._buckets[key].index(conversion), self._source(conversion)
+                yield RegatheredOperand(names[slot], source, (), self._regathered[key], place)
+            elif conversion.is_regathered and steps:
                 yield RegatheredOperand(names[slot], steps[0].source, tuple(steps))
 
     def _call(self, op: Op) -> None:
@@ -236,7 +253,7 @@ def _number_of(regions: tuple[tuple[str, ...], ...]) -> Callable[[Op], int]:
     return lambda op: numbers.get(op.name, -1)
 
 
-def _key(conversion: Conversion) -> tuple[str, tuple[Use, ...]]:
+def _key(conversion: Conversion) -> _Key:
     """The identity of a conversion among those of a graph."""
     return conversion.value.name, conversion.uses
 

@@ -180,12 +180,15 @@ def collective_times(
     num_bytes: np.ndarray | np.float64,
     *,
     latency_share: float = 1.0,
+    is_copied: bool = False,
 ) -> np.ndarray:
     """Seconds for each of `num_bytes` (as in `Collective`), by the best algorithm for the slowest group.
 
-    0 on one device. `latency_share`: the share of the latency for a member of a bucket.
+    0 on one device. `latency_share`: the share of the latency for a member of a bucket; `is_copied`: whether it is
+    copied into the bucket's tensor and out of the result.
     """
-    if _num_members(mesh_shape, axes) == 1:
+    num_members = _num_members(mesh_shape, axes)
+    if num_members == 1:
         return np.zeros(np.shape(num_bytes))
     sizes = np.asarray(num_bytes, dtype=np.float64)
     times = [
@@ -193,12 +196,15 @@ def collective_times(
         for choices in algorithms(cluster.levels, mesh_shape, axes, kind, cluster.algorithms)
     ]
     slowest = times[0] if len(times) == 1 else np.max(times, axis=0)
-    return slowest * cluster.kind_factors.get(kind, 1.0)
+    times_s = slowest * cluster.kind_factors.get(kind, 1.0)
+    if is_copied:  # both buffers are read and written once; the smaller has 1 / num_members of the larger's bytes
+        times_s = times_s + 2 * (1 + 1 / num_members) * sizes / cluster.memory_bandwidth_bytes_per_s
+    return times_s
 
 
-def collective_time(cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0) -> float:
-    """Seconds of one collective."""
-    num_bytes = np.float64(collective.num_bytes)
-    return float(
-        collective_times(cluster, mesh.shape, collective.axes, collective.kind, num_bytes, latency_share=latency_share)
-    )
+def collective_time(
+    cluster: Cluster, mesh: Mesh, collective: Collective, *, latency_share: float = 1.0, is_copied: bool = False
+) -> float:
+    """Seconds of one collective; arguments as of `collective_times`."""
+    what = mesh.shape, collective.axes, collective.kind, np.float64(collective.num_bytes)
+    return float(collective_times(cluster, *what, latency_share=latency_share, is_copied=is_copied))

@@ -1,7 +1,7 @@
 """The cost of converting a value from one layout to another, for many pairs of layouts at once."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -12,7 +12,7 @@ from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
-from autopar.sbp.assignment import latency_share
+from autopar.sbp.assignment import latency_share, only_gathers
 from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
@@ -107,8 +107,13 @@ def conversion_times(
     cluster: Cluster,
     *,
     latency_share: float = 1.0,
+    is_copied: bool = False,
 ) -> np.ndarray:
-    """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward."""
+    """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward.
+
+    `latency_share`, `is_copied`: as of `collective_times`.
+    """
+    shared = {"latency_share": latency_share, "is_copied": is_copied}
     ways = recipe(sources, targets, mesh_shape)
     times = np.zeros(len(ways.kinds) + 1)  # the last stays 0, for the padding
     for position in ways.used:
@@ -116,19 +121,53 @@ def conversion_times(
         if kind.phase == "forward" or value.needs_grad:
             num_elements = math.prod(value.shape)
             num_bytes = np.float64(kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize))
-            times[position] = collective_times(
-                cluster, mesh_shape, kind.axes, kind.kind, num_bytes, latency_share=latency_share
-            )
+            times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, **shared)
     return times[ways.rows].sum(axis=-1)[ways.pattern]
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterTimes:
+    """The times of converting a parameter, f64[sources, targets] each.
+
+    `cost_s`: seconds, forward and backward. `again_s`: of a repetition in backward, without its gradient. `in_bucket`:
+    where it is gathered in its bucket, since that is faster.
+    """
+
+    cost_s: np.ndarray
+    again_s: np.ndarray
+    in_bucket: np.ndarray
+
+
 def parameter_times(
-    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...], cluster: Cluster
-) -> np.ndarray:
-    """`conversion_times` of a parameter, whose gradient may be reduced in a bucket (`assignment.buckets`)."""
-    alone = conversion_times(value, sources, targets, mesh_shape, cluster)
-    together = conversion_times(value, sources, targets, mesh_shape, cluster, latency_share=latency_share(value))
-    return np.where(only_reduces_gradient(sources, targets), together, alone)
+    value: Value,
+    sources: Layouts,
+    targets: Layouts,
+    mesh_shape: tuple[int, ...],
+    cluster: Cluster,
+    *,
+    bucket_bytes: int = 0,
+) -> ParameterTimes:
+    """The times of a stored parameter, whose gradient may be reduced in a bucket, and which may be gathered in one.
+
+    `bucket_bytes`: of the gather bucket that it may be in; 0: none (`assignment.buckets`).
+    """
+    ends, frozen = (sources, targets, mesh_shape, cluster), replace(value, needs_grad=False)
+    alone = conversion_times(value, *ends)
+    reduced = conversion_times(value, *ends, latency_share=latency_share(value))
+    cost_s, again_s = np.where(only_reduces_gradient(sources, targets), reduced, alone), conversion_times(frozen, *ends)
+    in_bucket = np.zeros(cost_s.shape, dtype=bool)
+    if bucket_bytes:
+        share = value.num_bytes / bucket_bytes
+        together, again = (conversion_times(x, *ends, latency_share=share, is_copied=True) for x in (value, frozen))
+        in_bucket = gathers(sources, targets) & (together < cost_s)
+        cost_s, again_s = np.where(in_bucket, together, cost_s), np.where(in_bucket, again, again_s)
+    return ParameterTimes(cost_s, again_s, in_bucket)
+
+
+@lru_cache(maxsize=256)
+def gathers(sources: Layouts, targets: Layouts) -> np.ndarray:
+    """bool[sources, targets]: whether the conversion is one step of all-gathers."""
+    return np.array([[only_gathers(src, dst) for dst in targets] for src in sources])
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
 from autopar.plans.serialise import SavedStages
-from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.assignment import Assignment, conversions, only_gathers, uses_of
 from autopar.sbp.placement import Layout, format_layout, is_even
 from autopar.sbp.signature import Candidates
 from autopar.schedule.orders import num_in_flight, num_waiting
@@ -47,6 +47,7 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
             f"the plan keeps optimizer state of {shown(min(stray))} on the host, which is no trained parameter;"
             f" {_AGAIN}"
         )
+    _check_buckets(assignment, graph)
     unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
     if unfit:
         raise PlanError(
@@ -152,6 +153,21 @@ def _check_offered(name: str, layout: Layout, offered: Iterable[Layout]) -> None
     if layout not in offered:
         expected = ", ".join(map(format_layout, offered))
         raise PlanError(f"{name} cannot be in layout {format_layout(layout)}, expected one of {expected}; {_AGAIN}")
+
+
+def _check_buckets(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless gather buckets have parameters that are gathered, and at least their bytes."""
+    by_name = conversions(graph, assignment) if assignment.gather_buckets else {}
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    for name, place in assignment.gather_buckets.items():
+        first = by_name[name][0] if name in parameters and name in by_name else None
+        if first is None or not only_gathers(first.src, first.dst):
+            raise PlanError(f"the plan gathers {shown(name)} in a bucket, which is no parameter to gather; {_AGAIN}")
+        if not first.value.num_bytes <= place.num_bytes or place.place < 0:
+            raise PlanError(
+                f"the plan gathers {shown(name)} in a bucket of {place.num_bytes} bytes, at place {place.place};"
+                f" expected at least its {first.value.num_bytes} bytes and place 0; {_AGAIN}"
+            )
 
 
 def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:

@@ -23,6 +23,14 @@ def _of(subject: str, **default: Any) -> Any:
     return field(metadata={_NAMES: subject}, **default)
 
 
+@dataclass(frozen=True, slots=True)
+class InBucket:
+    """A parameter's place in a gather bucket: number `place` of those that have `num_bytes` together, whole."""
+
+    num_bytes: int
+    place: int
+
+
 @dataclass(frozen=True)
 class Assignment:
     """All that a plan decides about the ops and values of a graph.
@@ -33,7 +41,8 @@ class Assignment:
     reader, but converted again for its backward (unless it takes a role). `recomputed`: regions, each the names of
     consecutive ops, of which only the inputs are kept for backward. `offloaded`: regions whose saved activations wait
     in the host's memory; a recomputed region lies within one or outside all. `state_on_host`: names of the parameters
-    whose optimizer state is on the host except during their update.
+    whose optimizer state is on the host except during their update. `gather_buckets`: parameters that are gathered
+    together with the others of their bucket, as far as these make the same change (`buckets`).
 
     A field is a mapping from names, a set of names, or groups of names; the methods hold for any field of these three
     forms.
@@ -47,6 +56,7 @@ class Assignment:
     recomputed: tuple[tuple[str, ...], ...] = _of(OP, default=())
     offloaded: tuple[tuple[str, ...], ...] = _of(OP, default=())
     state_on_host: frozenset[str] = _of(INPUT, default=frozenset())
+    gather_buckets: Mapping[str, InBucket] = _of(INPUT, default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> "Assignment":
         """The assignment for a graph in which op or value `name` is called `names[name]`."""
@@ -196,7 +206,8 @@ class Conversion:
 
     `value.needs_grad`: whether a gradient is propagated back through it, which is not so if no reader has one.
     `is_bucketed`: whether it only reduces a parameter's gradient, in a bucket. `is_regathered`: whether its result is
-    not kept for backward, but made again.
+    not kept for backward, but made again, in recomputed region number `region` or by itself (-1). `gathered_in`: its
+    place if it is gathered in a bucket.
     """
 
     value: Value
@@ -205,10 +216,14 @@ class Conversion:
     uses: tuple[Use, ...]
     is_bucketed: bool = False
     is_regathered: bool = False
+    region: int = -1
+    gathered_in: InBucket | None = None
 
     @property
     def latency_share(self) -> float:
         """The share of a collective's latency that it is priced at."""
+        if self.gathered_in is not None:
+            return self.value.num_bytes / self.gathered_in.num_bytes
         return latency_share(self.value) if self.is_bucketed else 1.0
 
 
@@ -262,6 +277,7 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
         v.name: v for op in graph.ops for v in op.outputs
     }
     parameters = {item.value.name for item in graph.of_kind("parameter")}
+    regions = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
     conversions_by_name: dict[str, tuple[Conversion, ...]] = {}
     for name, uses in uses_of(graph).items():
         wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
@@ -272,7 +288,9 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
         if name in parameters and _only_reduces_gradient(made[0]):
             made[0] = replace(made[0], is_bucketed=True)
         elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
-            made[0] = replace(made[0], is_regathered=True)
+            made[0] = replace(made[0], is_regathered=True, region=regions.get(uses[0].user, -1))
+        if name in assignment.gather_buckets and only_gathers(made[0].src, made[0].dst):
+            made[0] = replace(made[0], gathered_in=assignment.gather_buckets[name])
         conversions_by_name[name] = tuple(made)
     return conversions_by_name
 
@@ -297,28 +315,52 @@ def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
     return use.user == "output"
 
 
-def buckets(by_name: Mapping[str, tuple[Conversion, ...]]) -> tuple[tuple[Conversion, ...], ...]:
+def buckets(
+    by_name: Mapping[str, tuple[Conversion, ...]], *, across_blocks: bool = True
+) -> tuple[tuple[Conversion, ...], ...]:
     """The `by_name` conversions that are not empty, grouped as they are issued; most groups have one.
+
+    Parameters of one gather bucket that are gathered on the same axes, all for good or all again in the same region,
+    share an all-gather, and their gradients a reduce-scatter. A new copy of a bucket begins where a place does not come
+    later than the one before it.
 
     Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
     all-reduced in backward. Those of one dtype, also of their sums, and one pair of layouts share an all-reduce, in
     order of first use, in buckets that are full at BUCKET_BYTES; a parameter that fills a bucket is alone in it.
+    `across_blocks`: whether there are such buckets, which do not end with a block.
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
     for conversion in (conversion for of_value in by_name.values() for conversion in of_value):
         if conversion.src == conversion.dst:
             continue
-        if not conversion.is_bucketed or conversion.latency_share == 1.0:
-            groups.append([conversion])
-            continue
-        key = conversion.value.dtype, conversion.value.sum_dtype, conversion.src, conversion.dst
+        key = _bucket_key(conversion, across_blocks)
         bucket = filling.get(key)
-        if bucket is None or sum(member.value.num_bytes for member in bucket) >= BUCKET_BYTES:
+        if bucket is None or not key or _is_full(bucket, conversion):
             bucket = filling[key] = []
             groups.append(bucket)
         bucket.append(conversion)
     return tuple(map(tuple, groups))
+
+
+def _bucket_key(conversion: Conversion, across_blocks: bool) -> tuple[Hashable, ...]:
+    """The key that the conversions of a bucket have in common; () of one that is issued by itself."""
+    value, place = conversion.value, conversion.gathered_in
+    if place is not None:
+        (step,) = redistribute(conversion.src, conversion.dst)
+        kind = value.dtype, value.sum_dtype, value.needs_grad, place.num_bytes
+        return *kind, step.axes, step.dst.kind, conversion.is_regathered, conversion.region
+    if across_blocks and conversion.is_bucketed and conversion.latency_share < 1.0:
+        return value.dtype, value.sum_dtype, conversion.src, conversion.dst
+    return ()
+
+
+def _is_full(bucket: list[Conversion], following: Conversion) -> bool:
+    """Whether `following`, of the same kind, begins a new bucket."""
+    last, place = bucket[-1].gathered_in, following.gathered_in
+    if last is not None and place is not None:
+        return place.place <= last.place
+    return sum(member.value.num_bytes for member in bucket) >= BUCKET_BYTES
 
 
 def latency_share(value: Value) -> float:
@@ -328,6 +370,12 @@ def latency_share(value: Value) -> float:
     have at least BUCKET_BYTES, so that their cost is at most one latency more.
     """
     return min(1.0, value.num_bytes / BUCKET_BYTES)
+
+
+def only_gathers(src: Layout, dst: Layout) -> bool:
+    """Whether one step of all-gathers leads from `src` to `dst`."""
+    steps = redistribute(src, dst)
+    return len(steps) == 1 and steps[0].src.is_split and steps[0].dst.kind in "IR"
 
 
 def _only_reduces_gradient(conversion: Conversion) -> bool:

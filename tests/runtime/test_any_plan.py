@@ -107,7 +107,11 @@ def _features(example: Example) -> set[str]:
         if isinstance(step, Convert):
             kinds = f"{step.src.kind} -> {step.dst.kind}"
             found |= {kinds, f"{kinds} jointly"} if len(step.axes) > 1 else {kinds}
-    return found | {"together" for step in steps if isinstance(step, ConvertTogether)}
+    for step in steps:
+        if isinstance(step, ConvertTogether):
+            again = ", again" if step.number >= 0 else ""
+            found |= {"together", f"{step.src[0].kind} -> {step.dst[0].kind} together{again}"}
+    return found
 
 
 def _check_covered(seen: Counter[str]) -> None:
@@ -118,6 +122,7 @@ def _check_covered(seen: Counter[str]) -> None:
         | {f"mesh {shape}" for shape in MESHES}
     )
     wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split"}
+    wanted |= {"S -> R together", "S -> R together, again", "S -> I together, again"}
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
     assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen
     assert seen["all collectives"] > NUM_EXAMPLES / 2

@@ -1,11 +1,12 @@
 """Conversion between a choice of the table (an index for each entity) and an assignment of the whole graph."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from autopar.costmodel.conversion_cost import parameter_times
 from autopar.costmodel.pricing.flows import Entity
 from autopar.costmodel.pricing.options import Stored
 from autopar.costmodel.pricing.price import Priced
@@ -13,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.analysis.sample_blocks import classes_of
-from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, names_of, uses_of
+from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of, uses_of
 from autopar.search.table import CostTable
 
 
@@ -26,7 +27,7 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
     chosen_options = {
         of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()
     }
-    return replace(
+    assignment = replace(
         priced.given,
         strategies=chosen_options[OP],
         layouts={name: stored.layout for name, stored in chosen_options[INPUT].items()},
@@ -34,6 +35,22 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs=chosen_options[OUTPUT],
         regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
+    return replace(assignment, gather_buckets=_gathered_in(priced, graph, assignment))
+
+
+def _gathered_in(priced: Priced, graph: Graph, assignment: Assignment) -> dict[str, InBucket]:
+    """The parameters that the table prices in their gather bucket."""
+    by_name, known, chosen = conversions(graph, assignment), dict[Hashable, bool](), {}
+    for name, place in priced.gather_buckets.items():
+        first = by_name[name][0]
+        ends = replace(first.value, name=""), (first.src,), (first.dst,)
+        key = (*ends, place.num_bytes)
+        if key not in known:
+            times = parameter_times(*ends, priced.mesh.shape, priced.cluster, bucket_bytes=place.num_bytes)
+            known[key] = bool(times.in_bucket[0, 0])
+        if known[key]:
+            chosen[name] = place
+    return chosen
 
 
 def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:

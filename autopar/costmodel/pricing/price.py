@@ -3,7 +3,8 @@ bytes of every option and of every pair of them.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.pricing.flows import Entity, find_flows
@@ -13,8 +14,9 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.gather_buckets import gather_buckets
 from autopar.sbp.analysis.sampled_graph import of_graph, sampled
-from autopar.sbp.assignment import NO_CHOICES, Assignment
+from autopar.sbp.assignment import NO_CHOICES, Assignment, InBucket
 from autopar.sbp.signature import Candidates
 from autopar.search.table import CostTable
 
@@ -23,14 +25,18 @@ from autopar.search.table import CostTable
 class Priced:
     """A cost table with its entities: `table.nodes[i]` prices the options of `entities[i]`.
 
-    `given`: the choices that the table leaves no options for, such as the recomputed regions. The table is exact: the
-    cost and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a block's
-    copies, are one array.
+    `given`: the choices that the table leaves no options for, such as the recomputed regions. `gather_buckets`: those
+    in which the table prices each parameter that is gathered, where this is faster than by itself. The table is exact:
+    the cost and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a
+    block's copies, are one array.
     """
 
     table: CostTable
     entities: tuple[Entity, ...]
+    mesh: Mesh
+    cluster: Cluster
     given: Assignment = NO_CHOICES
+    gather_buckets: Mapping[str, InBucket] = field(default_factory=dict)
 
 
 def price(
@@ -52,7 +58,8 @@ def price(
     check_mesh(cluster, mesh.num_devices)
     few = sampled(graph, folded, (given.recomputed, given.offloaded), given.state_on_host)
     here = (of_graph(given.recomputed, few.graph), of_graph(given.offloaded, few.graph))
+    places = gather_buckets(graph, folded, min(memory_limit_bytes, cluster.memory_bytes))
     flows = find_flows(few, folded, candidates, cluster, *here, training, given.state_on_host)
     nodes = price_nodes(few.graph, flows, mesh, cluster, training)
-    table = CostTable(*price_edges(flows, nodes, mesh, cluster, training), memory_limit_bytes)
-    return Priced(table, flows.entities, given)
+    table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places), memory_limit_bytes)
+    return Priced(table, flows.entities, mesh, cluster, given, places)

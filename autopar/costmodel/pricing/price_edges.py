@@ -20,6 +20,7 @@ from autopar.costmodel.step_cost import runs_of
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
+from autopar.sbp.assignment import InBucket
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
@@ -37,6 +38,7 @@ class PricedFlow:
     saving: Saving
     is_parameter: bool
     is_stored: bool
+    bucket_bytes: int
 
     @property
     def transition(self) -> Transition:
@@ -59,14 +61,19 @@ class EdgePart:
 
 
 def price_edges(
-    flows: Flows, nodes: Sequence[Node], mesh: Mesh, cluster: Cluster, training: Training
+    flows: Flows,
+    nodes: Sequence[Node],
+    mesh: Mesh,
+    cluster: Cluster,
+    training: Training,
+    buckets: Mapping[str, InBucket],
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """(nodes, edges) of the table: flows between two entities form one edge, those of an entity with itself join its
     node.
 
-    Equal edges share their arrays.
+    Equal edges share their arrays. `buckets`: parameter -> its place in the bucket that may gather it.
     """
-    parts = _parts(flows, training.num_microbatches)
+    parts = _parts(flows, buckets, training.num_microbatches)
     found_flows = dict.fromkeys(part.flow for found in parts.values() for part in found)
     prices = {flow: _price(flow, mesh, cluster, training) for flow in found_flows}
     known: dict[tuple[EdgePart, ...], Matrices] = {}
@@ -82,22 +89,26 @@ def price_edges(
     return tuple(nodes), tuple(edges)
 
 
-def _parts(flows: Flows, num_microbatches: int) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
+def _parts(
+    flows: Flows, buckets: Mapping[str, InBucket], num_microbatches: int
+) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
     """Pair of entities -> the flows between them."""
     parts: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
         numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
-        parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows), numbers, a > b))
+        parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows, buckets), numbers, a > b))
     return parts
 
 
-def _priced_flow(flow: Flow, flows: Flows) -> PricedFlow:
+def _priced_flow(flow: Flow, flows: Flows, buckets: Mapping[str, InBucket]) -> PricedFlow:
     value = flows.values[flow.value]
     value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
     ends = flows.offered[flow.src], flows.offered[flow.dst]
-    return PricedFlow(value, *ends, flow.saving, flow.value in flows.parameters, flows.is_stored(flow))
+    kind = flow.value in flows.parameters, flows.is_stored(flow)
+    place = buckets.get(flow.value) if all(kind) else None
+    return PricedFlow(value, *ends, flow.saving, *kind, place.num_bytes if place else 0)
 
 
 def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
@@ -112,14 +123,20 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
     kept, regathered = (
         runs_of(flow.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
     )
-    cost_s = (parameter_times if is_bucketed else conversion_times)(flow.value, *pair, mesh.shape, cluster)
-    num_again = np.where(again, regathered.num_again, kept.num_again)
-    if num_again.any():
-        cost_s = cost_s + num_again * conversion_times(
-            replace(flow.value, needs_grad=False), *pair, mesh.shape, cluster
-        )
+    cost_s, again_s = _times(flow, mesh, cluster)
+    cost_s = cost_s + np.where(again, regathered.num_again, kept.num_again) * again_s
     num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
     return num_runs * cost_s, *kept_bytes(way, mesh.shape, training, again=again)
+
+
+def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster) -> Matrices:
+    """f64[src.layouts, dst.layouts]: seconds of a conversion, and of a repetition in backward."""
+    ends = flow.src.layouts, flow.dst.layouts, mesh.shape, cluster
+    if flow.is_parameter and flow.is_stored:
+        times = parameter_times(flow.value, *ends, bucket_bytes=flow.bucket_bytes)
+        return times.cost_s, times.again_s
+    frozen = replace(flow.value, needs_grad=False)
+    return conversion_times(flow.value, *ends), conversion_times(frozen, *ends)
 
 
 def _matrices(part: EdgePart, prices: Mapping[PricedFlow, Prices]) -> Matrices:

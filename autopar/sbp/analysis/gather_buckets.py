@@ -1,0 +1,70 @@
+"""`gather_buckets`: the parameters that one collective may gather, of a copy of a block or of the ops between blocks.
+
+A bucket stays within a copy, so that all copies of a block have the same buckets and a folded plan has them too.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+
+from autopar.ir.folding.fold import Folded, value_classes
+from autopar.ir.graph import Graph
+from autopar.sbp.assignment import InBucket
+
+# A bucket of so small a share of a device's memory hardly counts beside the rest of a step.
+_SHARE_OF_MEMORY = 64
+
+
+def gather_buckets(graph: Graph, folded: Folded, memory_bytes: float) -> Mapping[str, InBucket]:
+    """Parameter -> its place in the bucket that may gather it; none for a parameter that would be alone there.
+
+    A bucket has parameters of one dtype, all trained or all not, in order of first use, and at most 1/64 of
+    `memory_bytes`, those of a device.
+    """
+    most, places = memory_bytes / _SHARE_OF_MEMORY, {}
+    parameters = {item.value.name: item.value for item in graph.of_kind("parameter")}
+    for _, names in groupby(_first_uses(graph, folded, parameters), key=lambda use: use[0]):
+        kinds: dict[tuple, list[str]] = {}
+        for _, name in names:
+            kinds.setdefault((parameters[name].dtype, parameters[name].needs_grad), []).append(name)
+        for of_kind in kinds.values():
+            for bucket in _filled({name: parameters[name].num_bytes for name in of_kind}, most):
+                num_bytes = sum(parameters[name].num_bytes for name in bucket)
+                places.update((name, InBucket(num_bytes, place)) for place, name in enumerate(bucket))
+    return _alike(places, value_classes(graph, folded), parameters)
+
+
+def _alike(
+    places: Mapping[str, InBucket], classes: Mapping[str, str], parameters: Iterable[str]
+) -> Mapping[str, InBucket]:
+    """The places of parameters whose whole class has the same."""
+    of_class: dict[str, set[InBucket | None]] = {}
+    for name in parameters:
+        of_class.setdefault(classes[name], set()).add(places.get(name))
+    return {name: place for name, place in places.items() if len(of_class[classes[name]]) == 1}
+
+
+def _first_uses(graph: Graph, folded: Folded, parameters: Mapping[str, object]) -> Iterator[tuple[int, str]]:
+    """(number of the copy or of the run of ops between copies, parameter) of each parameter at its first use."""
+    starts, position = {0}, {op.name: number for number, op in enumerate(graph.ops)}
+    for repeat in folded.repeats:
+        first, block = position[repeat.ops[0]], len(repeat.ops)
+        starts.update(first + copy * block for copy in range(repeat.count + 1))
+    seen: set[str] = set()
+    number = -1
+    for at, op in enumerate(graph.ops):
+        number += at in starts
+        for value in op.inputs:
+            if value.name in parameters and value.name not in seen:
+                seen.add(value.name)
+                yield number, value.name
+
+
+def _filled(sizes: Mapping[str, int], most: float) -> Iterator[list[str]]:
+    """The names in buckets of several and of at most `most` bytes together, in their order."""
+    bucket: list[str] = []
+    for name, size in sizes.items():
+        if bucket and sum(sizes[other] for other in bucket) + size > most:
+            yield from [bucket] if len(bucket) > 1 else []
+            bucket = []
+        bucket.append(name)
+    yield from [bucket] if len(bucket) > 1 else []
