@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-fast test-emulated test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -31,7 +31,10 @@ test-more: $(READY) ## what `make test` leaves out for its length: more models, 
 	$(PYTEST) -m "thorough and not emulated and not gpu and not slow"
 
 test-full: $(READY) ## all that needs no root and no GPU: also eight processes, and files of plans that are changed at random
-	$(PYTEST) -m "not emulated and not gpu"
+	$(PYTEST) -m "not emulated and not gpu and not journey"
+
+test-journey: $(READY) ## what people do with a model, every case in every setting beside one device; an hour
+	$(PYTHON) -m pytest -m "" tests/journey
 
 test-fast: $(READY) ## the tests that run in one process
 	$(PYTHON) -m pytest -m "not multirank and not emulated and not gpu and not slow and not thorough"

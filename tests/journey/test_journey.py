@@ -1,7 +1,7 @@
 """Every case of the journey gives one device's numbers or is refused by name; no case may be silently wrong.
 
-`make test` runs every sixteenth case in one setting, another than the next one's; `make test-full` all cases in all
-settings (`tests/long.txt`).
+`make test` runs every sixteenth case in one setting, another than the next one's; `make test-full` all cases in two
+settings (`tests/long.txt`); `make test-journey` all cases in all settings.
 """
 
 import re
@@ -26,13 +26,13 @@ def _settings(number: int, found: Case) -> tuple[str, ...]:
     return found.on[turn:] + found.on[:turn]
 
 
-def _params(remainders: Collection[int], is_first: bool) -> list:
+def _params(remainders: Collection[int], turns: slice) -> list:
+    """The cases whose number is one of `remainders` modulo NTH, each in its settings number `turns`."""
     chosen = []
     for number, found in enumerate(EVERYTHING):
         if number % NTH not in remainders:
             continue
-        first, *others = _settings(number, found)
-        for setting in [first] if is_first else others:
+        for setting in _settings(number, found)[turns]:
             chosen.append(pytest.param(found, setting, id=f"{found.theme}-{found.name}-{setting.replace(' ', '')}"))
     return chosen
 
@@ -99,16 +99,22 @@ def _check(found: Case, setting: str, outcomes: Outcomes) -> None:
     pytest.xfail(fault)
 
 
-@pytest.mark.parametrize(("found", "setting"), _params({0}, is_first=True))
+@pytest.mark.parametrize(("found", "setting"), _params({0}, slice(1)))
 def test_case(found: Case, setting: str, outcomes: Outcomes) -> None:
     _check(found, setting, outcomes)
 
 
-@pytest.mark.parametrize(("found", "setting"), _params(range(1, NTH), is_first=True))
+@pytest.mark.parametrize(("found", "setting"), _params(range(1, NTH), slice(1)))
 def test_further_case(found: Case, setting: str, outcomes: Outcomes) -> None:
     _check(found, setting, outcomes)
 
 
-@pytest.mark.parametrize(("found", "setting"), _params(range(NTH), is_first=False))
+@pytest.mark.parametrize(("found", "setting"), _params(range(NTH), slice(1, 2)))
+def test_case_in_another_setting(found: Case, setting: str, outcomes: Outcomes) -> None:
+    _check(found, setting, outcomes)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(("found", "setting"), _params(range(NTH), slice(2, None)))
 def test_case_in_its_other_settings(found: Case, setting: str, outcomes: Outcomes) -> None:
     _check(found, setting, outcomes)

@@ -1,5 +1,7 @@
 """Hand plans are what people write: counted against the textbook."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -126,9 +128,8 @@ def test_megatron_on_bert_splits_attention_without_further_collectives():
 def test_hand_plans_are_points_of_the_searched_space(name, kind):
     priced = price(traced(name), folded(name), annotated(name), MESH, CPU)
     assignment = by_hand(name, kind)
-    assert (
-        decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment)) == assignment
-    )
+    decoded = decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment))
+    assert replace(decoded, gather_buckets={}) == assignment
 
 
 # Megatron's f and g: two a layer; one for the embedding's sum forward, one for the head's input backward

@@ -14,9 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from autopar.costmodel.activations.autograd_footprint import regatherable
+from autopar.ir.folding.fold import fold
 from autopar.plans.plan import Plan, plan_of
 from autopar.runtime.saved_tensors.regather import regathered
 from autopar.sbp import convert
+from autopar.sbp.analysis.gather_buckets import gather_buckets
+from autopar.sbp.assignment import conversions, only_gathers
 from autopar.sbp.convert import Axis
 from autopar.sbp.placement import R, S
 from tests.runtime.training import finish, forward_backward, issued, planned, plans_for, under
@@ -24,34 +27,47 @@ from tests.workers import Ranks, device_mesh
 from tests.zoo import Case, build
 
 
-def twice(name: str, shape: tuple[int, ...]) -> tuple[Plan, Plan]:
+def twice(name: str, shape: tuple[int, ...], in_buckets: bool) -> tuple[Plan, Plan]:
     """A plan that stores parameters split and keeps what it gathers of them, and the one that gathers again whatever it
-    can.
+    can, by themselves or in buckets.
     """
     plan = plans_for(name, shape, ("zero3",))["zero3"]
     graph, layouts = plan.graph, plan.assignment.layouts
     again = regatherable(graph, {name: name for name in (*layouts, *plan.assignment.strategies)})
     again = frozenset(name for name in again if any(p.is_split for p in layouts[name]))
     assert again
-    assignments = (replace(plan.assignment, regathered=found) for found in (frozenset(), again))
+    gathered = {n: c[0] for n, c in conversions(graph, plan.assignment).items() if only_gathers(c[0].src, c[0].dst)}
+    places = gather_buckets(graph, fold(graph), 1e9) if in_buckets else {}
+    places = {name: place for name, place in places.items() if name in gathered}
+    assert bool(places) == in_buckets
+    given = replace(plan.assignment, gather_buckets=places)
+    assignments = (replace(given, regathered=found) for found in (frozenset(), again))
     return tuple(plan_of(graph, assignment, plan.mesh, plan.cluster) for assignment in assignments)
 
 
 def gathered_bytes_after_forward(case: Case) -> int:
     """Bytes that backward keeps of what forward gathered."""
     made: list[tuple[StorageWeakRef, int]] = []
-    gather = convert.all_gather
+    gather, gather_together = convert.all_gather, convert.move_together
+
+    def note(*outs: torch.Tensor) -> None:
+        made.extend((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()) for out in outs)
 
     def noted(*args: Any) -> torch.Tensor:
         out = gather(*args)
-        made.append((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()))
+        note(out)
         return out
 
-    convert.all_gather = noted
+    def noted_together(axis: Axis, sources: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        outs = gather_together(axis, sources, *rest)
+        note(*(outs if sources[0].is_split else ()))
+        return outs
+
+    convert.all_gather, convert.move_together = noted, noted_together
     try:
         outputs = case.model(*case.args, **case.kwargs)
     finally:
-        convert.all_gather = gather
+        convert.all_gather, convert.move_together = gather, gather_together
     assert any(x.requires_grad for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
     dist.barrier()  # gloo's own thread lets go of the last tensor a moment after the call returns
     for _ in range(100):
@@ -76,12 +92,21 @@ def train_both(name: str, plans: tuple[Plan, Plan]) -> list[dict[str, Any]]:
     return reports
 
 
+def _bytes_of(plan: Plan) -> Counter[tuple[str, str]]:
+    """(kind, phase) -> bytes of all such collectives; buckets have others where some members are gathered again."""
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    for collective in planned(plan):
+        num_bytes[collective.kind, collective.phase] += collective.num_bytes
+    return num_bytes
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("name", "shape"), [("mlp", (4,)), ("llama", (4,)), ("gpt2", (2, 2)), ("resnet", (4,))], ids=str
 )
-def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
-    plans = twice(name, shape)
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], in_buckets: bool) -> None:
+    plans = twice(name, shape, in_buckets)
     for kept, again in ranks4.run(train_both, name, plans):
         for when in ("first", "last"):
             assert kept[when].keys() == again[when].keys()
@@ -91,8 +116,9 @@ def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ..
         saved = plans[0].costs.total_memory_bytes - plans[1].costs.total_memory_bytes
         assert kept["kept"] - again["kept"] == saved > 0
         assert "regathered(" in again["code"] and "regathered(" not in kept["code"]
-    more = Counter(planned(plans[1])) - Counter(planned(plans[0]))
-    assert more and all(c.kind == "all_gather" and c.phase == "backward" for c in more)
+    more = _bytes_of(plans[1])
+    more.subtract(_bytes_of(plans[0]))
+    assert {kind for kind, num_bytes in more.items() if num_bytes} == {("all_gather", "backward")}
 
 
 def test_a_parameter_changed_before_backward_is_refused():
