@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 import torch
 from torch._C._dynamo.guards import dict_version
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _compiling_state_context
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
@@ -24,7 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.export._trace import _ignore_backend_decomps
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
@@ -50,9 +53,11 @@ __all__ = [
     # targets of exported nodes are instances of it and of OpOverload; torch.ops gives the instances only
     "HigherOrderOperator",
     "OpOverload",
+    "RecordingMode",  # sees each op above autograd, as torch.export does, which alone may
     # whether two tensors share memory, without keeping it; torch's own reductions use it so
     "StorageWeakRef",
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
+    "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher
     "as_torch_does",
     "backward_hooks_of_all_modules",
     "below_autograd",
@@ -139,6 +144,36 @@ class EagerDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class RecordingMode(ProxyTorchDispatchMode):
+    """Calls `record(func, args, kwargs)`, within `as_in_export`, for each op above autograd, which returns its result.
+
+    torch takes no other modes there, and `disable_proxy_modes_tracing` suspends it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PythonKeyTracer(), "real", pre_dispatch=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as of an `EagerDispatchMode`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisablePythonDispatcher():  # ops within ops take a third of the time without it
+            return self.record(func, args, kwargs or {})
+
+    def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+@contextmanager
+def as_in_export() -> Iterator[None]:
+    """Inside, torch tells models that they are exported, and which backends are on, as in an export; a `RecordingMode`
+    sees their ops.
+    """
+    with _compiling_state_context(), _ignore_backend_decomps(), enable_python_dispatcher():
+        yield
 
 
 FunctionApply = Callable[..., Any]  # what a class's own `apply` does, given its arguments
@@ -231,28 +266,25 @@ def wants_whole_state() -> str:
     """The function of torch.distributed.checkpoint.state_dict that is asked for a full state dict and calls us; "" if
     none is. Its options are not handed to the module, so they are read from its frame.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            options = frame.f_locals.get("info")
-            if options is not None and options.full_state_dict:
-                return frame.f_code.co_name
-        frame = frame.f_back
-    return ""
+    return _asked_for_state(lambda options: options.full_state_dict)
 
 
 def wants_grouped_state() -> bool:
     """Whether torch.distributed.checkpoint.state_dict, which calls us, is asked for an optimizer's state in groups of
     parameters rather than by name. Read as in `wants_whole_state`.
     """
-    frame = sys._getframe(1)
+    return bool(_asked_for_state(lambda asked: asked.handle_optim and not asked.flatten_optimizer_state_dict))
+
+
+def _asked_for_state(asks: Callable[[Any], bool]) -> str:
+    frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             options = frame.f_locals.get("info")
-            if options is not None and options.handle_optim and not options.flatten_optimizer_state_dict:
-                return True
+            if options is not None and asks(options):
+                return frame.f_code.co_name
         frame = frame.f_back
-    return False
+    return ""
 
 
 _handlers_of_torch: dict[OpOverload, Any] = dict(DTensor._op_dispatcher._custom_op_handlers)

@@ -25,9 +25,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
     return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
 
 
-def to_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The exported forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
-    outline, autocast = export_outline(model, args, kwargs), autocast_on()
+def to_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outlined: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Outline] = export_outline,
+) -> Graph:
+    """The `outlined` forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
+    outline, autocast = outlined(model, args, kwargs), autocast_on()
     with without_autocast():
         return outline_to_graph(outline, model, args, kwargs, autocast)
 

@@ -15,14 +15,22 @@ from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph, Input, Value
 from autopar.ir.kept_attributes import BESIDE
 from autopar.ir.numbers.trace_numbers import graph_with_numbers
+from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.passes.normalise import normalise
+from autopar.ir.sizes.recording import record_outline
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.ir.trace import to_graph, trace
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
-def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def trace_loss(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outlined: Callable[..., Outline] = export_outline,
+) -> Graph:
     """The graph of `loss_fn(model(*args[:-1], **kwargs), args[-1])`, whose only output is the loss.
 
     Otherwise as `trace`. Tensors of `loss_fn` (class weights) are constants. AutoparError if it has parameters to
@@ -33,7 +41,7 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
     _check_loss_function(loss_fn)
     whole = _WithLoss(model, loss_fn, len(args))
     try:
-        graph = to_graph(whole, args, dict(sorted(kwargs.items())))
+        graph = to_graph(whole, args, dict(sorted(kwargs.items())), outlined)
     except TraceError as error:
         if len(args) > 1:
             raise
@@ -48,6 +56,13 @@ def trace_loss(model: nn.Module, loss_fn: LossFunction, args: tuple[Any, ...], k
 def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of `model` with `loss_fn` as `trace_loss` gives it, or as `trace` if that is None."""
     return trace(model, args, kwargs) if loss_fn is None else trace_loss(model, loss_fn, args, kwargs)
+
+
+def recorded(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """As `traced`, without an export: see `recording`. TraceError where the forward cannot be recorded."""
+    if loss_fn is None:
+        return normalise(to_graph(model, args, dict(sorted(kwargs.items())), record_outline))
+    return trace_loss(model, loss_fn, args, kwargs, record_outline)
 
 
 def traced_for_sizes(

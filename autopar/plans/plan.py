@@ -8,7 +8,6 @@ from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.roofline import op_time
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.errors import AutoparError
 from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
@@ -16,7 +15,6 @@ from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
 from autopar.plans.equal_runs import as_planned
-from autopar.plans.fit_assignment import fit_assignment
 from autopar.plans.serialise import HandCosts, SavedPlan
 from autopar.plans.validate import check_assignment, check_names
 from autopar.sbp.assignment import Assignment
@@ -75,18 +73,6 @@ class Plan(BasePlan):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lower_bound_s", min(self.lower_bound_s, self.costs.step_s))
-
-    def of_other(self, graph: Graph) -> "Plan":
-        """The same choices for a graph of the same model, with the same names and other shapes; where a dim does not
-        divide then, the nearest ones. Nothing is proven or predicted of it.
-        """
-        claims = {"lower_bound_s": 0.0, "hand": {}, "peak_bytes": ()}
-        saved = replace(self, fingerprint=fingerprint(graph), **claims)
-        try:
-            return Plan.of_saved(saved, graph, self.mesh, is_own=not self.is_from_file)
-        except (AutoparError, ValueError):
-            fitted = replace(saved, assignment=fit_assignment(self.assignment, graph, self.mesh))
-            return Plan.of_saved(fitted, graph, self.mesh, is_own=not self.is_from_file)
 
     @classmethod
     def of_saved(cls, saved: "SavedPlan | Plan", graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "Plan":

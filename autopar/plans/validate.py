@@ -48,6 +48,8 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
             f" {_AGAIN}"
         )
     _check_buckets(assignment, graph)
+    if not assignment.regathered:
+        return
     unfit = assignment.regathered - regatherable(graph, {name: name for name in folded.representative})
     if unfit:
         raise PlanError(

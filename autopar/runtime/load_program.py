@@ -19,6 +19,7 @@ from autopar.codegen.generated_self import Forward, Gather
 from autopar.codegen.names import local_name
 from autopar.codegen.program import Program
 from autopar.ir.graph import Graph
+from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.runtime.process_groups import joint_group
 from autopar.runtime.saved_tensors.offload_saved import Offload
@@ -41,7 +42,7 @@ class Loaded:
     (`step.open_step`). rows: outputs of which each rank is given its part of the batch -> the dim of the batch.
     """
 
-    plan: Plan
+    choices: Plan | Choices
     graph: Graph
     program: Program
     source: str
@@ -53,6 +54,11 @@ class Loaded:
     gather: Gather | None = None
     used: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, which is priced now if that was not asked for before."""
+        return self.choices.plan if isinstance(self.choices, Choices) else self.choices
 
     @property
     def step_seed(self) -> int:

@@ -23,6 +23,7 @@ from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.mesh import mesh_of
+from autopar.plans.choices import Choices
 from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
@@ -145,7 +146,7 @@ class Runtime:
 
     def _state_on_host(self) -> frozenset[str]:
         current = self.current()
-        plans = [part.loaded.plan for part in current.parts] if isinstance(current, Trainer) else [current.plan]
+        plans = [part.loaded.choices for part in current.parts] if isinstance(current, Trainer) else [current.choices]
         plans = [plan for plan in plans if plan.assignment.state_on_host]
         pairs = ((item, plan.assignment.state_on_host) for plan in plans for item in plan.graph.of_kind("parameter"))
         return frozenset(item.fqn for item, on_host in pairs if item.value.name in on_host)
@@ -256,7 +257,7 @@ class Runtime:
                 if plan is None:
                     stored = stored_layouts(module, graph, self.mesh) if self.first is not None else {}
                     trial = None if over is not None else kind.trial(graph, shapes, stored, outputs, self.plan)
-                    plan = None if trial is None else trial.plan
+                    plan = None if trial is None else trial.choices
                 if is_planned := plan is None:
                     plan = self.plan(graph, stored, trains, outputs)
                     plan = kind.keep(plan, shapes, from_first(self.mesh, time.perf_counter() - start_s), over)
@@ -325,7 +326,7 @@ class Runtime:
         return f"autopar/{self.name}/{self.num_met + 1}"
 
     @without_autocast()
-    def _load(self, module: nn.Module, graph: Graph, plan: Plan | StagedPlan) -> Loaded | Trainer:
+    def _load(self, module: nn.Module, graph: Graph, plan: Plan | Choices | StagedPlan) -> Loaded | Trainer:
         """The program of a plan; the first time, also take over the model's tensors."""
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
@@ -338,7 +339,7 @@ class Runtime:
         constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(
             program,
-            plan=plan,
+            choices=plan,
             graph=graph,
             mesh=self.mesh,
             axes=axes,

@@ -114,7 +114,7 @@ def origin_of(node: Node, region: ConvertedRegion) -> Origin:
     if region.inside:
         module = region.inside + module.removeprefix(INNER)
     line = line_of_stack(node.meta.get("stack_trace") or "") or region.line
-    return Origin(stem_of(node.name), module, line, region.is_no_grad)
+    return Origin(stem_of(node.name), module, line, node.meta.get("is_no_grad", region.is_no_grad))
 
 
 def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> Any:
@@ -218,7 +218,8 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
         )
     if region.autocast is not None:
         bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
-    outputs = builder.emit(target, bound, named, at=at, fallback=_fallback(node, region))
+    known = {"made": node.meta["made"]} if "made" in node.meta else {"fallback": _fallback(node, region)}
+    outputs = builder.emit(target, bound, named, at=at, **known)
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
             storage.make_read_only(f"a tensor that {target} gave a view of")

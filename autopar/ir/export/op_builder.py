@@ -59,12 +59,22 @@ class OpBuilder:
         return name
 
     def emit(
-        self, target: str, args: Any, kwargs: dict[str, Any] | None = None, *, at: Origin, fallback: Sequence[Meta] = ()
+        self,
+        target: str,
+        args: Any,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        at: Origin,
+        fallback: Sequence[Meta] = (),
+        made: tuple[Sequence[Meta], bool] | None = None,
     ) -> tuple[Value, ...]:
-        """Append a call whose args hold `Value`s; `fallback` describes the outputs where the op cannot run on meta."""
+        """Append a call whose args hold `Value`s; `fallback` describes the outputs where the op cannot run on meta.
+
+        `made`: the outputs, and whether they are a tuple, if the op was run on meta already.
+        """
         kept = {name: value for name, value in (kwargs or {}).items() if name not in PLACEMENT_KWARGS}
         slotted, named, inputs = take_slots(args, kept, lambda leaf: isinstance(leaf, Value))
-        metas, is_tuple = self._infer(target, slotted, named, inputs, at, fallback)
+        metas, is_tuple = made or self._infer(target, slotted, named, inputs, at, fallback)
         name = self.unique(at.name)
         outputs = tuple(
             Value(self.unique(f"{name}_out{i}") if is_tuple else name, meta.shape, meta.dtype, meta.needs_grad)

@@ -4,7 +4,7 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from traceback import walk_tb
 from typing import Any
@@ -37,9 +37,17 @@ _FLEX = (
 
 
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: DynamicDims | None = None,
+    *,
+    record: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None,
 ) -> ExportedProgram:
-    """The training IR of the model's forward. Raises TraceError with the model's line."""
+    """The training IR of the model's forward. Raises TraceError with the model's line.
+
+    `record`: what runs the forward and gives the program in place of torch.export, which it is without symbols.
+    """
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
     # The fake tensors of a trace draw no random numbers, but factories with constant sizes may.
@@ -51,14 +59,14 @@ def export(
         losses_refused(model),
         batch_norms_traced(),
     ):
-        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}))
+        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record))
 
 
 def _checked_export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims, record: Any
 ) -> ExportedProgram:
     try:
-        program = _export(model, args, kwargs, dynamic)
+        program = _export(model, args, kwargs, dynamic) if record is None else record(model, args, kwargs)
     except GuardOnDataDependentSymNode as error:
         raise TraceError(_data_dependent(error)) from None
     except Exception as error:

@@ -1,10 +1,10 @@
-"""`named_like`: a graph with the names that another one of the same model has."""
+"""Graphs of one model for several sizes: the names of one for the other, and whether they differ in sizes alone."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op, Value, resolve
 
 
 def named_like(graph: Graph, other: Graph) -> Graph:
@@ -23,6 +23,43 @@ def named_like(graph: Graph, other: Graph) -> Graph:
     if len(set(names.values())) < len(names):
         return graph
     return _renamed(graph, names, other)
+
+
+def is_of_other_sizes(graph: Graph, other: Graph) -> bool:
+    """Whether two graphs of the same names have the same ops on the same tensors, and nothing differs but numbers."""
+    ops = zip((*graph.constant_ops, *graph.ops), (*other.constant_ops, *other.ops), strict=False)
+    return (
+        _structure(graph) == _structure(other)
+        and [_kind(item.value) for item in graph.inputs] == [_kind(item.value) for item in other.inputs]
+        and all(_call(a) == _call(b) for a, b in ops)
+        and [_kind(x) for x in graph.outputs] == [_kind(x) for x in other.outputs]
+        and [(fqn, x.name) for fqn, x in graph.mutations] == [(fqn, x.name) for fqn, x in other.mutations]
+        and {name: x.dtype for name, x in graph.constants.items()}
+        == {name: x.dtype for name, x in other.constants.items()}
+        and graph.output_spec == other.output_spec
+    )
+
+
+def _call(op: Op) -> Any:
+    inputs, outputs = [x.name for x in op.inputs], [_kind(x) for x in op.outputs]
+    return op.target, _kind(op.args), _kind(op.kwargs), inputs, outputs, op.is_no_grad, op.is_tuple
+
+
+def _kind(x: Any) -> Any:
+    """What of an argument or a value does not follow from sizes."""
+    if isinstance(x, Value):
+        return x.name, len(x.shape), x.dtype, x.needs_grad
+    if isinstance(x, tuple):
+        return tuple(map(_kind, x))
+    return type(x) if type(x) in (int, float) else x
+
+
+def _as_long(op: Op, num_args: int) -> tuple[Any, ...]:
+    """The positional arguments of a call, up to that number with the defaults that it leaves out."""
+    if len(op.args) >= num_args:
+        return op.args
+    missing = resolve(op.target)._schema.arguments[len(op.args) : num_args]
+    return (*op.args, *(tuple(x) if isinstance(x := each.default_value, list) else x for each in missing))
 
 
 def _structure(graph: Graph) -> Any:
@@ -46,7 +83,13 @@ def _renamed(graph: Graph, names: Mapping[str, str], other: Graph) -> Graph:
 
     def op(own: Op, like: Op) -> Op:
         return replace(
-            own, name=like.name, inputs=tuple(map(value, own.inputs)), outputs=tuple(map(value, own.outputs))
+            own,
+            name=like.name,
+            args=_as_long(own, len(like.args)),
+            inputs=tuple(map(value, own.inputs)),
+            outputs=tuple(map(value, own.outputs)),
+            module=like.module,
+            line=like.line,
         )
 
     inputs = tuple(replace(own, value=value(own.value), fqn=like.fqn) for own, like in zip(graph.inputs, other.inputs))

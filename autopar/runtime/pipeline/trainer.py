@@ -301,7 +301,7 @@ def make_trainer(
             axes = axes_of(own_mesh, program.joint_axes)
         constants = run_constants(part.graph, torch.device(mesh.device_type))
         loaded = load(
-            program, plan=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners
+            program, choices=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners
         )
         given = ((item, layout) for item, layout in program.inputs if item.kind == "argument")
         arguments = tuple((item, layout) for item, layout in given if item.value.name not in stage.receives)

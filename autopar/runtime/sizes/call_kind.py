@@ -10,9 +10,9 @@ import torch
 from autopar.errors import AutoparError
 from autopar.ir.export.run_export import DynamicDims
 from autopar.ir.graph import Graph
-from autopar.ir.sizes.same_names import named_like
+from autopar.ir.sizes.same_names import is_of_other_sizes, named_like
 from autopar.ir.sizes.sized_trace import SizedTrace
-from autopar.ir.trace_with_loss import traced, traced_for_sizes
+from autopar.ir.trace_with_loss import recorded, traced, traced_for_sizes
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.call_key import tell_time_of_another, tell_time_of_trace
@@ -24,6 +24,9 @@ from autopar.torch_compat import pytree
 
 MOST_PLANS = 8
 MOST_TRACES = 4  # for ranges of sizes: a model that decides by more sizes is traced for each
+# Sizes whose forward is recorded, before the model is traced for a range of them: that takes as long as about twenty
+# recordings, and is the way to one program for all sizes.
+MOST_RECORDED = 8
 LONG_TRACE_S = 2.0  # a trace for other sizes that takes longer is told
 Examples = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -43,6 +46,7 @@ class CallKind:
     traces: list[SizedTrace] = field(default_factory=list)
     dynamic: dict[int, set[int]] = field(default_factory=dict)
     is_fixed: bool = False  # tracing for a range is of no use
+    num_recorded: int = 0
     traced_s: float = 0.0  # seconds of the last graph
     is_told: bool = False  # that traces for other sizes take long
     made: list[MadeProgram] = field(default_factory=list)  # the last ones
@@ -50,23 +54,43 @@ class CallKind:
     last_trace: SizedTrace | None = None  # of which the last graph is
 
     def graph(self, examples: Examples, trace: Callable[..., Any]) -> Graph:
-        """The graph of a call on `examples`: of a trace that was made for a range of sizes, if one holds, or a new one.
+        """The graph of a call on `examples`: of a trace that was made for a range of sizes, if one holds, of a recorded
+        forward, or a new one.
 
         `trace`: (how, *what else `how` takes) -> what `how` gives for the model.
         """
         start_s = time.perf_counter()
-        graph = self._made(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))
+        self.last_trace = None
+        graph = self._of_known_trace(examples) or self._recorded(examples, trace)
+        if graph is None:
+            graph = self._traced(examples, lambda: trace(traced), lambda dynamic: trace(traced_for_sizes, dynamic))
         self.traced_s = time.perf_counter() - start_s
         return graph
 
-    def _made(
-        self, examples: Examples, trace: Callable[[], Graph], trace_sizes: Callable[[DynamicDims], SizedTrace]
-    ) -> Graph:
-        self.last_trace = None
+    def _recorded(self, examples: Examples, trace: Callable[..., Any]) -> Graph | None:
+        """The graph of a forward that is recorded; None if it is not certain to be that of an export."""
+        if self.made_of is None or (self.num_recorded >= MOST_RECORDED and not self.is_fixed):
+            return None
+        try:
+            graph = self._named(trace(recorded))
+        except AutoparError:
+            return None
+        if not is_of_other_sizes(graph, self.made_of):
+            return None
+        self._note(shapes_of(examples))
+        self.num_recorded += 1
+        return graph
+
+    def _of_known_trace(self, examples: Examples) -> Graph | None:
         for sized in reversed(self.traces):
             if (graph := self._graph(sized, examples)) is not None:
                 self.last_trace = sized
                 return graph
+        return None
+
+    def _traced(
+        self, examples: Examples, trace: Callable[[], Graph], trace_sizes: Callable[[DynamicDims], SizedTrace]
+    ) -> Graph:
         shapes = shapes_of(examples)
         is_other = shapes != self.first and self._note(shapes)
         if self.is_fixed or not is_other or len(self.traces) >= MOST_TRACES:
@@ -91,10 +115,15 @@ class CallKind:
         outputs: Mapping[str, Layout],
         planner: CallPlanner,
     ) -> Trial | None:
-        """The fastest of the known plans for `graph`; None if none can be kept. Arguments as of `KeptPlan.plan_for`."""
-        found = [(kept, kept.plan_for(graph, stored, outputs, planner)) for kept in self.plans]
-        trials = [Trial(kept, plan, shapes) for kept, plan in found if plan is not None]
-        return min(trials, key=lambda trial: trial.plan.step_s, default=None)
+        """The fastest of the known plans for `graph`; None if none can be kept.
+
+        Arguments as of `KeptPlan.choices_for`.
+        """
+        found = [(kept, kept.choices_for(graph, stored, outputs, planner)) for kept in self.plans]
+        trials = [Trial(kept, choices, shapes) for kept, choices in found if choices is not None]
+        if len(trials) < 2:
+            return next(iter(trials), None)
+        return min(trials, key=lambda trial: trial.choices.plan.step_s)
 
     def known(self, shapes: Shapes) -> MadeProgram | None:
         """The program for a call of these shapes, if one for all sizes does; it stays on trial as that was."""
@@ -124,9 +153,9 @@ class CallKind:
         """
         if isinstance(plan, StagedPlan):
             return plan
-        if over is not None and (1 - CLOSE) * over.plan.step_s <= plan.step_s:
+        if over is not None and (1 - CLOSE) * over.choices.plan.step_s <= plan.step_s:
             over.kept.widen(shapes)
-            return over.plan
+            return over.choices.plan
         self.plans = [*self.plans, KeptPlan.of(plan, shapes, planning_s)][-MOST_PLANS:]
         return plan
 

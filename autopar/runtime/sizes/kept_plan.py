@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph, Value
+from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.placement import Layout, format_layout
@@ -69,54 +71,59 @@ class KeptPlan:
         self.most = tuple(map(max, self.most, _flat(shapes)))
         self.lost_s = 0.0
 
-    def plan_for(
+    def choices_for(
         self, graph: Graph, stored: Mapping[str, str], outputs: Mapping[str, Layout], planner: CallPlanner
-    ) -> Plan | None:
-        """The plan for a graph of the same model with other sizes.
+    ) -> Choices | None:
+        """The choices for a graph of the same model with other sizes.
 
         None if there is none, if it does not fit, or if it has other layouts than parameters and outputs must have.
         `stored`: FQN -> layout of what lies on the mesh already.
         """
         try:
-            plan = self.plan.of_other(graph)
+            choices = Choices.of(self.plan, graph)
         except (AutoparError, ValueError):
             return None
-        layouts = plan.assignment.layouts
+        layouts = choices.assignment.layouts
         lying = ((item.fqn, layouts[item.value.name]) for item in graph.inputs if item.fqn in stored)
         if any(format_layout(layout) != stored[fqn] for fqn, layout in lying):
             return None
-        if any(plan.assignment.outputs[name] != layout for name, layout in outputs.items()):
+        if any(choices.assignment.outputs[name] != layout for name, layout in outputs.items()):
             return None
-        return plan if self._fits(plan, planner) else None
+        return choices if self._fits(choices, planner) else None
 
-    def _fits(self, plan: Plan, planner: CallPlanner) -> bool:
-        """Whether the peak of `plan` is within the limit: at most that of the known plan times what tensors grow by.
+    def _fits(self, choices: Choices, planner: CallPlanner) -> bool:
+        """Whether the peak of `choices` is within the limit: at most that of the known plan times what tensors grow by.
 
         Squared, since an op may have tensors inside that grow twice as much as its outputs, such as scores. The peak is
         predicted only where that is too much, and where the choices are others.
         """
-        if plan.assignment != self.plan.assignment:
-            return max(planner.peaks(plan)) <= plan.memory_limit_bytes
-        growth = max(1.0, *_growths(self.plan.graph, plan.graph))
-        known = max(self.peak_bytes, default=plan.memory_limit_bytes)
-        if known * growth**2 <= plan.memory_limit_bytes:
-            return True
-        return max(planner.peaks(plan)) <= plan.memory_limit_bytes
+        limit = self.plan.memory_limit_bytes
+        if choices.has_known_assignment:
+            growth = max(1.0, *_growths(self.plan.graph, choices.graph))
+            if max(self.peak_bytes, default=limit) * growth**2 <= limit:
+                return True
+        return max(planner.peaks(choices.plan)) <= limit
 
 
 @dataclass
 class Trial:
-    """Calls of these `shapes` that run under `plan`, whose choices are those of a kept plan."""
+    """Calls of these `shapes` that run under `choices`, which are those of a kept plan."""
 
     kept: KeptPlan
-    plan: Plan
+    choices: Choices
     shapes: Shapes
+
+    @cached_property
+    def call_s(self) -> float:
+        """About the predicted time of a call: that of the kept plan times what its tensors grow by together."""
+        before, after = (sum(x.num_bytes for x in _values(each)) for each in (self.kept.plan.graph, self.choices.graph))
+        return self.kept.plan.step_s * after / max(before, 1)
 
     def is_over(self) -> bool:
         """Count a call; whether it is time to plan for these sizes."""
         if self.kept.covers(self.shapes):
             return False
-        self.kept.lost_s += self.plan.step_s
+        self.kept.lost_s += self.call_s
         return self.kept.lost_s > self.kept.planning_s
 
 

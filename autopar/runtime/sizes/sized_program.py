@@ -70,7 +70,7 @@ def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
     is_alike = all(each.sized is last.sized and each.trial.kept is last.trial.kept for each in made)
     is_alike = is_alike and all(each.loaded.rows == last.loaded.rows for each in made)
     known, known_shapes = last.trial.kept.plan, last.trial.kept.shapes
-    if not is_alike or any(each.trial.plan.assignment != known.assignment for each in made):
+    if not is_alike or any(each.trial.choices.assignment != known.assignment for each in made):
         return None
     dims = _dims([each.shapes for each in made])
     if not dims or not last.sized.is_quadratic:

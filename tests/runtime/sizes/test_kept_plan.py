@@ -11,6 +11,7 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.peak_memory.predict import rank_peaks
+from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.runtime.sizes.call_kind import CallKind
 from autopar.runtime.sizes.kept_plan import KeptPlan, Trial
@@ -50,42 +51,42 @@ def kept_for(plan: Plan, **changes: object) -> KeptPlan:
 
 @pytest.mark.parametrize("rows", [4, 8, 64])
 def test_the_same_choices(plan: Plan, rows: int) -> None:
-    found = kept_for(plan).plan_for(graph_of(rows), {}, {}, Predicting())
+    found = kept_for(plan).choices_for(graph_of(rows), {}, {}, Predicting())
     assert found is not None and found.assignment == plan.assignment
     assert found.graph.inputs[-1].value.shape == (rows, 32)
-    assert found.step_s == evaluate(graph_of(rows), plan.assignment, plan.mesh, plan.cluster).step_s
+    assert found.plan.step_s == evaluate(graph_of(rows), plan.assignment, plan.mesh, plan.cluster).step_s
 
 
 def test_what_does_not_divide_is_whole(plan: Plan) -> None:
     (argument,) = (item.value.name for item in plan.graph.of_kind("argument"))
     assert any(part.is_split for part in plan.assignment.layouts[argument]), "the batch is split"
-    found = kept_for(plan).plan_for(graph_of(7), {}, {}, Predicting())
+    found = kept_for(plan).choices_for(graph_of(7), {}, {}, Predicting())
     assert found is not None and not any(part.is_split and part.dim == 0 for part in found.assignment.layouts[argument])
 
 
 def test_layouts_that_must_stay(plan: Plan) -> None:
     kept, planner = kept_for(plan), Predicting()
-    assert kept.plan_for(graph_of(16), {"0.weight": "S(1)S(1)"}, {}, planner) is None
+    assert kept.choices_for(graph_of(16), {"0.weight": "S(1)S(1)"}, {}, planner) is None
     (name,) = plan.assignment.outputs
-    assert kept.plan_for(graph_of(16), {}, {name: plan.assignment.outputs[name]}, planner) is not None
+    assert kept.choices_for(graph_of(16), {}, {name: plan.assignment.outputs[name]}, planner) is not None
     others = [layout for layout in even_layouts((16, 32), (2, 2)) if layout != plan.assignment.outputs[name]]
-    assert others and all(kept.plan_for(graph_of(16), {}, {name: layout}, planner) is None for layout in others)
+    assert others and all(kept.choices_for(graph_of(16), {}, {name: layout}, planner) is None for layout in others)
 
 
 def test_memory_is_predicted_where_a_bound_does_not_tell(plan: Plan) -> None:
     planner, (peak,) = Predicting(), plan.peak_bytes
-    assert kept_for(plan).plan_for(graph_of(80), {}, {}, planner) and not planner.num_predicted
+    assert kept_for(plan).choices_for(graph_of(80), {}, {}, planner) and not planner.num_predicted
     tight = kept_for(plan, memory_limit_bytes=2.0 * peak)
-    assert tight.plan_for(graph_of(4), {}, {}, planner) and not planner.num_predicted
-    assert tight.plan_for(graph_of(16), {}, {}, planner) and planner.num_predicted == 1
-    (large,) = rank_peaks(tight.plan.of_other(graph_of(4096)))
-    assert large > 2 * peak and tight.plan_for(graph_of(4096), {}, {}, planner) is None
+    assert tight.choices_for(graph_of(4), {}, {}, planner) and not planner.num_predicted
+    assert tight.choices_for(graph_of(16), {}, {}, planner) and planner.num_predicted == 1
+    (large,) = rank_peaks(Choices.of(tight.plan, graph_of(4096)).plan)
+    assert large > 2 * peak and tight.choices_for(graph_of(4096), {}, {}, planner) is None
     assert planner.num_predicted == 2
 
 
 def test_no_claim_of_a_file_is_believed(plan: Plan) -> None:
     planner = Predicting()
-    assert kept_for(plan, is_from_file=True, peak_bytes=(1,)).plan_for(graph_of(16), {}, {}, planner)
+    assert kept_for(plan, is_from_file=True, peak_bytes=(1,)).choices_for(graph_of(16), {}, {}, planner)
     assert planner.num_predicted == 1
 
 
@@ -116,11 +117,11 @@ def test_a_plan_made_anew_is_taken_where_it_is_5_percent_faster(rows: int, pays:
     assert kind.keep(few, ((8, 512),), 3.0, None) is few
     graph = trace(wide(), (torch.zeros(rows, 512, device="meta"),), {})
     trial = kind.trial(graph, shapes, {}, {}, Predicting())
-    assert trial is not None and trial.plan.assignment == few.assignment
+    assert trial is not None and trial.choices.assignment == few.assignment
     anew = planned_for(rows)
-    assert (anew.step_s < 0.95 * trial.plan.step_s) is pays
-    assert kind.keep(anew, shapes, 3.0, trial) is (anew if pays else trial.plan)
+    assert (anew.step_s < 0.95 * trial.choices.plan.step_s) is pays
+    assert kind.keep(anew, shapes, 3.0, trial) is (anew if pays else trial.choices.plan)
     assert len(kind.plans) == 1 + pays and trial.kept.covers(shapes) is not pays
     best = kind.trial(graph, shapes, {}, {}, Predicting())
-    assert best is not None and best.plan.step_s == min(anew.step_s, trial.plan.step_s)
+    assert best is not None and best.choices.plan.step_s == min(anew.step_s, trial.choices.plan.step_s)
     assert best.is_over() is False and best.kept.lost_s == 0, "these sizes were planned for"

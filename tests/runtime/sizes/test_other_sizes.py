@@ -140,7 +140,7 @@ def planned_again() -> None:
         (kept,) = next(iter(model._autopar.kinds.values())).plans
         with warnings.catch_warnings(record=True) as said:
             check(truth, model, tokens(4, 12))
-            kept.planning_s = 2.5 * next(iter(t for t in model._autopar.trials.values() if t)).plan.step_s
+            kept.planning_s = 2.5 * next(iter(t for t in model._autopar.trials.values() if t)).call_s
             for _ in range(5):
                 check(truth, model, tokens(4, 12))
         assert done.count("plan") == 2, done

@@ -1,0 +1,186 @@
+"""`record`: the ops of a forward on tensors of other sizes, without an export, as a program that is converted alike.
+
+torch.export takes 30 times as long, for stack traces, guards and checks. What it would refuse, or see and this does
+not, is found by comparison with the graph of an export for other sizes (`same_names.differs`).
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Graph, Node
+
+from autopar.errors import TraceError
+from autopar.ir.autocast import autocast_on
+from autopar.ir.export.infer_metas import Meta
+from autopar.ir.export.run_export import export
+from autopar.ir.outline.export_once import Outline
+from autopar.torch_compat import OpOverload, RecordingMode, as_in_export, pytree
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """The structure of the arguments, (args, kwargs), and of the result."""
+
+    in_spec: Any
+    out_spec: Any
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is read of a torch.export.ExportedProgram: a node for each op, without lines and modules.
+
+    `meta` of a node: "val", its result; "made", the properties of its outputs, and whether they are a tuple;
+    "is_no_grad".
+    """
+
+    graph: Graph
+    graph_signature: ExportGraphSignature
+    call_spec: CallSpec
+    constants: Mapping[str, torch.Tensor]
+
+    @property
+    def graph_module(self) -> "Recording":
+        """What has the graph; it holds no graphs of regions."""
+        return self
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules inside."""
+        return ()
+
+    @property
+    def code(self) -> str:
+        """What is equal for equal graphs."""
+        return str(self.graph)
+
+
+def record_outline(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+    """The recorded forward of `model`, under all the checks of an export. TraceError as of `record`."""
+    return Outline(export(model, args, kwargs, record=record))
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """The ops of `model(*args, **kwargs)`; the model and the tensors are on the meta device.
+
+    TraceError where it cannot be recorded: then it has to be exported.
+    """
+    if autocast_on() is not None:
+        raise TraceError("autocast changes no tensors on the meta device")
+    recorder = _Recorder()
+    for kind, named in ((InputKind.PARAMETER, model.named_parameters), (InputKind.BUFFER, model.named_buffers)):
+        for fqn, tensor in named(remove_duplicate=False):
+            if id(tensor) not in recorder.nodes:
+                recorder.add_input(kind, fqn.replace(".", "_"), tensor, fqn)
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        recorder.add_input(InputKind.USER_INPUT, "argument", leaf)
+    with as_in_export(), recorder:
+        result = model(*args, **kwargs)
+    outputs, out_spec = pytree.tree_flatten(result)
+    nodes = [recorder.node_of(x) if isinstance(x, torch.Tensor) else x for x in outputs]
+    recorder.graph.output(tuple(nodes))
+    output_specs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(node), None) for node in nodes]
+    signature = ExportGraphSignature(recorder.specs, output_specs)
+    return Recording(recorder.graph, signature, CallSpec(in_spec, out_spec), recorder.constants)
+
+
+class _Recorder(RecordingMode):
+    """Adds each op that is called inside to a graph, before autograd sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.nodes, self.held = Graph(), dict[int, Node](), list[Any]()
+        self.fresh = dict[int, Node]()  # by storage, of tensors that were made of none
+        self.specs, self.constants = list[InputSpec](), dict[str, torch.Tensor]()
+
+    def add_input(self, kind: InputKind, name: str, x: Any, target: str | None = None) -> Node:
+        """A placeholder; a leaf of the arguments that is no tensor has one too."""
+        node = self.graph.placeholder(name)
+        node.meta["val"] = x
+        is_saved = True if kind is InputKind.BUFFER else None  # that a buffer is not saved is read of the model
+        self.specs.append(InputSpec(kind, _argument(node if isinstance(x, torch.Tensor) else x), target, is_saved))
+        if isinstance(x, torch.Tensor):
+            self._note(x, node)
+        return node
+
+    def node_of(self, x: torch.Tensor) -> Node:
+        """The node whose result `x` is; TraceError if no op gave it."""
+        node = self.nodes.get(id(x))
+        if node is None:  # torch wraps what a factory gives in another tensor once the op is over
+            node = self.fresh.pop(x.untyped_storage()._cdata, None)
+            self._note(x, node)
+        if node is None:
+            raise TraceError(f"a tensor of shape {tuple(x.shape)} was made by no op that is recorded")
+        return node
+
+    def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an op, which is added to the graph."""
+        if func is torch.ops.aten.lift_fresh.default:
+            func, args = torch.ops.aten.lift_fresh_copy.default, (self._lifted(*args),)
+        given = tuple(map(self._nodes_in, args)), {name: self._nodes_in(x) for name, x in kwargs.items()}
+        node = self.graph.create_node("call_function", func, *given, name=func.overloadpacket.__name__)
+        is_no_grad = not torch.is_grad_enabled()
+        args, kwargs = _on_meta(node, args, kwargs)
+        result = func(*args, **kwargs)
+        is_tuple = isinstance(result, (tuple, list))
+        made = result if is_tuple else (result,)
+        node.meta = {"val": result, "is_no_grad": is_no_grad}
+        if all(isinstance(x, torch.Tensor) for x in made):
+            node.meta["made"] = tuple(Meta(tuple(x.shape), x.dtype, x.requires_grad) for x in made), is_tuple
+        if not is_tuple:
+            self._note(result, node)
+            if not node.all_input_nodes and isinstance(result, torch.Tensor):
+                self.fresh[result.untyped_storage()._cdata] = node
+            return result
+        for index, x in enumerate(made):
+            part = self.graph.create_node("call_function", operator.getitem, (node, index))
+            part.meta["val"] = x
+            self._note(x, part)
+        return result
+
+    def _lifted(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that the forward makes of numbers, which have to be known."""
+        if x.is_meta:
+            raise TraceError("a tensor is made of numbers on the meta device, which keeps none")
+        name = f"lifted_tensor_{len(self.constants)}"
+        self.constants[name] = x
+        on_meta = torch.empty_like(x, device="meta")
+        self.add_input(InputKind.CONSTANT_TENSOR, name, on_meta, name)
+        return on_meta
+
+    def _nodes_in(self, x: Any) -> Any:
+        """An argument of an op with nodes for its tensors."""
+        if isinstance(x, torch.Tensor):
+            return self.node_of(x)
+        return type(x)(map(self._nodes_in, x)) if type(x) in (tuple, list) else x
+
+    def _note(self, x: Any, node: Node | None) -> None:
+        if isinstance(x, torch.Tensor) and node is not None:
+            self.nodes[id(x)] = node
+            self.held.append(x)
+
+
+def _on_meta(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call by which it gives tensors on the meta device, whatever device it asks for."""
+    func: Any = node.target
+    placed = tuple("meta" if isinstance(x, torch.device) else x for x in args)
+    named = {name: "meta" if isinstance(x, torch.device) else x for name, x in kwargs.items()}
+    if not node.all_input_nodes and any(arg.name == "device" and arg.kwarg_only for arg in func._schema.arguments):
+        named["device"] = "meta"
+    return placed, named
+
+
+def _argument(x: Any) -> Any:
+    return TensorArgument(x.name) if isinstance(x, Node) else ConstantArgument("", x)
