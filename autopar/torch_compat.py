@@ -4,15 +4,13 @@
 `RECEIVED_MEMBERS`, which 2.11 has not (`has_pipeline_stages`).
 """
 
-import ctypes
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch._C._dynamo.guards import dict_version
 from torch._dispatch.python import enable_python_dispatcher
@@ -63,6 +61,8 @@ __all__ = [
     "below_autograd",
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
+    # changes with each write to a dict; Python shows it to C alone, and torch.compile watches modules by it
+    "dict_version",
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",
@@ -86,8 +86,6 @@ __all__ = [
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
-    # change with each write to a dict; Python shows them to C alone, and torch.compile watches modules by them
-    "versions_of",
     "wants_grouped_state",  # as wants_whole_state
     "wants_whole_state",  # whether a state dict is made for one of all stages
     "watch_saved",  # files of parts, which torch writes and reads without asking whose they are
@@ -147,13 +145,14 @@ class EagerDispatchMode(TorchDispatchMode):
 
 
 class RecordingMode(ProxyTorchDispatchMode):
-    """Calls `record(func, args, kwargs)`, within `as_in_export`, for each op above autograd, which returns its result.
+    """Within `as_in_export`, each op above autograd gives what `record(op, args, kwargs)` does.
 
     torch takes no other modes there, and `disable_proxy_modes_tracing` suspends it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__(PythonKeyTracer(), "real", pre_dispatch=True)
+        self._record = record
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -161,10 +160,7 @@ class RecordingMode(ProxyTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisablePythonDispatcher():  # ops within ops take a third of the time without it
-            return self.record(func, args, kwargs or {})
-
-    def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+            return self._record(func, args, kwargs or {})
 
 
 @contextmanager
@@ -356,40 +352,6 @@ def watch_saved(check: Callable[[DTensor, str], None], pickled: Callable[[DTenso
 
     kind.__create_write_items__, kind.__create_chunk_list__ = checked_items, checked_chunks
     kind.__reduce_ex__ = checked_reduce
-
-
-def versions_of(dicts: Sequence[dict]) -> Callable[[], Any]:
-    """A function that returns something that differs once one of `dicts` was written to.
-
-    CPython keeps the version that `dict_version` returns in each dict. Where it lies is found by looking for it; then
-    all are read at once, which takes a tenth of the time of as many calls. Elsewhere the function calls `dict_version`.
-    """
-    offsets = _offsets_of_version()
-    if len(offsets) != 1 or not dicts:
-        return lambda: list(map(dict_version, dicts))
-    places = numpy.array([id(each) for each in dicts], dtype=numpy.uint64) + numpy.uint64(offsets[0])
-    first, word = int(places.min()), ctypes.sizeof(ctypes.c_uint64)
-    size = (int(places.max()) - first) // word + 1
-    memory = numpy.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(first))
-    indices = ((places - numpy.uint64(first)) // numpy.uint64(word)).astype(numpy.intp)
-    kept = (*dicts,)  # whose memory is read
-
-    def read() -> bytes:
-        assert kept, "the dicts live as long as this function"
-        return memory.take(indices).tobytes()
-
-    return read
-
-
-@functools.cache
-def _offsets_of_version() -> tuple[int, ...]:
-    """The bytes from the start of a dict at which its version is: one place in CPython 3.11, none later."""
-    samples: list[dict] = [{}, {"a": 1}, {number: number for number in range(50)}]
-    samples[0]["later"] = samples
-    word = ctypes.sizeof(ctypes.c_uint64)
-    words = [(ctypes.c_uint64 * (dict.__basicsize__ // word)).from_address(id(each)) for each in samples]
-    places = range(dict.__basicsize__ // word)
-    return tuple(word * i for i in places if all(row[i] == dict_version(d) for row, d in zip(words, samples)))
 
 
 @functools.cache

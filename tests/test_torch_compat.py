@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -51,6 +52,22 @@ def test_ops() -> None:
         torch.ones(2) + 1
     assert torch.ops.aten.add.Tensor in ops.seen and all(isinstance(op, torch_compat.OpOverload) for op in ops.seen)
     assert isinstance(torch.ops.higher_order.cond, torch_compat.HigherOrderOperator)
+
+
+def test_ops_above_autograd() -> None:
+    layer, x, seen = nn.Linear(3, 3), torch.ones(2, 3), list[str]()
+
+    def record(func, args, kwargs):
+        seen.append(str(func))
+        return func(*args, **kwargs)
+
+    with torch_compat.as_in_export(), torch_compat.RecordingMode(record):
+        assert torch.compiler.is_compiling() and torch.compiler.is_exporting()
+        y = F.dropout(layer(x), 0.5)
+        with torch_compat.disable_proxy_modes_tracing():
+            torch.sin(x)
+    assert seen == ["aten.linear.default", "aten.dropout.default"] and y.requires_grad
+    assert not torch.compiler.is_compiling()
 
 
 def test_function_modes() -> None:
@@ -253,17 +270,6 @@ def test_ops_of_dtensors(tmp_path) -> None:
     finally:
         handle_scalars_and_random_ops()
         dist.destroy_process_group()
-
-
-def test_versions_of_dicts() -> None:
-    dicts: list[dict] = [{}, {"a": 1}, nn.Linear(2, 2).__dict__]
-    versions = torch_compat.versions_of(dicts)
-    for each in dicts:
-        before = versions()
-        assert versions() == before
-        each["new"] = 2
-        assert versions() != before
-    assert torch_compat.versions_of([])() == torch_compat.versions_of([])()
 
 
 def test_settings_are_counted_of_dtensors_alone() -> None:

@@ -198,7 +198,7 @@ class _Lowering:
 
     def _again(self, op: Op, names: list[str]) -> Iterator[RegatheredOperand]:
         """The operands that are regathered for backward; within a region they are recomputed with it."""
-        if self.is_in_region:
+        if self.is_in_region or not any(self._conversions[value.name][-1].is_regathered for value in op.inputs):
             return
         for slot in sorted(footprint(op).saved_inputs):
             conversion = self._conversions[op.inputs[slot].name][-1]

@@ -17,7 +17,7 @@ from autopar.sbp.candidates import annotate
 
 @dataclass(frozen=True)
 class Choices:
-    """What `known`, a plan of the same model, decides for `graph`; nothing is proven or predicted of it.
+    """The decisions of `known`, a plan of the same model, for `graph`; nothing is proven or predicted of them.
 
     To price a plan takes as long as to check it, and a call that has a new size needs no price.
     """

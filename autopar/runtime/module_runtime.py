@@ -23,6 +23,7 @@ from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.mesh import mesh_of
+from autopar.planner.rarely_collected import rarely_collected
 from autopar.plans.choices import Choices
 from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan
@@ -250,7 +251,8 @@ class Runtime:
             if over is None and (made := kind.known(shapes) or numbers.known(key, examples, trace, kept)):
                 self.loaded[key], self.trials[key], self.last = made.loaded, made.trial, made.loaded
                 return
-            with grad_mode_reads() as reads, own_autograd(), without_autocast(but=self.mesh.device_type):
+            without_casts = without_autocast(but=self.mesh.device_type)
+            with rarely_collected(), grad_mode_reads() as reads, own_autograd(), without_casts:
                 graph = agreed_graph(self.mesh, lambda: kind.graph(examples, trace))
                 outputs = {} if trains else self._output_layouts(graph)
                 plan, trial, stored = self._of_first_stages(graph, trains), None, {}

@@ -152,13 +152,17 @@ def on_every_rank(mesh: DeviceMesh, what: str, work: Callable[[], Result]) -> Re
     did.
     """
     result, error = _attempt(what, work)
-    errors = gather(mesh, error)
-    failed = next((rank for rank, failure in enumerate(errors) if failure is not None), None)
-    if failed is None:
-        return cast(Result, result)  # there is one where there is no error
-    if error is not None and str(error) == str(errors[failed]):
-        raise error  # with what caused it here
-    raise type(errors[failed])(f"rank {failed} of the mesh: {errors[failed]}")
+    _raise_first(gather(mesh, error), error)
+    return cast(Result, result)  # there is one where there is no error
+
+
+def _raise_first(errors: Sequence[AutoparError | None], own: AutoparError | None) -> None:
+    """Raise the first of the errors of all ranks, if there is any."""
+    for rank, failure in enumerate(errors):
+        if failure is not None:
+            if own is not None and str(own) == str(failure):
+                raise own  # with what caused it here
+            raise type(failure)(f"rank {rank} of the mesh: {failure}")
 
 
 def _attempt(what: str, work: Callable[[], Result]) -> tuple[Result | None, AutoparError | None]:
@@ -190,9 +194,11 @@ def _check_equal(items: Sequence[Any], what: str, remedy: str) -> None:
 
 def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
     """This rank's graph, if every rank has got the same one; otherwise every rank raises."""
-    graph = on_every_rank(mesh, "tracing", make)
-    check_same(mesh, fingerprint(graph), "models", "build the same model in the same mode on every rank")
-    return graph
+    graph, error = _attempt("tracing", make)
+    reports = gather(mesh, (error, None if graph is None else fingerprint(graph)))
+    _raise_first([failure for failure, _ in reports], error)
+    _check_equal([made for _, made in reports], "models", "build the same model in the same mode on every rank")
+    return cast(Graph, graph)  # there is one where there is no error
 
 
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:

@@ -39,8 +39,8 @@ class CallSpec:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What is read of a torch.export.ExportedProgram: a node for each op, without lines and modules.
+class RecordedForward:
+    """The parts of a torch.export.ExportedProgram that are read: a node for each op, without lines and modules.
 
     `meta` of a node: "val", its result; "made", the properties of its outputs, and whether they are a tuple;
     "is_no_grad".
@@ -52,8 +52,8 @@ class Recording:
     constants: Mapping[str, torch.Tensor]
 
     @property
-    def graph_module(self) -> "Recording":
-        """What has the graph; it holds no graphs of regions."""
+    def graph_module(self) -> "RecordedForward":
+        """The object that has the graph; there are no graphs of regions."""
         return self
 
     def modules(self) -> tuple[nn.Module, ...]:
@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def code(self) -> str:
-        """What is equal for equal graphs."""
+        """A text, equal for equal graphs."""
         return str(self.graph)
 
 
@@ -71,14 +71,14 @@ def record_outline(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return Outline(export(model, args, kwargs, record=record))
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedForward:
     """The ops of `model(*args, **kwargs)`; the model and the tensors are on the meta device.
 
     TraceError where it cannot be recorded: then it has to be exported.
     """
     if autocast_on() is not None:
         raise TraceError("autocast changes no tensors on the meta device")
-    recorder = _Recorder()
+    recorder = _OpRecorder()
     for kind, named in ((InputKind.PARAMETER, model.named_parameters), (InputKind.BUFFER, model.named_buffers)):
         for fqn, tensor in named(remove_duplicate=False):
             if id(tensor) not in recorder.nodes:
@@ -86,22 +86,22 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:
         recorder.add_input(InputKind.USER_INPUT, "argument", leaf)
-    with as_in_export(), recorder:
+    with as_in_export(), RecordingMode(recorder.record):
         result = model(*args, **kwargs)
     outputs, out_spec = pytree.tree_flatten(result)
     nodes = [recorder.node_of(x) if isinstance(x, torch.Tensor) else x for x in outputs]
     recorder.graph.output(tuple(nodes))
     output_specs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(node), None) for node in nodes]
     signature = ExportGraphSignature(recorder.specs, output_specs)
-    return Recording(recorder.graph, signature, CallSpec(in_spec, out_spec), recorder.constants)
+    return RecordedForward(recorder.graph, signature, CallSpec(in_spec, out_spec), recorder.constants)
 
 
-class _Recorder(RecordingMode):
+class _OpRecorder:
     """Adds each op that is called inside to a graph, before autograd sees it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.graph, self.nodes, self.held = Graph(), dict[int, Node](), list[Any]()
+        self.known = dict[Any, tuple[list[torch.Tensor], Any]]()  # likeness of a call -> tensors like its results
         self.fresh = dict[int, Node]()  # by storage, of tensors that were made of none
         self.specs, self.constants = list[InputSpec](), dict[str, torch.Tensor]()
 
@@ -132,8 +132,7 @@ class _Recorder(RecordingMode):
         given = tuple(map(self._nodes_in, args)), {name: self._nodes_in(x) for name, x in kwargs.items()}
         node = self.graph.create_node("call_function", func, *given, name=func.overloadpacket.__name__)
         is_no_grad = not torch.is_grad_enabled()
-        args, kwargs = _on_meta(node, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, *_on_meta(node, args, kwargs))
         is_tuple = isinstance(result, (tuple, list))
         made = result if is_tuple else (result,)
         node.meta = {"val": result, "is_no_grad": is_no_grad}
@@ -148,6 +147,22 @@ class _Recorder(RecordingMode):
             part = self.graph.create_node("call_function", operator.getitem, (node, index))
             part.meta["val"] = x
             self._note(x, part)
+        return result
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call. Many ops are Python on the meta device: of equal calls the first alone is run."""
+        key = (func, _likeness(args), _likeness(tuple(kwargs.items())), torch.is_grad_enabled())
+        if (known := self.known.get(key)) is not None:
+            # a leaf that needs a gradient could not be written to
+            made = [x.clone() if x.requires_grad else _empty_like(x) for x in known[0]]
+            return type(known[1])(made) if isinstance(known[1], (tuple, list)) else made[0]
+        result = func(*args, **kwargs)
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inside = {x.untyped_storage()._cdata for x in given}
+        is_plain = all(isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in inside for x in made)
+        if given and is_plain and not func._schema.is_mutable:
+            self.known[key] = [_empty_like(x).requires_grad_(x.requires_grad) for x in made], result
         return result
 
     def _lifted(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +185,17 @@ class _Recorder(RecordingMode):
         if isinstance(x, torch.Tensor) and node is not None:
             self.nodes[id(x)] = node
             self.held.append(x)
+
+
+def _likeness(x: Any) -> Any:
+    """A key of the properties of `x` on which the results of a call can depend."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype, x.requires_grad
+    return (type(x), *map(_likeness, x)) if isinstance(x, (tuple, list)) else (type(x), x)
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _on_meta(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

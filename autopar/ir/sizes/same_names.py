@@ -46,7 +46,7 @@ def _call(op: Op) -> Any:
 
 
 def _kind(x: Any) -> Any:
-    """What of an argument or a value does not follow from sizes."""
+    """The properties of an argument or a value that do not follow from sizes."""
     if isinstance(x, Value):
         return x.name, len(x.shape), x.dtype, x.needs_grad
     if isinstance(x, tuple):

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
-from autopar.torch_compat import settings_counted, versions_of, without_function_modes
+from autopar.runtime.checks.dict_versions import versions_of
+from autopar.torch_compat import settings_counted, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.

@@ -133,7 +133,7 @@ class CallKind:
     def note(self, trial: Trial | None, loaded: Any) -> None:
         """Add a program that was made; once there are enough of them, find the one for all sizes."""
         self.made_of = self.made_of or loaded.graph
-        if trial is None or self.last_trace is None or not isinstance(loaded, Loaded):
+        if trial is None or not isinstance(loaded, Loaded):
             return
         self.made = [*self.made, MadeProgram(self.last_trace, trial, loaded)][-NUM_COMPARED:]
         if len(self.made) == NUM_COMPARED and len(self.sized) < MOST_TRACES and (found := sized_program(self.made)):

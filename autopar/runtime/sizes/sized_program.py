@@ -2,7 +2,7 @@
 
 It is found by comparing the programs of three calls. That the comparison holds for all sizes follows from the trace,
 which has all sizes as expressions: if they are polynomials of degree two at most, every number that is affine in three
-sizes is affine.
+sizes is affine. A forward that is recorded at a size that the trace holds for has the graph that the trace gives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,11 @@ NUM_COMPARED = 3
 
 @dataclass(frozen=True)
 class MadeProgram:
-    """A program, made from a trace for a range of sizes and a plan that was kept, for a call of these shapes."""
+    """A program for a call of these shapes, made from a plan that was kept and a trace for a range of sizes; None for
+    a recorded forward.
+    """
 
-    sized: SizedTrace
+    sized: SizedTrace | None
     trial: Trial
     loaded: Loaded
 
@@ -44,6 +46,7 @@ class SizedProgram:
     """
 
     like: MadeProgram
+    sized: SizedTrace
     dims: Mapping[tuple[int, int], int]
     code: CodeType
     constant_ops: tuple[Op, ...]
@@ -55,7 +58,7 @@ class SizedProgram:
         size = shapes[tensor][dim]
         if size > self.largest or shapes != _with_size(self.like.shapes, self.dims, size):
             return None
-        if self.like.sized.range.values(shapes) is None:
+        if self.sized.range.values(shapes) is None:
             return None
         old = self.like.loaded
         graph = replace(old.graph, constant_ops=at(self.constant_ops, size))
@@ -66,14 +69,16 @@ class SizedProgram:
 
 def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
     """The program for all sizes between and beyond those of the programs `made`; None if they differ in more."""
-    last = made[-1]
-    is_alike = all(each.sized is last.sized and each.trial.kept is last.trial.kept for each in made)
+    last, sized = made[-1], made[-1].sized
+    if sized is None or any(each.sized is not None and each.sized is not sized for each in made):
+        return None
+    is_alike = all(each.trial.kept is last.trial.kept and sized.range.values(each.shapes) is not None for each in made)
     is_alike = is_alike and all(each.loaded.rows == last.loaded.rows for each in made)
     known, known_shapes = last.trial.kept.plan, last.trial.kept.shapes
     if not is_alike or any(each.trial.choices.assignment != known.assignment for each in made):
         return None
     dims = _dims([each.shapes for each in made])
-    if not dims or not last.sized.is_quadratic:
+    if not dims or not sized.is_quadratic:
         return None
     (tensor, dim), *_ = dims
     sizes = [each.shapes[tensor][dim] for each in made]
@@ -88,7 +93,7 @@ def sized_program(made: Sequence[MadeProgram]) -> SizedProgram | None:
     if known_shapes != _with_size(last.shapes, dims, known_size):
         return None
     limit = known.memory_limit_bytes / max(last.trial.kept.peak_bytes, default=known.memory_limit_bytes)
-    return SizedProgram(last, dims, code_of(emit(program)), constant_ops, _largest(program, known_size, limit))
+    return SizedProgram(last, sized, dims, code_of(emit(program)), constant_ops, _largest(program, known_size, limit))
 
 
 def _layouts(program: Program) -> Iterator[tuple[Value, Layout]]:
