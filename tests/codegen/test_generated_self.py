@@ -82,7 +82,7 @@ def installed(plan: Plan, mesh: DeviceMesh, *, is_split: bool) -> Loaded:
     module, graph = Everything(), plan.graph
     install(module, graph, shard_model(module, graph, plan.assignment.layouts, mesh), is_in_use=False)
     constants = run_constants(graph, torch.device("cpu"))
-    fields = {"plan": plan, "graph": graph, "mesh": mesh, "axes": axes_of(mesh), "constants": constants}
+    fields = {"choices": plan, "graph": graph, "mesh": mesh, "axes": axes_of(mesh), "constants": constants}
     return load(lowered(plan, is_split=is_split), **fields, owners=owners(module))
 
 
