@@ -34,11 +34,20 @@ def _dropped(x: torch.Tensor, share: float) -> torch.Tensor:
 
 class _WrittenOut(nn.Module):
     """GPT as OneFlow's LanguageModeling/GPT and Megatron-LM have it: q, k and v split by heads, attention written out,
-    tied head, loss in float32.
+    tied head, loss in `loss_dtype`.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], sequence: int, vocabulary: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        sequence: int,
+        vocabulary: int,
+        *,
+        dropout: float = 0.0,
+        loss_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
+        self.loss_dtype = loss_dtype
         hidden, layers, heads = sizes
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Parameter(torch.zeros(sequence, hidden))
@@ -52,14 +61,15 @@ class _WrittenOut(nn.Module):
         x = self.tokens(ids) + self.positions
         for block in self.blocks:
             x = block(x, self.mask)
-        return F.cross_entropy(F.linear(self.norm(x), self.tokens.weight).float().flatten(0, 1), labels.flatten())
+        logits = F.linear(self.norm(x), self.tokens.weight).to(self.loss_dtype)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def v100_gpt(batch: int, hidden: int, layers: int, heads: int) -> Example:
+def v100_gpt(batch: int, hidden: int, layers: int, heads: int, *, loss_dtype: torch.dtype = torch.float32) -> Example:
     """GPT of DLPerf in float16."""
     with torch.device("meta"):
         ids = torch.zeros(batch, V100_SEQUENCE, dtype=torch.long)
-        model = _WrittenOut((hidden, layers, heads), V100_SEQUENCE, V100_VOCABULARY)
+        model = _WrittenOut((hidden, layers, heads), V100_SEQUENCE, V100_VOCABULARY, loss_dtype=loss_dtype)
         return Example(model.half(), (ids, torch.zeros_like(ids)), {})
 
 

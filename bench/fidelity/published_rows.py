@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+import torch
+
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import GroupRate, MemoryShare, ProductShare
 from autopar.costmodel.cluster.presets import (
@@ -59,6 +61,11 @@ def _built(build: Callable[..., Example], *sizes: int | str) -> Callable[[], Exa
     return partial(build, *sizes)
 
 
+# The loss is in float16 too ("sparse_softmax_cross_entropy" is in the gray list of OneFlow's oneflow/core/job_rewriter/
+# auto_mixed_precision_lists.cpp); in pipelines it is priced in float32, as autopar sums no losses in float16.
+_V100_HALF_LOSS = partial(v100_gpt, loss_dtype=torch.float16)
+
+
 def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:
     """GPT by OneFlow. Its actors receive ahead of use; reductions run on a stream of their own but with tensor
     parallelism (`nccl_use_compute_stream` in its `init_config`).
@@ -66,7 +73,7 @@ def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     for row in rows if rows is not None else _read("gpt_plans_v100.csv"):
         data, tensor, stages, batch, hidden, layers, heads = (int(row[key]) for key in list(row)[:7])
         written = WrittenPlan(
-            _built(v100_gpt, batch, hidden, layers, heads),
+            _built(v100_gpt if stages > 1 else _V100_HALF_LOSS, batch, hidden, layers, heads),
             data,
             tensor,
             stages,
@@ -105,6 +112,7 @@ def _v100(numbers: Sequence[float]) -> Cluster:
     return replace(preset, levels=(node, network), flops_per_s=flops, algorithms=NCCL)
 
 
+_A800_LAYERS = {"gpt2": 48, "t5": 32}
 # The software of each kind of rows, by the artifact's configurations (AlibabaPAI/reconfigurable-dl-scheduler,
 # benchmark/models). DeepSpeed: `overlap_comm` with `reduce_bucket_size` of 2e8 elements at stage 2; gradients are
 # reduced after backward at stage 0 (`DeepSpeedEngine.allreduce_gradients`). Megatron-LM reduces after backward too.
@@ -122,7 +130,11 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     for row in rows if rows is not None else _read("rubick_a800.csv"):
         kind, stages, tensor, data = row["kind"], int(row["pp"]), int(row["tp"]), int(row["dp"])
         nodes = tuple(map(int, row["devices_of_each_node"].split("+")))
-        if row["model"] != "gpt2":
+        if row["model"] not in _A800_LAYERS:
+            raise ValueError(
+                f"model: expected one of {', '.join(_A800_LAYERS)}, found {row['model']!r}; give its sizes"
+            )
+        if row["model"] == "t5":
             build = _built(a800_t5, 16)
         elif kind == "3d":
             build = _built(a800_megatron_gpt2, 16, math.ceil(50257 / 128 / tensor) * 128 * tensor)
@@ -138,7 +150,7 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             optimizer="adamw",
             is_state_on_host=kind == "zero-offload",
             are_sends_split=kind == "3d",
-            num_layers=48 if row["model"] == "gpt2" else 32,
+            num_layers=_A800_LAYERS[row["model"]],
         )
         yield Published(
             f"{row['model']} {kind}: dp={data},tp={tensor},pp={stages} on {row['devices_of_each_node']}",
