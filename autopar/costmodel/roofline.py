@@ -2,13 +2,16 @@
 
 import math
 
+import torch
+
 from autopar.costmodel.activations.autograd_footprint import footprint
+from autopar.costmodel.cluster.attention_kernel import ANY, SEPARATE, AttentionCall, attention_kernel
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
-from autopar.ir.graph import Op
-from autopar.ir.op_facts import Shapes, facts_of, family
+from autopar.ir.graph import Op, arguments_of
+from autopar.ir.op_facts import ATTENTION, Shapes, facts_of, family
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
 
@@ -52,6 +55,43 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     """`op_time` for given local shapes."""
     if not op.outputs:
         return 0.0, 0.0
+    if not cluster.attention_kernels or family(op.target) != ATTENTION:
+        return _one_kernel(op, inputs, outputs, cluster)
+    if cluster.attention_kernels == (ANY,):
+        return min(_one_kernel(op, inputs, outputs, cluster), _written_out(op, inputs, outputs, cluster), key=sum)
+    is_fused = attention_kernel(_call(op, inputs), cluster.attention_kernels) != SEPARATE
+    return (_one_kernel if is_fused else _written_out)(op, inputs, outputs, cluster)
+
+
+def _call(op: Op, inputs: Shapes) -> AttentionCall:
+    arguments = arguments_of(op)
+    has_mask, is_causal = arguments["attn_mask"] is not None, bool(arguments["is_causal"])
+    query, key, value, *_ = inputs
+    return AttentionCall(query, key, value, op.inputs[0].dtype, has_mask, is_causal)
+
+
+def _written_out(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
+    """Attention as separate products, softmax, mask and dropout, as torch's `_scaled_dot_product_attention_math`.
+
+    Scores are written or read by both products 2 times in forward and 4 in backward, by softmax 2 and 3 times, by a
+    mask 2 and 0, by dropout, which draws, scales and multiplies a mask of floats, 6 and 3. They and the products are at
+    least float32 (torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp is off), and a causal mask leaves out none.
+    """
+    arguments, dtype = arguments_of(op), op.inputs[0].dtype
+    wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+    query, key, value, *_ = inputs
+    num_scores = math.prod(query[:-1]) * key[-2]
+    has_mask, drops = arguments["attn_mask"] is not None or arguments["is_causal"], arguments["dropout_p"] > 0
+    pass_s = num_scores * wide.itemsize / cluster.memory_bandwidth_bytes_per_s
+    once_s = 2.0 * num_scores * (query[-1] + value[-1]) / cluster.peak_flops_per_s(wide)
+    once_s += op_bytes(op, inputs, outputs) / cluster.memory_bandwidth_bytes_per_s
+    forward_s = once_s + (4 + 2 * has_mask + 6 * drops) * pass_s + 4 * cluster.kernel_s
+    if op.is_no_grad or not any(value.needs_grad for value in op.outputs):
+        return forward_s, 0.0
+    return forward_s, 2 * once_s + (7 + 3 * drops) * pass_s + 6 * cluster.kernel_s
+
+
+def _one_kernel(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tuple[float, float]:
     flops = op_flops(op, inputs, outputs)
     flops_s = flops / cluster.peak_flops_per_s(op.outputs[0].dtype)
     if flops_s and cluster.product_shares:

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autopar.costmodel.activations.count_storages import RunOp, run_plain
+from autopar.costmodel.cluster.attention_kernel import FLASH, SEPARATE, AttentionCall, attention_kernel
 from autopar.runtime.load_program import namespace
 from autopar.torch_compat import FakeTensorMode
-
-_HALVES = (torch.float16, torch.bfloat16)
-_LARGEST_FLASH_HEAD = 256
 
 
 @contextmanager
@@ -133,17 +131,18 @@ def attention(
 ) -> torch.Tensor:
     """aten.scaled_dot_product_attention, [batch, heads, tokens, head size], by the kernel that PyTorch picks on a GPU.
 
-    On compute capability 8.0 or newer (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) that is FlashAttention,
-    else the memory-efficient kernel, else separate products, which save the scores. cuDNN's kernel, preferred on some
-    GPUs, saves the same tensors as FlashAttention.
+    On compute capability 8.0 or newer (`attention_kernel`) that is FlashAttention, else the memory-efficient kernel,
+    else separate products, which save the scores. cuDNN's kernel saves the same tensors as FlashAttention.
     """
     aten = torch.ops.aten
-    if _takes_flash(query, key, value, attn_mask, is_causal):
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    kernel = attention_kernel(AttentionCall(*shapes, query.dtype, attn_mask is not None, is_causal))
+    if kernel == FLASH:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = (_padded(x) for x in (query, key, value))
         results = aten._scaled_dot_product_flash_attention.default(*padded, dropout_p, is_causal, scale=scale)[0]
         return results[..., : value.shape[-1]]
-    if not _takes_efficient(query, key, value):
+    if kernel == SEPARATE:
         return aten.scaled_dot_product_attention.default(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -154,26 +153,6 @@ def attention(
     return aten._scaled_dot_product_efficient_attention.default(
         query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
     )[0]
-
-
-def _takes_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool
-) -> bool:
-    is_square = query.shape[-2] == key.shape[-2] or not is_causal
-    is_alike = query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_HEAD
-    return query.ndim == 4 and attn_mask is None and query.dtype in _HALVES and is_square and is_alike
-
-
-def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the memory-efficient kernel applies: equal numbers of heads of queries and keys.
-
-    Values may differ in size.
-    """
-    aligned = 16 // query.dtype.itemsize
-    is_aligned = query.shape[-1] == key.shape[-1] and query.shape[-1] % aligned == 0 == value.shape[-1] % aligned
-    return (
-        query.ndim == 4 and query.dtype in (*_HALVES, torch.float32) and query.shape[1] == key.shape[1] and is_aligned
-    )
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,22 @@
 """Flops against torch's own counter, and the roofline by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.costmodel.cluster.attention_kernel import AttentionCall, attention_kernel
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import MemoryShare, ProductShare
 from autopar.costmodel.roofline import least_reuse, op_bytes, op_flops, op_time
 from autopar.ir.graph import Op, Value
 from autopar.sbp.placement import I, P, R, S
 from autopar.sbp.signature import Signature, Strategy
+from autopar.torch_compat import TorchDispatchMode
 from tests.costmodel.build import make_op, meta
 
 CLUSTER = Cluster("test", (LinkLevel(0, 0.0, 1.0),), {"float32": 1e6}, 1e6, 2**30, "made up")
@@ -77,6 +82,90 @@ def test_forward_and_backward_flops(name):
     # torch counts the backward of attention without the product that it computes again
     if name not in ("matmul vector", "attention"):
         assert times[1] / times[0] == backward.get_total_flops() / forward.get_total_flops()
+
+
+HEADS = (2, 3, 16, 8)
+ATTENTIONS = {
+    "plain": (False, False, 0.0),
+    "masked": (True, False, 0.0),
+    "causal": (False, True, 0.0),
+    "dropout": (False, False, 0.1),
+}
+
+
+class CountPasses(TorchDispatchMode):
+    """How often tensors of as many elements as there are scores are read or written; booleans and views are not."""
+
+    def __init__(self, num_scores: int) -> None:
+        super().__init__()
+        self.num_scores, self.num_passes = num_scores, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name, schema = str(func), func._schema
+        is_view = "view" in name or (schema.returns[0].alias_info is not None and not schema.is_mutable)
+        if not is_view and "empty" not in name:
+            read = [] if "bernoulli_" in name else tree_leaves((args, kwargs))
+            tensors = [x for x in [*read, *tree_leaves(out)] if isinstance(x, torch.Tensor)]
+            self.num_passes += sum(x.numel() == self.num_scores for x in tensors)
+        return out
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_written_out_passes_over_its_scores_as_often_as_torch(name: str) -> None:
+    has_mask, is_causal, dropout_p = ATTENTIONS[name]
+    num_scores = math.prod(HEADS[:3]) * HEADS[2]
+    heads = [torch.randn(HEADS, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(1, 1, HEADS[2], HEADS[2]) if has_mask else None
+    with CountPasses(num_scores) as forward, sdpa_kernel(SDPBackend.MATH):
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, mask, dropout_p, is_causal)
+    with CountPasses(num_scores) as backward:
+        out.sum().backward()
+    mask = meta(1, 1, HEADS[2], HEADS[2], grad=False) if has_mask else None
+    op = make_op(
+        "aten.scaled_dot_product_attention.default", *(meta(*HEADS) for _ in range(3)), mask, dropout_p, is_causal
+    )
+    # FlashAttention takes no float32; products cost nothing, and a byte a second
+    slow = replace(CLUSTER, flops_per_s={"float32": 1e30}, memory_bandwidth_bytes_per_s=1.0)
+    times = op_time(op, whole(op), (1,), replace(slow, attention_kernels=("flash",)))
+    own = op_bytes(op, shapes(op.inputs), shapes(op.outputs))
+    passes = [(seconds - rounds * own) / num_scores / 4 for seconds, rounds in zip(times, (1, 2))]
+    assert passes == [pytest.approx(forward.num_passes), pytest.approx(backward.num_passes)]
+
+
+KERNELS = {
+    "halves": (torch.bfloat16, HEADS, {"is_causal": True}, ("flash", "efficient"), "flash"),
+    "float32": (torch.float32, HEADS, {}, ("flash", "efficient"), "efficient"),
+    "V100": (torch.float16, HEADS, {"is_causal": True}, ("efficient",), "efficient"),
+    "bfloat16 on V100": (torch.bfloat16, HEADS, {}, ("efficient",), "separate"),
+    "head that is not aligned": (torch.float32, (2, 3, 16, 6), {}, ("flash", "efficient"), "separate"),
+    "float64": (torch.float64, HEADS, {}, ("flash", "efficient"), "separate"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_is_priced_by_the_kernel_that_the_device_has(name: str) -> None:
+    dtype, heads, options, kernels, kernel = KERNELS[name]
+    call = AttentionCall(heads, heads, heads, dtype, has_mask=False, is_causal=options.get("is_causal", False))
+    assert attention_kernel(call, kernels) == kernel
+    op = make_op("aten.scaled_dot_product_attention.default", *(meta(*heads, dtype=dtype) for _ in range(3)), **options)
+    fused, own = (op_time(op, whole(op), (1,), replace(CLUSTER, attention_kernels=x)) for x in ((), kernels))
+    assert (own == fused) == (kernel != "separate")
+    assert kernel != "separate" or own[0] > fused[0]
+
+
+def test_a_head_is_split_where_no_kernel_takes_the_parts():
+    """Values whose features are split into parts of 4 are not aligned for halves: their attention is written out."""
+    heads = [meta(2, 4, 32, 8, dtype=torch.float16) for _ in range(3)]
+    op = make_op("aten.scaled_dot_product_attention.default", *heads)
+    cluster = replace(CLUSTER, attention_kernels=("flash", "efficient"))
+    by_head, inside = (
+        op_time(op, Strategy((Signature((first, first, second), (second,)),)), (2,), cluster)
+        for first, second in ((S(1), S(1)), (R, S(3)))
+    )
+    assert by_head[0] < inside[0] and by_head[1] < inside[1]
+    floor = replace(cluster, attention_kernels=()).at_best(), cluster.at_best()
+    assert all(sum(op_time(op, whole(op), (1,), best)) / 2 <= sum(by_head) for best in floor)
 
 
 def test_causal_attention_does_half_and_split_queries_wait_for_the_last():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autopar.costmodel.cluster.attention_kernel import ANY, FUSED
 from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.errors import MeshError, PlanError
 
@@ -49,7 +50,8 @@ class Cluster:
     that are nothing unless they were measured: `kernel_s`, fixed seconds of a kernel (launch, dispatch); `update_s`,
     fixed seconds of updating one parameter; `algorithms`, of which the backend takes the fastest ("nested": level by
     level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
-    `LinkLevel.group_rates`; `calibration`, the origin of measured terms.
+    `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
+    device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Cluster:
     product_shares: tuple[ProductShare, ...] = ()
     memory_shares: tuple[MemoryShare, ...] = ()
     calibration: Calibration | None = None
+    attention_kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -94,12 +97,15 @@ class Cluster:
     def at_best(self) -> "Cluster":
         """The cluster whose products reach, at any size, the largest share that their op reaches at some size.
 
+        Attention is fused or written out, whichever is faster.
+
         No split of an op is faster on it than an equal part of the whole op.
         """
         best: dict[tuple[str, str], ProductShare] = {}
         for row in sorted(self.product_shares, key=lambda row: row.share):
             best[row.op, row.dtype] = row
-        return replace(self, product_shares=tuple(best.values())) if best else self
+        kernels = (ANY,) if self.attention_kernels else ()
+        return replace(self, product_shares=tuple(best.values()), attention_kernels=kernels)
 
     def to_json(self) -> str:
         """The cluster as JSON that `cluster_from_json` reads; terms that are nothing are left out."""
@@ -110,7 +116,7 @@ class Cluster:
         return json.dumps(kept | {"levels": levels}, indent=2)
 
 
-_TERMS = ("kernel_s", "update_s", "algorithms", "product_shares", "memory_shares", "calibration")
+_TERMS = ("kernel_s", "update_s", "algorithms", "product_shares", "memory_shares", "calibration", "attention_kernels")
 
 # Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
@@ -151,6 +157,11 @@ def _check_terms(cluster: Cluster) -> None:
         expected = f"some of {', '.join(ALGORITHMS)} as algorithms, ring or nested among them"
         found = reprlib.repr(cluster.algorithms)
         raise ValueError(f"cluster {cluster.name!r}: expected {expected}, found {found}")
+    if not set(cluster.attention_kernels) <= {*FUSED, ANY}:
+        found = reprlib.repr(cluster.attention_kernels)
+        raise ValueError(
+            f"cluster {cluster.name!r}: expected some of {', '.join(FUSED)} as attention_kernels, found {found}"
+        )
     texts = {"dtype of product_shares": [row.dtype for row in cluster.product_shares]}
     texts |= {"op of product_shares": [row.op for row in cluster.product_shares]}
     texts |= {"op of memory_shares": [row.op for row in cluster.memory_shares]}
@@ -214,6 +225,7 @@ def cluster_from_json(text: str) -> Cluster:
             levels = tuple(LinkLevel(**level | _rows(level, group_rates=GroupRate)) for level in fields.pop("levels"))
             fields |= _rows(fields, product_shares=ProductShare, memory_shares=MemoryShare)
             fields |= {"algorithms": tuple(fields.get("algorithms", ALGORITHMS))}
+            fields |= {"attention_kernels": tuple(fields.get("attention_kernels", ()))}
             if origin := fields.get("calibration"):
                 fields["calibration"] = Calibration(**origin | {"hosts": tuple(origin.get("hosts", ()))})
             return Cluster(levels=levels, **fields)

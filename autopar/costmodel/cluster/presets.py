@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.costmodel.cluster.attention_kernel import EFFICIENT, FUSED
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 
 # Latency of one step of NCCL's ring, protocol Simple, over NVLink and over the network: NCCL, src/graph/tuning.cc,
@@ -42,9 +43,18 @@ class _Links:
 
 
 def _gpus(
-    name: str, links: _Links, *, peak: Mapping[str, float], memory_bandwidth: float, memory: int, source: str
+    name: str,
+    links: _Links,
+    *,
+    peak: Mapping[str, float],
+    memory_bandwidth: float,
+    memory: int,
+    source: str,
+    has_flash: bool = True,
 ) -> Cluster:
-    """A cluster of GPUs. peak: datasheet flop/s by dtype; memory_bandwidth: bytes/s; memory: bytes."""
+    """A cluster of GPUs. peak: datasheet flop/s by dtype; memory_bandwidth: bytes/s; memory: bytes; has_flash: compute
+    capability 8.0 or newer.
+    """
     levels = (LinkLevel(0, NETWORK_LATENCY_S, links.network * LINK_EFFICIENCY),)
     if links.per_node > 1:
         levels = (LinkLevel(links.per_node, NVLINK_LATENCY_S, links.nvlink * LINK_EFFICIENCY),) + levels
@@ -57,6 +67,7 @@ def _gpus(
         memory,
         f"{source}; {_EFFICIENCY_NOTE}",
         host_bandwidth_bytes_per_s=links.host * LINK_EFFICIENCY,
+        attention_kernels=FUSED if has_flash else (EFFICIENT,),
     )
 
 
@@ -71,6 +82,7 @@ def _v100(name: str, node_gbit: float) -> Cluster:
             f"NVIDIA V100 datasheet (SXM2 16 GB, 6 NVLinks); 8 GPUs of a node share {node_gbit:g} Gbit/s, "
             "pairs of them PCIe 3.0 x16 to the host"
         ),
+        has_flash=False,
     )
 
 
@@ -98,6 +110,7 @@ _P100 = _gpus(
         "NVIDIA P100 datasheet (PCIe 16 GB); one GPU and one Cray Aries card (10.2 GB/s injection, Cray XC whitepaper)"
         " per node; PCIe 3.0 x16 to the host"
     ),
+    has_flash=False,
 )
 
 _H100 = _gpus(
