@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.calibrate.default_cluster import default_cluster
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster, preset_of
 from autopar.errors import AutoparError, InfeasibleError, MeshError, warn
 from autopar.explain.batch_size import notes
@@ -122,7 +123,8 @@ def compile(
     says what to change.
 
     `mesh`: as in `autopar.plan`; a mesh that is left open needs `plan` or example arguments, which decide it.
-    `cluster`: a preset's name, a JSON file or a Cluster; by default the preset of the mesh's devices.
+    `cluster`: a preset's name, a JSON file or a Cluster; by default these hosts as they were calibrated, or are now, in
+        some seconds (`autopar.calibrate.default_cluster`).
     `plan`: a plan made before, or its file; it cannot be combined with `cluster` or planning options (`pins`,
         `memory_limit_bytes`, `time_limit_s`, `num_microbatches`, `schedule`, `reduce_dtype`).
     `batch`: "global", every rank is called with the whole batch; or "local", each with its own part, and the global
@@ -158,7 +160,7 @@ def compile(
             )
         mesh, plan = _settled(model, devices, example, cluster, request, plan, loss_fn)
     mesh = _device_mesh(mesh)
-    found = _cluster(cluster, mesh.device_type) if plan is None else None
+    found = _cluster_of(mesh, cluster) if plan is None else None
     given = None if plan is None else on_every_rank(mesh, "reading the plan", lambda: _text_of(plan))
     is_own = isinstance(plan, Plan | StagedPlan) and not plan.is_from_file
     parts, checks = local_batch(mesh, batch), {"check": bool(check), "is_strict": check == "strict"}
@@ -246,7 +248,7 @@ def _settled(
     flat = _device_mesh((devices.num_devices,))
     if plan is not None:
         return on_every_rank(flat, "reading the plan", lambda: staged_plan.mesh_in(_text_of(plan))), plan
-    found = _cluster(cluster, flat.device_type)
+    found = _cluster_of(flat, cluster)
     graph = agreed_graph(flat, lambda: traced(skeleton(model), loss_fn, *example))
     with of_first_rank(flat, "planning") as made:
         if made.is_here:
@@ -350,6 +352,10 @@ def _device_mesh(mesh: AnyMesh) -> DeviceMesh:
     assert isinstance(planar, Mesh), "an open mesh is settled first"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return with_stages_first(init_device_mesh(kind, planar.shape, mesh_dim_names=planar.axis_names))
+
+
+def _cluster_of(mesh: DeviceMesh, cluster: AnyCluster | None) -> Cluster:
+    return default_cluster(mesh) if cluster is None else _cluster(cluster, mesh.device_type)
 
 
 def _cluster(cluster: AnyCluster | None, device_type: str | None) -> Cluster:

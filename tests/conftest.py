@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 from tests.workers import Ranks
 
 torch.set_num_threads(1)
+
+# Plans of tests are for one and the same machine; their ranks and subprocesses inherit this.
+os.environ.setdefault("AUTOPAR_CLUSTER", "cpu")
 
 # `make test-trainers` runs these, in an environment of its own.
 collect_ignore = [] if importlib.util.find_spec("trl") else ["trainers"]

@@ -68,7 +68,7 @@ def calibrate(
         measured = measure(mesh, device, effort, stall_s, tell)
         tell("fit")
         levels = links.levels if links is not None else ()
-        fitted = fit_cluster(measured, _name(device), device.type, backend, levels)
+        fitted = fit_cluster(measured, device_name(device), device.type, backend, levels)
     _warn_of_slow(fitted)
     return fitted
 
@@ -89,7 +89,8 @@ def _device(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name of a device as its calibration has it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.uname().machine} CPU"
 
 
