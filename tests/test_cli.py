@@ -108,7 +108,7 @@ def test_hand_plan_and_pin_and_save(file, capsys, tmp_path):
     assert layouts["body.0.weight"] == "BS(0)" and layouts["body.3.weight"] == "BS(1)"
     assert explain(file, "--json", "--pin", "body.0.weight=S(1)B", "--save", str(tmp_path / "plan.json")) == 0
     layouts = {row["fqn"]: row["layout"] for row in json.loads(capsys.readouterr().out)["inputs"]}
-    assert layouts["body.0.weight"] == "S(1)B" and (tmp_path / "plan.json").exists()
+    assert layouts["body.0.weight"].startswith("S(1)B") and (tmp_path / "plan.json").exists()
 
 
 def explain_stages(file, *options):
