@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.training import Training
 from autopar.errors import AutoparError
 from autopar.ir.folding.fold import fold
@@ -18,7 +19,10 @@ from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import loads
 from autopar.runtime.sharded_module import shard_module
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
+from autopar.sbp.placement import I, R
+from autopar.sbp.signature import Signature, Strategy
 from tests.runtime.staged import plan_of_sample, sample, train_under
 from tests.runtime.training import issued, planned, traced, whole
 from tests.workers import Ranks, device_mesh
@@ -145,3 +149,25 @@ def test_a_plan_keeps_the_dtype_and_says_so() -> None:
 def test_dtypes_that_are_no_sums(dtype: Any) -> None:
     with pytest.raises(AutoparError, match=r"reduce_dtype= expects one of torch\.float64, torch\.float32"):
         autopar.plan(MODELS["cast"](), "dp=4", cluster="free-links", args=case_of("cast").args, reduce_dtype=dtype)
+
+
+class Alike(nn.Module):
+    """A cast weight and an activation of one shape, which the same op reads and saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self) -> torch.Tensor:
+        return (2 * self.other).to(torch.bfloat16) * self.weight.to(torch.bfloat16)
+
+
+def test_an_activation_beside_a_cast_weight_is_summed_in_its_own_dtype() -> None:
+    graph = Training(reduce_dtype="float32").reduced(traced(Case(Alike(), (), {}, torch.sum)))
+    whole, used = Strategy((Signature((I,), (I,)),)), Strategy((Signature((R, R), (R,)),))
+    strategies = {op.name: used if len(op.inputs) == 2 else whole for op in graph.ops}
+    layouts = {item.value.name: (I,) for item in graph.inputs}
+    assignment = Assignment(strategies, layouts, {}, {value.name: (I,) for value in graph.outputs})
+    costs = evaluate(graph, assignment, parse_mesh("4"), load_cluster("h100"))
+    sizes = sorted(one.collective.num_bytes for one in costs.collectives)
+    assert sizes == [2 * WIDTH * WIDTH, 4 * WIDTH * WIDTH]
