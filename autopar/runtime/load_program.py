@@ -73,7 +73,8 @@ class Loaded:
 
     def local(self, fqn: str) -> torch.Tensor:
         """This rank's part of a parameter or buffer; its gradient becomes a DTensor again."""
-        return _Local.apply(self.state(fqn))
+        state = self.state(fqn)
+        return _Local.apply(state) if torch.is_grad_enabled() else state.to_local()
 
     def local_copy(self, fqn: str) -> torch.Tensor:
         """`local` of a buffer that is written back to."""

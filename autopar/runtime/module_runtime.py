@@ -233,7 +233,7 @@ class Runtime:
         moved = {"move": lambda x: on_device(x, "of the batch", kind), "axes": axes}
         return pytree.tree_map(lambda x: parts.whole(x, **moved), (args, kwargs))
 
-    @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs: leave out fullgraph=True")
+    @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs")
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
         self.calls.num_begun += 1

@@ -23,6 +23,7 @@ from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.checks.saved_parts import check_saved_here, watch_files
 from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, whole_state, without_data
 from autopar.runtime.grad_norm import clip_gradients
+from autopar.runtime.interop.compiled_after import CompiledAfter
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
 from autopar.runtime.interop.loss_scale import take_loss_scale
 from autopar.runtime.interop.optimizer_stages import load_own_stages
@@ -40,7 +41,7 @@ from autopar.torch_compat import wants_grouped_state, wants_whole_state
 _numbers = itertools.count()  # of sharded modules of this process
 
 
-class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes):
+class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes, CompiledAfter):
     """Mixed into the class of the user's model by `shard_module`."""
 
     _autopar: Runtime

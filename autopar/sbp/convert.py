@@ -70,6 +70,8 @@ def convert(
 
     `sum_in`: dtype in which the gradient is summed over the ranks; None: its own, which it has before and after.
     """
+    if not torch.is_grad_enabled():
+        return _moved(x, axis, src, dst).detach()
     return _ConvertAxis.apply(x, axis, src, dst, sum_in)
 
 
@@ -100,6 +102,8 @@ def convert_together(
     All make the same change but for the dims that are split. The collective of backward is issued when the last
     gradient has been computed.
     """
+    if not torch.is_grad_enabled():
+        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
     return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
 
 

@@ -60,7 +60,9 @@ def load_program(plan: Plan, model: nn.Module, mesh: DeviceMesh, *, is_split: bo
     install(model, plan.graph, shard_model(model, plan.graph, plan.assignment.layouts, mesh), is_in_use=False)
     constants = run_constants(plan.graph, "cpu")
     axes = axes_of(mesh, program.joint_axes)
-    return load(program, choices=plan, graph=plan.graph, mesh=mesh, axes=axes, constants=constants, owners=owners(model))
+    return load(
+        program, choices=plan, graph=plan.graph, mesh=mesh, axes=axes, constants=constants, owners=owners(model)
+    )
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ MOST_STATES = 16  # of a module whose programs are kept
 MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
+_CONTAINERS = (list, tuple, dict, set)
 _mode_of = itemgetter("training")
 _needs_grad = attrgetter("requires_grad")
 
@@ -109,9 +110,9 @@ class Changes:
 class ModuleWatch:
     """The module as it was: `has_changed()` says whether anything that a program depends on differs, but the mode.
 
-    Python counts the writes to each dict and `settings_counted` those to DTensors' settings, so that attributes, hooks
-    and parameters are compared only after a write. Parameters that are no DTensors, and containers and objects that are
-    attributes, are compared at every call.
+    Python counts the writes to each dict and `settings_counted` those to DTensors' settings, so that attributes, hooks,
+    parameters and what a plain object or dict in an attribute holds are compared only after a write. Parameters that
+    are no DTensors, and all other containers in attributes, are compared at every call.
     """
 
     @torch.no_grad()
@@ -127,7 +128,13 @@ class ModuleWatch:
         contents = [(d, name) for d in dicts for name in _CONTENTS]
         hooks = [(d, name) for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
         self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks)]
-        self._mutable = [(x, _copied(x)) for x in changeable if not isinstance(x, (*_PLAIN, tuple)) and _copied(x)]
+        mutable = [(x, y) for x in changeable if not isinstance(x, (*_PLAIN, tuple)) and (y := _copied(x))]
+        self._mutable = [(x, y) for x, y in mutable if _dict_of(x) is None]
+        self._objects = [(x, y) for x, y in mutable if _dict_of(x) is not None]
+        inside = [_dict_of(x) or {} for x, _ in self._objects]
+        self._nested = [(x, _item(x)) for each in inside for x in each.values() if isinstance(x, _CONTAINERS)]
+        self._object_versions_of = versions_of(inside)
+        self._object_versions = self._object_versions_of()
         self.tensors = dict(_tensors(module))
         self._parameters = [x for x in self.tensors.values() if isinstance(x, nn.Parameter)]
         self._memory = list(map(_memory, self._parameters))
@@ -142,7 +149,7 @@ class ModuleWatch:
 
     def has_changed(self) -> bool:
         """Whether an attribute, a hook below the root, a module, a tensor or what needs a gradient is another now."""
-        if self._mutable and any(_copied(x) != before for x, before in self._mutable):
+        if self._objects_differ():
             return True
         is_unwritten = self._versions_of() == self._versions
         if is_unwritten and self._are_counted and self._settings == settings_counted()[0]:
@@ -150,6 +157,19 @@ class ModuleWatch:
         if self._tensors_differ() or (not is_unwritten and self._attributes_differ()):
             return True
         self._see()
+        return False
+
+    def _objects_differ(self) -> bool:
+        """Whether a container or an object that is an attribute holds something else."""
+        if any(_copied(x) != before for x, before in self._mutable):
+            return True
+        if any(_item(x) != before for x, before in self._nested):
+            return True
+        versions = self._object_versions_of()
+        if versions != self._object_versions:
+            if any(_copied(x) != before for x, before in self._objects):
+                return True
+            self._object_versions = versions
         return False
 
     def _see(self) -> None:
@@ -291,5 +311,13 @@ def _copied(x: Any) -> Any:
     return {repr(key): _item(item) for key, item in inside.items()}
 
 
+def _dict_of(x: Any) -> dict[Any, Any] | None:
+    """The dict that has all of which `_copied` tells, if Python counts the writes to it: of a plain dict or object."""
+    if isinstance(x, (list, tuple, set, frozenset, torch.Tensor)) or (isinstance(x, Mapping) and type(x) is not dict):
+        return None
+    inside = x if type(x) is dict else getattr(x, "__dict__", None)
+    return inside if type(inside) is dict else None
+
+
 def _item(x: Any) -> Any:
-    return x if isinstance(x, _PLAIN) else repr(x) if isinstance(x, (list, tuple, dict, set)) else id(x)
+    return x if isinstance(x, _PLAIN) else repr(x) if isinstance(x, _CONTAINERS) else id(x)

@@ -221,9 +221,9 @@ def block_compiled_in_place_before(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False, wrong="autopar looks at each call outside of compiled graphs: leave out fullgraph=True")
+@case(on=FORWARD, peers=False, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
 def compiled_as_one_graph_after(run: Run) -> Numbers:
-    """torch.compile(model, fullgraph=True) after autopar.compile: torch's error says to leave that out"""
+    """torch.compile(model, fullgraph=True) after autopar.compile"""
     args = batch()
     model = run.compile(Stack(), args=args)
     faster = torch.compile(model, backend="eager", fullgraph=True)
@@ -233,6 +233,15 @@ def compiled_as_one_graph_after(run: Run) -> Numbers:
         loss.backward()
         losses[str(number)] = loss.detach()
     return losses | run.gradients(model)
+
+
+@case(on=FORWARD, peers=False, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
+def compiled_in_place_as_one_graph_after(run: Run) -> Numbers:
+    """model.compile(fullgraph=True) after autopar.compile"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    model.compile(backend="eager", fullgraph=True)
+    return {"loss": model(*args).detach()}
 
 
 @case(peers=False)

@@ -1,0 +1,35 @@
+"""`CompiledAfter`: a sharded module under torch.compile, which breaks its graph and cannot be asked for one."""
+
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.torch_compat import local_of_caller, module_of_caller
+
+_REFUSED = (
+    "torch.compile(fullgraph=True) of a model that autopar.compile returned: expected fullgraph=False, the default, for"
+    " autopar looks at the arguments of each call, and at what was done to the model, outside of compiled graphs. Leave"
+    " fullgraph out"
+)
+
+
+class CompiledAfter(nn.Module):
+    """Mixed into a sharded module's class."""
+
+    @property
+    def _initialize_hook(self) -> Any:
+        """Asked by torch.compile as it wraps a module: whether it is lazy, which a sharded one is not.
+
+        AutoparError if it is to be one graph.
+        """
+        asking = local_of_caller("self") if module_of_caller() == "torch._dynamo.eval_frame" else None
+        if getattr(getattr(asking, "dynamo_ctx", None), "fullgraph", False):
+            raise AutoparError(_REFUSED)
+        raise AttributeError("_initialize_hook")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`; AutoparError with `fullgraph`."""
+        if kwargs.get("fullgraph"):
+            raise AutoparError(_REFUSED)
+        super().compile(*args, **kwargs)
