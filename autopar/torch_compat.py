@@ -87,6 +87,7 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "wants_grouped_state",  # as wants_whole_state
+    "wants_one_graph",  # to refuse it by name
     "wants_whole_state",  # whether a state dict is made for one of all stages
     "watch_saved",  # files of parts, which torch writes and reads without asking whose they are
     # a check between ranks is no part of the model's step: whoever counts that must not see it; there is no public way
@@ -195,10 +196,7 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """A context in which autograd records no op, as inside a kernel.
-
-    Unlike no_grad it leaves the rules of views alone.
-    """
+    """A context in which autograd records no op, as inside a kernel. Unlike no_grad it leaves rules of views alone."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -246,6 +244,13 @@ def is_wrapped_by_torch_compile(module: torch.nn.Module) -> bool:
     """Whether torch.compile returned `module`, around another one."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes a second
     return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def wants_one_graph() -> bool:
+    """Whether torch.compile(fullgraph=True) asks a module whether it is lazy; read from its frame."""
+    frame = sys._getframe(2)
+    context = getattr(frame.f_locals.get("self"), "dynamo_ctx", None)
+    return frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and getattr(context, "fullgraph", False)
 
 
 def is_in_backward() -> bool:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -89,6 +90,22 @@ def test_autograd() -> None:
     y.register_hook(lambda _: seen.append(torch_compat.is_in_backward()))
     y.sum().backward()
     assert seen == [True] and not torch_compat.is_in_backward()
+
+
+class Asked(nn.Linear):
+    answers: ClassVar[list[bool]] = []
+
+    @property
+    def _initialize_hook(self) -> None:
+        self.answers.append(torch_compat.wants_one_graph())
+        raise AttributeError
+
+
+def test_who_compiles_to_one_graph() -> None:
+    for fullgraph in (True, False):
+        torch.compile(Asked(2, 2), backend="eager", fullgraph=fullgraph)
+    assert Asked.answers == [True, False] and not hasattr(Asked(2, 2), "_initialize_hook")
+    assert Asked.answers[-1] is False
 
 
 def test_hooks_of_all_modules() -> None:

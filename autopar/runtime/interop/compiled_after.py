@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.torch_compat import local_of_caller, module_of_caller
+from autopar.torch_compat import wants_one_graph
 
 _REFUSED = (
     "torch.compile(fullgraph=True) of a model that autopar.compile returned: expected fullgraph=False, the default, for"
@@ -23,8 +23,7 @@ class CompiledAfter(nn.Module):
 
         AutoparError if it is to be one graph.
         """
-        asking = local_of_caller("self") if module_of_caller() == "torch._dynamo.eval_frame" else None
-        if getattr(getattr(asking, "dynamo_ctx", None), "fullgraph", False):
+        if wants_one_graph():
             raise AutoparError(_REFUSED)
         raise AttributeError("_initialize_hook")
 
