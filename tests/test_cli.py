@@ -150,6 +150,12 @@ def test_plans_without_stages_are_not_asked_for_microbatches(file, capsys):
     assert "nearest numbers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("hand", [[], ["--hand", "ddp"]], ids=["searched", "by hand"])
+def test_the_dtype_of_sums_is_an_option(file, capsys, hand):
+    assert explain(file, "--reduce-dtype", "bfloat16", *hand) == 0
+    assert "gradients summed in bfloat16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
