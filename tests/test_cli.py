@@ -233,6 +233,20 @@ def test_verify_as_a_command(file):
 
 
 @pytest.mark.multirank
+def test_verify_times_the_terms_of_a_step(file, capsys):
+    target = ["verify", f"{file}:build", "--mesh", "1x2", "--hand", "megatron", "--time"]
+    assert main([*target, "--cluster", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "\nequal" in out and re.search(r"^term +predicted +measured +ratio$", out, re.MULTILINE)
+    measured = re.search(r"^all_reduce on a1, forward +[0-9.]+ [mu]s +([0-9.]+) [mu]s +[0-9.]+$", out, re.MULTILINE)
+    assert measured and float(measured[1]) > 0
+    assert main(target) == 2
+    assert "give --cluster" in capsys.readouterr().err
+    assert main(["verify", f"{file}:deep", "--mesh", "pp=2,dp=2", "--cluster", "cpu", "--time"]) == 2
+    assert "explain --trace" in capsys.readouterr().err
+
+
+@pytest.mark.multirank
 def test_verify_runs_stages_of_a_saved_plan(file, capsys, tmp_path):
     saved = str(tmp_path / "plan.json")
     assert explain_stages(file, "--save", saved) == 0

@@ -100,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_planning(check, default_cluster="free-links")
     check.add_argument("--plan", metavar="FILE", help="use the plan of this file")
     check.add_argument("--dtype", choices=sorted(DTYPES), help="convert the model and its inputs first")
+    check.add_argument(
+        "--time", action="store_true", help="also run further steps and compare each term's time with its prediction"
+    )
     check.set_defaults(run=_verify)
     add_calibrate(
         commands.add_parser(
@@ -216,7 +219,17 @@ def _verify(options: argparse.Namespace) -> int:
             )
         plan = _plan(options, example, tell)
         tell(f"run on {plan.mesh.num_devices} processes")
-        outcome = verify(options.target, plan, dtype)
+        if options.time and isinstance(plan, StagedPlan):
+            raise AutoparError(
+                "verify --time: a plan in stages has no account of its terms; explain --trace writes its timeline, or"
+                " give a mesh without a pp axis"
+            )
+        if options.time and plan.cluster == load_cluster("free-links"):
+            raise AutoparError(
+                "verify --time: links that cost nothing predict no time of collectives; give --cluster cpu, or the file"
+                " that autopar calibrate wrote for this machine"
+            )
+        outcome = verify(options.target, plan, dtype, is_timed=options.time)
     print(outcome.text)
     return 0 if outcome.is_equal else 1
 

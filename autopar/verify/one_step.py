@@ -8,7 +8,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from autopar.runtime.pipeline.trainer import Trainer
 from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import pytree
 from autopar.verify.count_collectives import count_collectives
+from autopar.verify.ledger import Account, Ledger
 
 # The largest relative difference that counts as equal. The losses of transformers compute in float32 even in a float64
 # model, so float64 is not compared to its full precision.
@@ -42,6 +43,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
 # itself. AdamW's epsilon is a share of the largest gradient too, so that rounding does not become a full step.
 FLOOR = 1e-4
 LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
+NUM_TIMED = 10
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,26 @@ class Outcome:
     text: str
 
 
-def verify(target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = None) -> Outcome:
+def verify(
+    target: str, plan: Plan | StagedPlan, dtype: torch.dtype | None = None, *, is_timed: bool = False
+) -> Outcome:
     """Run a step of `target` under `plan` on a gloo process for each device and compare it with one device.
 
-    `target` is cast to `dtype` if given. AutoparError with the reason of the rank that failed first.
+    `target` is cast to `dtype` if given. `is_timed`: run further steps, and add the predicted and the measured time of
+    each term. AutoparError with the reason of the rank that failed first.
     """
     tolerance = _tolerance(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         plan.save(Path(folder) / "plan.json")
         try:
-            _start_ranks(plan.mesh, target, dtype, folder)
+            _start_ranks(plan.mesh, target, dtype, folder, is_timed)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
-        sharded, issued = pickle.loads((Path(folder) / "result").read_bytes())
+        sharded, issued, account = pickle.loads((Path(folder) / "result").read_bytes())
     truth = train_step(_seeded(target, dtype))
     planned, mesh = planned_collectives(plan)
-    return _judge(sharded, truth, planned, issued, mesh, tolerance)
+    outcome = _judge(sharded, truth, planned, issued, mesh, tolerance)
+    return replace(outcome, text=f"{outcome.text}\n\n{account}") if is_timed else outcome
 
 
 def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
@@ -109,18 +115,19 @@ def _first_cause(folder: Path) -> str:
     return f"rank {written[0].name.removeprefix('error')} failed: {written[0].read_text()}" if written else ""
 
 
-def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+def _start_ranks(mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str, is_timed: bool) -> None:
     """Run `_run_rank` for each device and wait for all; the processes are forks of one that has imported everything."""
     of_models = [name for name in sys.modules if name.startswith("transformers.models.")]
     multiprocessing.set_forkserver_preload([__name__, *of_models])
-    mp.start_processes(_run_rank, (mesh, target, dtype, folder), nprocs=mesh.num_devices, start_method="forkserver")
+    given = (mesh, target, dtype, folder, is_timed)
+    mp.start_processes(_run_rank, given, nprocs=mesh.num_devices, start_method="forkserver")
 
 
-def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str) -> None:
+def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str, is_timed: bool) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/world", rank=rank, world_size=mesh.num_devices)
-        result = _sharded_step(mesh, target, dtype, folder)
+        result = _sharded_step(mesh, target, dtype, folder, is_timed)
         if rank == 0:
             (Path(folder) / "result").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -132,8 +139,8 @@ def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, fol
 
 
 def _sharded_step(
-    mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str
-) -> tuple[TrainingStep, list[Collective]]:
+    mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str, is_timed: bool
+) -> tuple[TrainingStep, list[Collective], Account | None]:
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     example = _seeded(target, dtype)
     model = shard(
@@ -159,9 +166,21 @@ def _sharded_step(
             else backward(model, example)
         )
     step = _finish(model, summed)
+    account = _timed(model, example) if is_timed else None
     if isinstance(loaded, Trainer):
-        return _of_all_stages(step), [collective for collective in issued if collective.axes]
-    return step, issued
+        return _of_all_stages(step), [collective for collective in issued if collective.axes], account
+    return step, issued, account
+
+
+def _timed(model: nn.Module, example: Example) -> Account:
+    """The terms of further steps beside their prediction."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # no step changes what the next one computes
+    ledger = Ledger(model, NUM_TIMED)
+    for _ in ledger:
+        optimizer.zero_grad()
+        backward(model, example)
+        optimizer.step()
+    return ledger.account
 
 
 def _of_all_stages(step: TrainingStep) -> TrainingStep:
