@@ -23,10 +23,10 @@ from autopar.codegen.program import (
     writes,
 )
 from autopar.costmodel.activations.autograd_footprint import footprint
-from autopar.ir.graph import Graph, Op, Slot, Value
+from autopar.ir.graph import Graph, Op, Slot, Use, Value
 from autopar.ir.op_facts import is_random
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, Conversion, Use, buckets, conversions
+from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import LayoutStep, live_axes, redistribute

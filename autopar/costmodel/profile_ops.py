@@ -14,7 +14,7 @@ from autopar.costmodel.step_cost import ConversionCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, produced_layouts, uses_of
+from autopar.sbp.assignment import Assignment, produced_layouts
 
 _BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
 
@@ -113,7 +113,7 @@ def _of_inputs(
 ) -> tuple[np.ndarray, np.ndarray, tuple[Shared, ...]]:
     """(once_s and state_bytes of inputs with one reader, inputs with several readers)."""
     once_s, state_bytes, shared = np.zeros(len(graph.ops)), np.zeros(len(graph.ops)), []
-    uses, brought = uses_of(graph), brought_shares(graph, assignment.state_on_host)
+    uses, brought = graph.uses, brought_shares(graph, assignment.state_on_host)
     for item in graph.inputs:
         layout = assignment.layouts[item.value.name]
         gathered_bytes, gathered_s = stored[item.value.name]
@@ -146,7 +146,7 @@ def _crossing(graph: Graph, assignment: Assignment, mesh: Mesh, number: Mapping[
 
 def _lifetimes(graph: Graph, number: Mapping[str, int]) -> Iterator[tuple]:
     """(value, position of its op, position of its last reader); each reader recomputes values without gradient."""
-    uses = uses_of(graph)
+    uses = graph.uses
     for position, op in enumerate(graph.ops):
         for value in op.outputs:
             readers = [number.get(use.user, len(graph.ops) - 1) for use in uses.get(value.name, ())]

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.costmodel.activations.autograd_footprint import Footprint, footprints
 from autopar.costmodel.activations.saved_activations import NOWHERE, Saving, savings
@@ -160,7 +160,7 @@ def _conversion_costs(
     found: name of each value -> the saving of each of its conversions.
     """
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
-    priced: dict[Hashable, ConversionCost] = {}
+    priced: dict[Hashable, tuple] = {}
     costs = {}
     for name, of_value in conversions(graph, assignment).items():
         is_parameter, of_name = name in parameters, []
@@ -171,7 +171,7 @@ def _conversion_costs(
             if key not in priced:
                 flags = {"is_parameter": is_parameter, "is_first": number == 0}
                 priced[key] = _conversion_cost(each, saving, mesh, training, **flags)
-            of_name.append(replace(priced[key], conversion=each))
+            of_name.append(ConversionCost(each, saving, is_parameter, *priced[key]))
         costs[name] = tuple(of_name)
     return costs
 
@@ -189,7 +189,8 @@ def op_cost(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], cluster: Cl
 
 def _conversion_cost(
     conversion: Conversion, saving: Saving, mesh: Mesh, training: Training, *, is_parameter: bool, is_first: bool
-) -> ConversionCost:
+) -> tuple:
+    """The fields of a `ConversionCost` from `runs` on."""
     value, steps = conversion.value, redistribute(conversion.src, conversion.dst)
     runs = runs_of(saving, training, is_parameter=is_parameter, is_regathered=conversion.is_regathered)
     way = Transition(value, (conversion.src,), (conversion.dst,), saving, is_parameter, is_stored=is_first)
@@ -198,4 +199,4 @@ def _conversion_cost(
     )
     made = tuple(collective for step in steps for collective in collectives_of_value(step, value, mesh.shape))
     again = again_in_backward(steps, value, mesh.shape)
-    return ConversionCost(conversion, saving, is_parameter, runs, made, again, kept, inside, moved)
+    return runs, made, again, kept, inside, moved

@@ -1,5 +1,6 @@
 """The IR: a flat, functional, forward graph over whole (unsharded) tensors."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -85,6 +86,14 @@ class Input:
     is_persistent: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A use of a value: slot `slot` of op `user`, a graph output (user "output") or a write-back ("buffer")."""
+
+    user: str
+    slot: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """The forward of a model. Invariants: ops in topological order; each value has one producer; no op mutates.
@@ -108,6 +117,20 @@ class Graph:
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)
+
+    @cached_property
+    def uses(self) -> Mapping[str, tuple[Use, ...]]:
+        """Name of each value that is read -> all of its uses, in graph order."""
+        uses: dict[str, list[Use]] = defaultdict(list)
+        for op in self.ops:
+            for slot, value in enumerate(op.inputs):
+                uses[value.name].append(Use(op.name, slot))
+        for index, value in enumerate(self.outputs):
+            if isinstance(value, Value):
+                uses[value.name].append(Use("output", index))
+        for index, (_, value) in enumerate(self.mutations):
+            uses[value.name].append(Use("buffer", index))
+        return {name: tuple(of_value) for name, of_value in uses.items()}
 
 
 def call_key(op: Op) -> Hashable:

@@ -4,6 +4,7 @@ The search limits an estimate, a sum over choices. The peak of the program may b
 plan is predicted.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -36,13 +37,20 @@ class LimitedSearch(Generic[OnePlan]):
     """A search under `allowed_bytes`, limits of the estimate for each rank, and the plan that it found.
 
     `plan`: None before the search, or if nothing fits. `source`: what the caller needs to search again. `number`: 0,
-    and one more for each search under lower limits than the one before.
+    and one more for each search under lower limits than the one before. `at_least_s`: no plan of a search that is to be
+    made takes less.
     """
 
     allowed_bytes: Sequence[float]
     plan: OnePlan | None = None
     source: Any = None
     number: int = 0
+    at_least_s: float = 0.0
+
+    @property
+    def order(self) -> tuple[float, bool]:
+        """The rank among searches: by the step, that of a plan before an equal lower bound."""
+        return (self.at_least_s, True) if self.plan is None else (self.plan.step_s, False)
 
 
 @dataclass
@@ -63,13 +71,26 @@ class Fit(Generic[OnePlan]):
     least_ratio: float = 1.0
     reasons: list[str] = field(default_factory=list)
 
+    @property
+    def to_beat_s(self) -> float:
+        """The step of the fastest plan that waits; `inf` if none does."""
+        return min((one.plan.step_s for one in self.waiting if one.plan is not None), default=math.inf)
+
+    def add(self, search: LimitedSearch[OnePlan], plan: OnePlan | None, to_beat_s: float = math.inf) -> None:
+        """Add a search with its plan; None if it found none that takes less than `to_beat_s`.
+
+        It is made again if the plans that it could not beat do not fit.
+        """
+        if plan is not None or to_beat_s < math.inf:
+            self.waiting.append(replace(search, plan=plan, at_least_s=to_beat_s))
+
     def searches(self) -> Iterator[LimitedSearch[OnePlan]]:
         """The searches to make, until the fastest plan fits or none is left.
 
         The caller adds each to `waiting` with the plan that it finds.
         """
         while self.waiting and self.best is None:
-            one = min(self.waiting, key=lambda search: 0.0 if search.plan is None else search.plan.step_s)
+            one = min(self.waiting, key=lambda search: search.order)
             self.waiting.remove(one)
             if one.plan is None:
                 yield one

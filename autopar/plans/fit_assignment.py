@@ -8,7 +8,7 @@ from autopar.costmodel.state_offload import hostable
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plans.validate import can_be_kept
-from autopar.sbp.assignment import Assignment, uses_of
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate, nearest_strategy, neighbours_of
 from autopar.sbp.placement import I, Layout, format_layout
 from autopar.sbp.signature import Strategy
@@ -64,7 +64,7 @@ def _kept(planned: Assignment, graph: Graph, mesh: Mesh, fitted: Assignment) -> 
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
     }
-    several = {name for name, uses in uses_of(graph).items() if len(uses) > 1} - changed
+    several = {name for name, uses in graph.uses.items() if len(uses) > 1} - changed
     return {
         name: layout
         for name, layout in planned.kept.items()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate
@@ -30,9 +31,8 @@ class Plan(BasePlan):
     when nothing was proven). bound_of: "plan" for a model without repeated layers; else plans whose inner layers are
     alike, all or in the segments that were searched.
 
-    without_rule: op replicated for want of a rule -> seconds a step that its compute and its conversions take.
-    not_divided: (op or input, dim, mesh axis) never split because the axis does not divide the dim. found_by: "search",
-    or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans on this mesh.
+    found_by: "search", or the hand plan that nothing better was found to (or ""). hand: name -> costs of the hand plans
+    on this mesh.
     meshes: searched mesh, if the mesh was left open -> seconds a step of its best plan. timings: planning stage ->
     seconds it took. peak_bytes: the most that a device has in use at one time, as its program runs; () if nobody asked.
     is_from_file: lower_bound_s, bound_of, found_by, hand and peak_bytes are what a file says; all else is computed on
@@ -47,11 +47,8 @@ class Plan(BasePlan):
     memory_limit_bytes: float
     fingerprint: str
     graph: Graph
-    folded: Folded
     assignment: Assignment
     costs: Costs
-    without_rule: Mapping[str, float]
-    not_divided: tuple[tuple[str, int, int], ...]
     lower_bound_s: float = 0.0
     bound_of: str = "plan"
     found_by: str = ""
@@ -70,6 +67,35 @@ class Plan(BasePlan):
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.costs.step_s
+
+    @cached_property
+    def folded(self) -> Folded:
+        """The classes of ops and inputs that have equal choices."""
+        return as_planned(fold(self.graph), self.graph, self.assignment)
+
+    @cached_property
+    def _candidates(self) -> Candidates:
+        return annotate(self.graph, self.mesh, self.folded, near=self.assignment.strategies)
+
+    @property
+    def not_divided(self) -> tuple[tuple[str, int, int], ...]:
+        """(op or input, dim, mesh axis) never split because the axis does not divide the dim."""
+        return self._candidates.not_divided
+
+    @cached_property
+    def without_rule(self) -> dict[str, float]:
+        """Op replicated for want of a rule -> seconds a step that it and its copies take, for their compute and the
+        gathers of their inputs.
+        """
+        same, costs = self.folded.representative, self.costs
+        seconds = dict.fromkeys(self._candidates.without_rule, 0.0)
+        for op in self.graph.ops:
+            if (name := same[op.name]) in seconds:
+                seconds[name] += sum(op_time(op, self.assignment.strategies[op.name], self.mesh.shape, self.cluster))
+        for planned in costs.collectives:
+            for name in {same.get(user, "") for user in planned.users} & seconds.keys():
+                seconds[name] += costs.num_issued(planned) * planned.time_s
+        return seconds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lower_bound_s", min(self.lower_bound_s, self.costs.step_s))
@@ -106,8 +132,6 @@ def plan_of(
 ) -> Plan:
     """The plan of an assignment without a search. costs: those of the assignment, None to evaluate them."""
     costs = costs or evaluate(graph, assignment, mesh, cluster, training=training)
-    folded = as_planned(fold(graph), graph, assignment)
-    candidates = annotate(graph, mesh, folded, near=assignment.strategies)
     return Plan(
         mesh=mesh,
         cluster=cluster,
@@ -115,29 +139,6 @@ def plan_of(
         memory_limit_bytes=memory_limit_bytes,
         fingerprint=fingerprint(graph),
         graph=graph,
-        folded=folded,
         assignment=assignment,
         costs=costs,
-        without_rule=_without_rule(graph, folded, candidates, assignment, costs, mesh, cluster),
-        not_divided=candidates.not_divided,
     )
-
-
-def _without_rule(
-    graph: Graph,
-    folded: Folded,
-    candidates: Candidates,
-    assignment: Assignment,
-    costs: Costs,
-    mesh: Mesh,
-    cluster: Cluster,
-) -> dict[str, float]:
-    """Op without a rule -> seconds of it and its copies, for their compute and the gathers of their inputs."""
-    seconds = dict.fromkeys(candidates.without_rule, 0.0)
-    for op in graph.ops:
-        if (name := folded.representative[op.name]) in seconds:
-            seconds[name] += sum(op_time(op, assignment.strategies[op.name], mesh.shape, cluster))
-    for planned in costs.collectives:
-        for name in {folded.representative.get(user, "") for user in planned.users} & seconds.keys():
-            seconds[name] += costs.num_issued(planned) * planned.time_s
-    return seconds

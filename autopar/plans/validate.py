@@ -15,7 +15,7 @@ from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
 from autopar.plans.serialise import SavedStages
-from autopar.sbp.assignment import Assignment, conversions, only_gathers, uses_of
+from autopar.sbp.assignment import Assignment, conversions, only_gathers
 from autopar.sbp.placement import Layout, format_layout, is_even
 from autopar.sbp.signature import Candidates
 from autopar.schedule.orders import num_in_flight, num_waiting
@@ -176,7 +176,7 @@ def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
     }
-    used = uses_of(graph)
+    used = graph.uses
     for name, layout in kept.items():
         if name not in used:
             raise PlanError(f"the plan keeps {shown(name)}, which the model has not or never reads; {_AGAIN}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op, Use, Value
 from autopar.sbp.placement import I, Layout, Placement, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
@@ -174,7 +174,7 @@ def names_of(graph: Graph) -> Names:
     return {
         OP: tuple(op.name for op in graph.ops),
         INPUT: tuple(item.value.name for item in graph.inputs),
-        KEPT: tuple(name for name, uses in uses_of(graph).items() if len(uses) > 1),
+        KEPT: tuple(name for name, uses in graph.uses.items() if len(uses) > 1),
         OUTPUT: tuple(dict.fromkeys(value.name for value in graph.outputs if isinstance(value, Value))),
     }
 
@@ -188,16 +188,6 @@ def graph_names(graph: Graph) -> Iterator[str]:
     for op in graph.ops:
         yield op.name
         yield from (value.name for value in op.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A use of a value: slot `slot` of op `user`, a graph output (user
-    "output") or a buffer's write-back ("buffer").
-    """
-
-    user: str
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,20 +215,6 @@ class Conversion:
         if self.gathered_in is not None:
             return self.value.num_bytes / self.gathered_in.num_bytes
         return latency_share(self.value) if self.is_bucketed else 1.0
-
-
-def uses_of(graph: Graph) -> dict[str, list[Use]]:
-    """Name of each value -> all of its uses, in graph order."""
-    uses: dict[str, list[Use]] = defaultdict(list)
-    for op in graph.ops:
-        for slot, value in enumerate(op.inputs):
-            uses[value.name].append(Use(op.name, slot))
-    for index, value in enumerate(graph.outputs):
-        if isinstance(value, Value):
-            uses[value.name].append(Use("output", index))
-    for index, (_, value) in enumerate(graph.mutations):
-        uses[value.name].append(Use("buffer", index))
-    return dict(uses)
 
 
 def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
@@ -279,7 +255,7 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     regions = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
     conversions_by_name: dict[str, tuple[Conversion, ...]] = {}
-    for name, uses in uses_of(graph).items():
+    for name, uses in graph.uses.items():
         wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
         kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
         ways = [(produced[name], kept, tuple(uses))] if len(uses) > 1 else []

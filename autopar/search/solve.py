@@ -8,7 +8,8 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.search.bounds.close_gap import close
 from autopar.search.bounds.combine import recombine
-from autopar.search.bounds.squeeze import squeeze
+from autopar.search.bounds.price_memory import price_memory
+from autopar.search.bounds.squeeze import QUICK, squeeze
 from autopar.search.check_table import checked
 from autopar.search.coordinate_descent import descend_from_known
 from autopar.search.cp_sat.refine import refine
@@ -33,6 +34,7 @@ class Row:
 # do. One elimination takes about a twentieth of the time limit, at 2e9 additions a second, and no more than half a
 # second.
 SOLVERS = (
+    Row("prices", partial(price_memory, quick=QUICK)),
     Row("descent", partial(descend_from_known, most_descents=3)),
     Row("recombination", recombine),
     Row("bound", partial(squeeze, additions_per_s=1e8, most_additions=1e9)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
-from autopar.sbp.assignment import Conversion, conversions, uses_of
+from autopar.sbp.assignment import Conversion, conversions
 from autopar.sbp.placement import S
 from autopar.sbp.redistribute import Collective, collectives_of, redistribute
 from autopar.sbp.signature import Strategy
@@ -127,7 +127,7 @@ def _sent_by(conversion: Conversion, mesh: Mesh) -> float:
 
 
 def _owners(name: str, conversion: Conversion, nearest: Mapping[str, tuple[str, ...]], graph: Graph) -> tuple[str, ...]:
-    users = [use.user for use in conversion.uses or uses_of(graph)[name]]
+    users = [use.user for use in conversion.uses or graph.uses[name]]
     if any(item.value.name == name for item in graph.of_kind("parameter")):
         return tuple(users)
     producer = next((op.name for op in linear_ops(graph) if op.outputs[0].name == name), None)
@@ -139,7 +139,7 @@ def _owners(name: str, conversion: Conversion, nearest: Mapping[str, tuple[str, 
 def _nearest_products(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Op -> the ops with a weight that the fewest steps lead to, itself if it is one."""
     uses, weights = (
-        uses_of(graph),
+        graph.uses,
         {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) > 1},
     )
     found: dict[str, tuple[int, tuple[str, ...]]] = {}

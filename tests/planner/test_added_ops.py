@@ -19,7 +19,6 @@ from autopar.mesh import Mesh
 from autopar.planner.pipeline.cut_stages import Cut, cut_as
 from autopar.planner.pipeline.hand_points import Model, model_of
 from autopar.planner.pipeline.sweep import sweep
-from autopar.sbp.assignment import uses_of
 from tests.planner.cases import CPU
 
 WIDTH = 16
@@ -84,7 +83,7 @@ def check(graph: Graph, num_microbatches: int) -> None:
     assignment, micro = cut.by_hand, cut.graph
     assert assignment.strategies.keys() == {op.name for op in micro.ops}
     assert assignment.layouts.keys() == {item.value.name for item in micro.inputs}
-    assert assignment.kept.keys() == {name for name, uses in uses_of(micro).items() if len(uses) > 1}
+    assert assignment.kept.keys() == {name for name, uses in micro.uses.items() if len(uses) > 1}
     assert evaluate(micro, assignment, ONE, CPU).memory_bytes["activations"] > 0
     known = {op.name for op in graph.ops}
     again = [tuple(name for name in region if name in known) for region in cut.regions]

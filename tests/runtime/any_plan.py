@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
 from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.load_program import axes_of, compile_source, namespace
-from autopar.sbp.assignment import Assignment, InBucket, uses_of
+from autopar.sbp.assignment import Assignment, InBucket
 from autopar.sbp.candidates import annotate
 from autopar.sbp.convert import Axis, dual
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
@@ -107,7 +107,7 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
     return Assignment(
         strategies={name: draw.choice(found) for name, found in candidates.strategies.items()},
         layouts={name: draw.choice(found) for name, found in candidates.layouts.items()},
-        kept={name: _any_layout(draw, values[name], mesh) for name in uses_of(graph) if draw.random() < 0.5},
+        kept={name: _any_layout(draw, values[name], mesh) for name in graph.uses if draw.random() < 0.5},
         outputs={name: draw.choice(found) for name, found in candidates.outputs.items()},
         regathered=frozenset(name for name in sorted(regatherable(graph, _same(graph))) if draw.random() < 0.5),
         gather_buckets=_any_buckets(draw, graph) if draw.random() < 0.7 else {},
@@ -116,7 +116,7 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
 
 def _any_buckets(draw: Random, graph: Graph) -> dict[str, InBucket]:
     """Any runs of parameters in order of first use, with or without gaps."""
-    used, sizes = uses_of(graph), {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
+    used, sizes = graph.uses, {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
     names = [name for name in used if name in sizes and draw.random() < 0.8]
     starts = sorted({0, *(at for at in range(len(names)) if draw.random() < 0.3)})
     buckets = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)])]

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.ir.function_ops import class_of
 from autopar.ir.graph import Graph, Op, Slot, Value, resolve
 from autopar.ir.op_facts import ATTENTION, family
-from autopar.sbp.assignment import uses_of
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.localize import localize
@@ -65,7 +64,7 @@ def regatherable(graph: Graph, representative: Mapping[str, str]) -> frozenset[s
 
     A parameter that is read several times is kept, as FSDP keeps the parameters of its root.
     """
-    known, readings = footprints(graph, representative), uses_of(graph)
+    known, readings = footprints(graph, representative), graph.uses
     classes: dict[str, bool] = {}
     for item in graph.of_kind("parameter"):
         uses, name = readings.get(item.value.name, []), representative[item.value.name]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.activations.autograd_footprint import Footprint
-from autopar.ir.graph import Graph
-from autopar.sbp.assignment import Use, uses_of
+from autopar.ir.graph import Graph, Use
 
 Regions = tuple[tuple[str, ...], ...]  # each the names of consecutive ops, see `Assignment.recomputed`
 NOWHERE = -1  # number of no region
@@ -55,7 +54,7 @@ def savings(
     if not offloaded:
         return saved
     on_host = _savings(graph, known, regions, frozenset(op.name for op in graph.ops) - moved_in.keys())
-    parameters, uses = {item.value.name for item in graph.of_kind("parameter")}, uses_of(graph)
+    parameters, uses = {item.value.name for item in graph.of_kind("parameter")}, graph.uses
     merged = {}
     for name, of_value in saved.items():
         places = [moved_in.get(use.user, NOWHERE) for use in uses[name]]
@@ -95,7 +94,7 @@ def _savings(
             )
             for use in uses
         ]
-        for name, uses in uses_of(graph).items()
+        for name, uses in graph.uses.items()
     }
     elsewhere = {
         name: [one for one in found if one.place not in (NOWHERE, made_in.get(name, NOWHERE))]

@@ -22,7 +22,6 @@ from autopar.costmodel.activations.saved_activations import Regions, region_of_o
 from autopar.ir.graph import Graph, Op, Value, resolve
 from autopar.ir.op_facts import ATTENTION, Shapes, family
 from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import uses_of
 from autopar.torch_compat import pytree
 
 # An upper bound of an op's transient in units of its operands; an op whose operands are too small for the largest is
@@ -97,12 +96,13 @@ def _saved_behind(
         )
         for op in sampled.graph.ops
     ]
-    return [sum(own) - through for through in accumulate(own)]
+    total = sum(own)
+    return [total - through for through in accumulate(own)]
 
 
 def _last_readers(graph: Graph) -> dict[str, int]:
     """Name of each trained parameter -> position of its last reader, from whose backward on its gradient exists."""
-    number, uses = {op.name: position for position, op in enumerate(graph.ops)}, uses_of(graph)
+    number, uses = {op.name: position for position, op in enumerate(graph.ops)}, graph.uses
     names = [item.value.name for item in graph.of_kind("parameter") if item.value.needs_grad]
     return {name: max((number.get(use.user, 0) for use in uses.get(name, ())), default=0) for name in names}
 

@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.sbp.analysis.sample_blocks import classes_of
-from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of, uses_of
+from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of
 from autopar.search.table import CostTable
 
 
@@ -74,7 +74,7 @@ def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str
     """(kind, class) of kept and output entities -> the names of their values."""
     members: dict[tuple[str, str], tuple[str, ...]] = {}
     classes = value_classes(graph, folded)
-    several = [("kept", name) for name, uses in uses_of(graph).items() if len(uses) > 1]
+    several = [("kept", name) for name, uses in graph.uses.items() if len(uses) > 1]
     outputs = [("output", value.name) for value in graph.outputs if isinstance(value, Value)]
     for kind, name in several + outputs:
         members[kind, classes[name]] = members.get((kind, classes[name]), ()) + (name,)

@@ -20,9 +20,9 @@ from autopar.costmodel.pricing.options import Offered, Options, Stored, offered
 from autopar.costmodel.state_offload import brought_shares
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded, value_classes
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import Graph, Use, Value
 from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import Use, gives_gradient, uses_of, written_buffer
+from autopar.sbp.assignment import gives_gradient, written_buffer
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates
 
@@ -213,7 +213,7 @@ def _alike(
     """(class, readers, savings) of values -> the multiplicities of each of their conversions."""
     alike: dict[tuple, list[Count]] = {}
     makers = {value.name: op.name for op in sampled.graph.ops for value in op.outputs}
-    for name, uses in uses_of(sampled.graph).items():
+    for name, uses in sampled.graph.uses.items():
         maker = makers.get(name, name)
         nums = [sampled.num_readings(maker, use.user) for use in uses]
         nums = nums if len(nums) == 1 else [sampled.num(maker), *nums]
@@ -262,7 +262,7 @@ def _chosen(graph: Graph, folded: Folded, candidates: Candidates, classes: Mappi
     inputs = [
         Entity("input", n, _stored(candidates.layouts[n], n in again)) for n in names if folded.representative[n] == n
     ]
-    several = {classes[name]: None for name, uses in uses_of(graph).items() if len(uses) > 1}
+    several = {classes[name]: None for name, uses in graph.uses.items() if len(uses) > 1}
     outputs: dict[str, Entity] = {}
     for value in graph.outputs:
         if isinstance(value, Value):

@@ -1,7 +1,5 @@
 """Segments: consecutive copies of a repeat that are planned alike, each segment apart from the others."""
 
-from collections.abc import Sequence
-
 from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 
@@ -30,11 +28,11 @@ def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
     """
     _check(folded, segments)
     copies = copies_of(folded, graph)
-    starts = [[sum(sizes[:i]) for i in range(len(sizes))] for sizes in segments]
+    segment_of = [[i for i, size in enumerate(sizes) for _ in range(size)] for sizes in segments]
     first: dict[tuple[str, Places], str] = {}
     classes: dict[str, tuple[str, Places]] = {}
     for name, pairs in sorted(copies.items(), key=lambda item: min(item[1])):
-        places = frozenset((repeat, _segment(starts[repeat], copy)) for repeat, copy in pairs)
+        places = frozenset((repeat, segment_of[repeat][copy]) for repeat, copy in pairs)
         classes[name] = folded.representative[name], places
         first.setdefault(classes[name], name)
     representative = {
@@ -47,10 +45,6 @@ def _check(folded: Folded, segments: Segments) -> None:
     counts = [repeat.count for repeat in folded.repeats]
     if [sum(sizes) for sizes in segments] != counts or any(size < 1 for sizes in segments for size in sizes):
         raise ValueError(f"segments of repeats: expected positive sizes that sum to {counts}, found {segments}")
-
-
-def _segment(starts: Sequence[int], copy: int) -> int:
-    return max(i for i, start in enumerate(starts) if start <= copy)
 
 
 def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:

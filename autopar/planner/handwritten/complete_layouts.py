@@ -11,7 +11,7 @@ from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, produced_layouts, uses_of, wanted_layout
+from autopar.sbp.assignment import Assignment, produced_layouts, wanted_layout
 from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
@@ -146,7 +146,7 @@ def _kept(
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
     }
-    several = {name: uses for name, uses in uses_of(graph).items() if len(uses) > 1}
+    several = {name: uses for name, uses in graph.uses.items() if len(uses) > 1}
     makers = {value.name: counts[op.name] for op in graph.ops if op.name in counts for value in op.outputs}
     wanted = {
         name: tuple(

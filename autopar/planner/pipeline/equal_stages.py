@@ -45,4 +45,4 @@ def _place(graph: Graph, inputs: Mapping[str, int], value: Any) -> Any:
 
 def renamed(assignment: Assignment, like: Graph, graph: Graph) -> Assignment:
     """The assignment of graph `like` for `graph`, which is the same but for names."""
-    return assignment.renamed(dict(zip(graph_names(like), graph_names(graph))))
+    return assignment if like is graph else assignment.renamed(dict(zip(graph_names(like), graph_names(graph))))

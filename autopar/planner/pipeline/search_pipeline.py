@@ -127,8 +127,9 @@ def plan_in_stages(
                 return None
             break
         for search in fit.searches():
-            plan = None if budget.is_spent else _searched(search.source, search.allowed_bytes, budget)
-            fit.waiting += [] if plan is None else [replace(search, plan=plan)]
+            to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
+            plan = None if budget.is_spent else _searched(search.source, search.allowed_bytes, budget, to_beat_s)
+            fit.add(search, plan, to_beat_s)
         if fit.best is not None:
             break
     if fit.best is None and fit.first is not None:
@@ -181,32 +182,34 @@ def _search_point(
     request: PlanRequest,
     cutoff_s: float,
 ) -> None:
-    """Add the searched plan of a point, if there is one that takes less than `cutoff_s`.
+    """Add the search of a point, with its plan if there is one that takes less than `cutoff_s`.
 
-    It gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
+    A point with one rank, whose stages are the whole step, is left as soon as it cannot beat the others so far. A
+    search gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
     """
     part = fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
     cut = cut_as(model, point)
     part.show("stages", cut)
     by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
     crossings = [by_hand] + [chosen] * (chosen != by_hand)
-    to_beat_s = cutoff_s if point.schedule.num_ranks == 1 else math.inf  # else a stage is not the whole step
+    is_alone = point.schedule.num_ranks == 1
+    to_beat_s = min(cutoff_s, fit.to_beat_s) if is_alone else math.inf
     offloading, keeping = (
         tuple(
-            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves, to_beat_s), StageCache())
-            for crossing in crossings
+            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves), StageCache()) for crossing in crossings
         )
         for moves in (True, False)
     )
     searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
-    plan = _searched(searches, limits_bytes, part)
+    plan = _searched(searches, limits_bytes, part, to_beat_s)
     # the time was up, or the best plan of each stage is not the best for the pipeline
-    if point.step_s < cutoff_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
+    if point.step_s < to_beat_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
         plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
-    if plan is not None and plan.step_s < cutoff_s:
-        fit.waiting.append(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, plan, searches))
+    search = LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=searches)
+    if plan is None or plan.step_s < cutoff_s:
+        fit.add(search, plan, to_beat_s if is_alone and to_beat_s < cutoff_s else math.inf)
 
 
 def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
@@ -226,8 +229,12 @@ def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> 
     return budget.part(share if any(one.step_s <= _GAIN * points[0].step_s for one in whole) else 1.0)
 
 
-def _searched(searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget) -> StagedPlan | None:
+def _searched(
+    searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget, to_beat_s: float = math.inf
+) -> StagedPlan | None:
     """The best plan of a point within these limits of each rank; once the budget is spent, the first that is found.
+
+    `to_beat_s`: of a point with one rank, plans that take as long or longer are not needed.
 
     If optimizer state is offloaded, plans that keep it are searched too: a stage gains by offloaded state in each
     microbatch, the pipeline only if the stage is the slowest, and it waits for the state once a step.
@@ -239,7 +246,7 @@ def _searched(searches: _PointSearch, limits_bytes: Sequence[float], budget: Bud
         if not task.may_move_state and not any(one.assignment.state_on_host for plan in plans for one in plan.stages):
             break
         try:
-            solved = solve_stages(task, cache, limits_bytes, budget)
+            solved = solve_stages(task, cache, limits_bytes, budget, to_beat_s)
         except InfeasibleError:
             continue
         point, request = task.point, task.request

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.costmodel.activations.saved_activations import Regions
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.state_offload import hostable, optimizer_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.segments import segmented
 from autopar.ir.folding.stage_fold import fold_of_stage
@@ -44,8 +45,7 @@ _MOST_KEPT = 8
 class CutTask:
     """The stages of one cut of `point`, to be searched on their own `mesh`.
 
-    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded. `to_beat_s`:
-    stages of a rank that take longer in a step are not needed.
+    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded.
     """
 
     cut: Cut
@@ -55,7 +55,6 @@ class CutTask:
     request: PlanRequest
     crossing: Mapping[str, Layout]
     may_move_state: bool = True
-    to_beat_s: float = math.inf
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -106,12 +105,16 @@ class StageCache:
 
 @dataclass(frozen=True, eq=False)
 class RankTask:
-    """The search of the stages of one rank, within its memory limit and the budget."""
+    """The search of the stages of one rank, within its memory limit and the budget.
+
+    `to_beat_s`: stages that take as long or longer in a step are not needed.
+    """
 
     task: CutTask
     cache: StageCache
     limit_bytes: float
     budget: Budget
+    to_beat_s: float = math.inf
 
     @property
     def is_late(self) -> bool:
@@ -139,7 +142,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         is_hopeless = not is_last_resort and at.cache.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
         if is_hopeless and not at.task.can_move_state:
             continue
-        free, to_beat_s = _unlimited(at, asked), at.task.to_beat_s if best is None else best.cost_s
+        free, to_beat_s = _unlimited(at, asked), at.to_beat_s if best is None else best.cost_s
         if free.cost_s >= to_beat_s:
             is_too_slow = True
             continue
@@ -155,7 +158,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         known = (best, saving, _with_state_on_host(at, asked, free, pressure, saving))
         is_too_slow |= any(known)
         best = min(
-            (one for one in known if one and one.cost_s < at.task.to_beat_s), key=lambda one: one.cost_s, default=None
+            (one for one in known if one and one.cost_s < at.to_beat_s), key=lambda one: one.cost_s, default=None
         )
         if saving is not None and saving.is_free:
             break  # to save memory only costs time
@@ -190,9 +193,9 @@ def as_written(at: RankTask, stages: Stages) -> StagePlans | None:
 
 def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
     """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host
-    meanwhile: none, half of those that the plan by hand recomputes, and as many.
+    meanwhile: none, as many as the plan by hand recomputes, so that there is an incumbent, and half of those.
     """
-    counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in range(3))
+    counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in (0, 2, 1))
     for kind in ("recomputed", "offloaded"):
         # A backward in two parts would fetch everything twice.
         if kind == "offloaded" and not (
@@ -251,7 +254,8 @@ def _with_state_on_host(
 def _filled(at: RankTask, candidates: Iterable[StagePlans], stages: Stages) -> StagePlans | None:
     """The fastest of these with as much optimizer state on the host as must be; None if none can be made to fit."""
     best: StagePlans | None = None
-    for one in (other if other.costs else other.of_others(stages) for other in candidates):
+    near = (other for other in candidates if not _is_above(at, other))
+    for one in (other if other.costs else other.of_others(stages) for other in near):
         known = zip(one.parts, stages, one.costs or [None] * len(stages))
         parts = [AssignedGraph(graph, own, wanted.request.training, costs) for (graph, own), wanted, costs in known]
         made = fill(parts, at.task.mesh, at.task.cluster, at.limit_bytes) or ()
@@ -260,6 +264,16 @@ def _filled(at: RankTask, candidates: Iterable[StagePlans], stages: Stages) -> S
             pairs, costs = tuple((part.graph, part.assignment) for part in made), tuple(part.known for part in made)
             best = replace(one, parts=pairs, cost_s=cost_s, costs=costs)
     return best
+
+
+def _is_above(at: RankTask, plans: StagePlans) -> bool:
+    """Whether priced plans exceed the limit even with all of their optimizer state on the host."""
+    if not math.isfinite(plans.memory_bytes):
+        return False
+    shape, training, moved = at.task.mesh.shape, at.task.request.training, 0
+    for graph, own in plans.parts:
+        moved += sum(optimizer_bytes(x, own.layouts[x.value.name], shape, training) for x in hostable(graph))
+    return plans.memory_bytes - moved > at.limit_bytes
 
 
 def _unlimited(at: RankTask, stages: Stages) -> StagePlans:

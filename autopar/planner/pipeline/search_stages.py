@@ -1,5 +1,6 @@
 """The best layouts of each stage of a pipeline that is cut already, rank by rank on the stages' own mesh."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,15 @@ from autopar.plans.plan import plan_of
 from autopar.sbp.placement import format_layout
 
 
-def solve_stages(task: CutTask, cache: StageCache, limits_bytes: Sequence[float], budget: Budget) -> SolvedStages:
+def solve_stages(
+    task: CutTask, cache: StageCache, limits_bytes: Sequence[float], budget: Budget, to_beat_s: float = math.inf
+) -> SolvedStages:
     """The plans of the stages, those of a rank together within its limit.
 
     Once the budget is spent, stages are laid out as by hand where that fits. If it ends between two ranks, a searched
     rank may store a tied parameter in another layout than the hand plan; then all ranks take the hand plan.
-    InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should.
+    InfeasibleError if one rank's cannot be made to fit, which a plan that the sweep has seen to fit should, or take
+    `to_beat_s` or longer.
     """
     order = _tightest_first(task, limits_bytes)
     left, is_again = deque(order), False
@@ -31,7 +35,7 @@ def solve_stages(task: CutTask, cache: StageCache, limits_bytes: Sequence[float]
         key, numbers = (rank, limits_bytes[rank]), task.point.schedule.stages_of(rank)
         try:
             if key not in cache.solved:
-                at = RankTask(task, cache, limits_bytes[rank], budget)
+                at = RankTask(task, cache, limits_bytes[rank], budget, to_beat_s)
                 _tie_within(task, numbers, cache.tied)
                 stages = tuple(_wanted(task, number, cache.tied) for number in numbers)
                 best = (as_written(at, stages) if budget.is_spent else None) or best_plans(at, stages)

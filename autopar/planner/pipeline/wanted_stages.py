@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ class Wanted:
     regions: Regions
     most_saved: int
 
-    @property
+    @cached_property
     def key(self) -> Any:
         """A key that is equal for stages that differ only in what is in flight."""
         return self.wiring, requested_of(self.graph, self.request)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.folding.fold import Folded, Repeat, value_classes
 from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, Names, names_of, uses_of
+from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, Names, names_of
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 
 # The first copy reads values from before the repeat, ops behind the repeat read the last; the second represents all
@@ -45,7 +45,7 @@ def shorten(graph: Graph, folded: Folded) -> Short:
 
     Repeats from which other ops read or whose copies are outputs stay as they are.
     """
-    uses = uses_of(graph)
+    uses = graph.uses
     position = {op.name: number for number, op in enumerate(graph.ops)}
     dropped: dict[str, Op] = {}  # op -> its counterpart in the second copy
     counts: dict[str, int] = {}
@@ -95,7 +95,7 @@ def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> It
 
 def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Repeat, ...]:
     """The repeats with more than `num_kept` copies in which only a copy itself and the next read its values."""
-    uses, position = uses_of(graph), {op.name: number for number, op in enumerate(graph.ops)}
+    uses, position = graph.uses, {op.name: number for number, op in enumerate(graph.ops)}
     dropped = ((repeat, _dropped(graph, repeat, position, num_kept)) for repeat in repeats)
     return tuple(repeat for repeat, ops in dropped if _is_used_in_turn(graph, repeat, ops, uses, position))
 
@@ -132,7 +132,7 @@ def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[s
 
 
 def _is_used_in_turn(
-    graph: Graph, repeat: Repeat, dropped: Mapping[str, Op], uses: Mapping[str, list], position: Mapping[str, int]
+    graph: Graph, repeat: Repeat, dropped: Mapping[str, Op], uses: Mapping[str, tuple], position: Mapping[str, int]
 ) -> bool:
     """Whether only its own copy and the next read what a dropped copy makes."""
     if not dropped:

@@ -8,11 +8,11 @@ graph, each term as often as it occurs, and costs the same however deep a model 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.graph import Graph, Op, Value
 from autopar.sbp.analysis.sample_blocks import drop_copies
-from autopar.sbp.assignment import uses_of
 
 Regions = tuple[tuple[str, ...], ...]
 _NUM_KEPT = 4
@@ -61,8 +61,8 @@ def sampled(graph: Graph, folded: Folded, marked: Sequence[Regions] = (), named:
     times: Counter[str] = Counter()
     repeat_of: dict[str, int] = {}
     for number, repeat in enumerate(repeats):
-        second = whole.copy(repeat, 1)
-        inputs = {value.name for op in second for value in op.inputs if whole.is_of_one_copy(repeat, value)}
+        second, copy_of = whole.copy(repeat, 1), whole.copies(repeat)
+        inputs = {value.name for op in second for value in op.inputs if whole.is_of_one_copy(value, copy_of)}
         times.update(dict.fromkeys([*(op.name for op in second), *inputs], repeat.count - 3))
         kept = (op.name for copy in (0, 1, repeat.count - 2, repeat.count - 1) for op in whole.copy(repeat, copy))
         repeat_of |= dict.fromkeys(kept, number)
@@ -81,11 +81,10 @@ class _Whole:
 
     def __init__(self, graph: Graph, folded: Folded, marked: Sequence[Regions], named: Collection[str]) -> None:
         self.graph, self.same, self.named = graph, folded.representative, frozenset(named)
-        self.uses = uses_of(graph)
         self.position = {op.name: number for number, op in enumerate(graph.ops)}
         self.inputs = {item.value.name for item in graph.inputs}
         self.maker = {value.name: number for number, op in enumerate(graph.ops) for value in op.outputs}
-        self.regions = [{name: region for region in regions for name in region} for regions in marked]
+        self.regions = [self._placed(regions) for regions in marked]
 
     def copy(self, repeat: Repeat, number: int) -> tuple[Op, ...]:
         start, block = self.position[repeat.ops[0]], len(repeat.ops)
@@ -93,52 +92,52 @@ class _Whole:
 
     def is_uniform(self, repeat: Repeat) -> bool:
         """Whether all copies between the first and the last are like the second, and only neighbours share values."""
+        copy_of = self.copies(repeat)
         for number in range(repeat.count - 1):
-            if not all(
-                self._is_used_in_turn(repeat, number, value) for op in self.copy(repeat, number) for value in op.outputs
-            ):
+            values = (value for op in self.copy(repeat, number) for value in op.outputs)
+            uses = (use for value in values for use in self.graph.uses.get(value.name, ()))
+            if not all(copy_of.get(use.user, -1) - number in (0, 1) for use in uses):
                 return False
-        second = self.copy(repeat, 1)
-        return all(
-            self._is_like(repeat, op, like, number - 1)
-            for number in range(2, repeat.count - 1)
-            for op, like in zip(self.copy(repeat, number), second)
-        )
+        second = self._reads(repeat, 1, copy_of)
+        return all(self._reads(repeat, number, copy_of) == second for number in range(2, repeat.count - 1))
 
-    def is_of_one_copy(self, repeat: Repeat, value: Value) -> bool:
-        """Whether a value is an input that one copy reads."""
-        return (
-            value.name in self.inputs and len({self._copy_of(repeat, use.user) for use in self.uses[value.name]}) == 1
-        )
-
-    def _copy_of(self, repeat: Repeat, name: str) -> int:
-        """-1 outside of the repeat."""
-        number = (self.position.get(name, -1) - self.position[repeat.ops[0]]) // len(repeat.ops)
-        return number if name in self.position and 0 <= number < repeat.count else -1
-
-    def _is_used_in_turn(self, repeat: Repeat, number: int, value: Value) -> bool:
-        return all(self._copy_of(repeat, use.user) - number in (0, 1) for use in self.uses.get(value.name, ()))
-
-    def _is_like(self, repeat: Repeat, op: Op, like: Op, num_behind: int) -> bool:
-        """`num_behind`: copies from `like` to `op`."""
-        if self.same[op.name] != self.same[like.name] or not all(
-            self._is_same_input(repeat, one, other, num_behind) for one, other in zip(op.inputs, like.inputs)
-        ):
+    def is_of_one_copy(self, value: Value, copy_of: Mapping[str, int]) -> bool:
+        """Whether a value is an input that one copy reads; `copy_of`: as `copies` gives it."""
+        if value.name not in self.inputs:
             return False
-        shift = num_behind * len(repeat.ops)
-        return all(self._shifted(of.get(like.name), shift) == of.get(op.name) for of in self.regions)
+        uses = self.graph.uses[value.name]
+        return len(uses) == 1 or len({copy_of.get(use.user, -1) for use in uses}) == 1
 
-    def _shifted(self, region: tuple[str, ...] | None, num: int) -> tuple[str, ...] | None:
-        return region and tuple(self.graph.ops[self.position[name] + num].name for name in region)
+    def copies(self, repeat: Repeat) -> dict[str, int]:
+        """Name of each op of the repeat -> number of its copy."""
+        start, block = self.position[repeat.ops[0]], len(repeat.ops)
+        return {op.name: i // block for i, op in enumerate(self.graph.ops[start : start + block * repeat.count])}
 
-    def _is_same_input(self, repeat: Repeat, one: Value, other: Value, num_behind: int) -> bool:
-        if one.name == other.name:
-            return True
-        if one.name in self.inputs or other.name in self.inputs:
-            is_apart = self.is_of_one_copy(repeat, one) and self.is_of_one_copy(repeat, other)
-            return (
-                is_apart
-                and self.same[one.name] == self.same[other.name]
-                and (one.name in self.named) == (other.name in self.named)
-            )
-        return self.maker[one.name] - self.maker[other.name] == num_behind * len(repeat.ops)
+    def _placed(self, regions: Regions) -> dict[str, tuple[int, int]]:
+        """Name of each op of a region -> (position of the region's first op, number of the region's form)."""
+        forms: dict[tuple[int, ...], int] = {}
+        placed: dict[str, tuple[int, int]] = {}
+        for region in regions:
+            at = [self.position[name] for name in region]
+            form = forms.setdefault(tuple(position - at[0] for position in at), len(forms))
+            placed |= dict.fromkeys(region, (at[0], form))
+        return placed
+
+    def _reads(self, repeat: Repeat, number: int, copy_of: Mapping[str, int]) -> list[Any]:
+        """All that is counted of the ops of a copy, by positions in it: class, origin of each input, regions."""
+        reads: list[Any] = []
+        start = self.position[repeat.ops[0]] + number * len(repeat.ops)
+        for op in self.copy(repeat, number):
+            reads.append(self.same[op.name])
+            for value in op.inputs:
+                made = self.maker.get(value.name)
+                if made is not None and self.graph.ops[made].name in copy_of:
+                    reads.append(made - start)
+                elif made is None and self.is_of_one_copy(value, copy_of):
+                    reads.append((self.same[value.name], value.name in self.named))
+                else:
+                    reads.append(value.name)
+            for placed in self.regions:
+                first, form = placed.get(op.name, (None, -1))
+                reads.append(form if first is None else (first - start, form))
+        return reads

@@ -35,12 +35,12 @@ _Part = TypeVar("_Part", Node, Edge)
 class PricedBound:
     """The result at one price: no choice has a lower objective than `value`, as `source` proves.
 
-    `met`: a few choices visited, best first.
+    `met`: a few choices visited, best first. `source`: None if only the value is known.
     """
 
     value: float
     met: tuple[tuple[int, ...], ...]
-    source: Elimination | Passed
+    source: Elimination | Passed | None
 
 
 # (table, price, the previous step at another price of the same table) -> step

@@ -31,8 +31,8 @@ from autopar.search.search_state import TOLERANCE, State, cheapest, is_closed, i
 from autopar.search.table import CostTable, Edge, cost_of, memory_of
 
 _MOST_ROUNDS = 10
-# An elimination of up to this number of additions takes less time than message passing.
-_QUICK_ADDITIONS = 2e7
+# An elimination within these limits takes less time than message passing.
+QUICK = Limits(additions=2e7)
 # An elimination of more additions takes a good part of a second: strategies are dropped before the price is optimal,
 # and pairs not yet.
 _SLOW_ADDITIONS = 2e8
@@ -43,7 +43,7 @@ _REDUCIBLE_ENTRIES = 1e6
 # The number of visited choices from which descents start.
 _MOST_DESCENTS = 4
 # The most moves that bring the best of them within the limit; the descents of the others reduce memory at any cost.
-_MOST_SHED = 8
+MOST_SHED = 8
 # A round that leaves more than this share of the strategies and pairs is the last of its kind.
 _LEAST_SHRINK = 0.9
 
@@ -95,7 +95,7 @@ class _RoundTable:
 
 
 def _quick(limits: Limits) -> Limits:
-    return replace(limits, additions=min(limits.additions, _QUICK_ADDITIONS))
+    return replace(limits, additions=min(limits.additions, QUICK.additions))
 
 
 def _view(table: CostTable, limits: Limits, *, try_messages: bool) -> _RoundTable:
@@ -152,7 +152,7 @@ def _descents(table: CostTable, choices: Sequence[tuple[int, ...]], price: float
         return cost_of(table, choice) + (price * memory_of(table, choice) if price else 0.0)
 
     best = sorted(dict.fromkeys(choices), key=objective)[:_MOST_DESCENTS]
-    return [descend(land, shed(land, choice, most_moves=_MOST_SHED)) for choice in best]
+    return [descend(land, shed(land, choice, most_moves=MOST_SHED)) for choice in best]
 
 
 def _lightest(table: CostTable, view: _RoundTable, deadline: Deadline) -> list[tuple[int, ...]]:
@@ -170,12 +170,17 @@ def _lightest(table: CostTable, view: _RoundTable, deadline: Deadline) -> list[t
         passed = pass_messages(memory, deadline=deadline)
         least, lightest = passed.value, descend(landscape(memory), passed.met[0])
     least_known = memory_of(table, lightest)
+    check_fits(least, least_known, limit)
+    return [lightest]
+
+
+def check_fits(least: float, least_known: float, limit: float) -> None:
+    """InfeasibleError if the least memory of a choice, between the first two figures, is above `limit`."""
     if least > limit and least_known > limit:
         raise InfeasibleError(
             f"no choice fits in {limit:.0f} bytes ({limit / 2**30:.2f} GiB) per device: the least that would do is "
             f"{_between(least, least_known)}; raise the memory limit, or use more devices"
         )
-    return [lightest]
 
 
 def _between(least: float, least_found: float) -> str:
@@ -211,6 +216,7 @@ def _pruned(now: State, view: _RoundTable, dual: Dual) -> Reduced:
 def _marginals(view: _RoundTable, dual: Dual) -> Marginals:
     source = dual.step.source
     if not isinstance(source, Elimination):
+        assert source is not None, "prices were evaluated by messages"
         return Marginals(source.marginals, {})
     return min_marginals(
         source, frozenset() if view.is_slow else frozenset((edge.a, edge.b) for edge in view.table.edges)

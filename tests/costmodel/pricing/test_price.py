@@ -26,7 +26,7 @@ from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.planner.handwritten.hand_plan import hand_plans
-from autopar.sbp.assignment import NO_CHOICES, Assignment, uses_of
+from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.sbp.candidates import annotate
 from autopar.search.table import cost_of, memory_of
 from tests.costmodel.build import folded_stack, layer_stack, unfolded
@@ -286,4 +286,4 @@ def test_value_classes_follow_their_ops():
     graph = layer_stack(3)
     classes = value_classes(graph, folded_stack(graph, 1))
     assert classes["add2"] == "add1" and classes["add0"] == "add0" and classes["w2"] == "w1"
-    assert set(classes) >= set(uses_of(graph))
+    assert set(classes) >= set(graph.uses)
