@@ -76,13 +76,13 @@ class Fit(Generic[OnePlan]):
         """The step of the fastest plan that waits; `inf` if none does."""
         return min((one.plan.step_s for one in self.waiting if one.plan is not None), default=math.inf)
 
-    def add(self, search: LimitedSearch[OnePlan], plan: OnePlan | None, to_beat_s: float = math.inf) -> None:
-        """Add a search with its plan; None if it found none that takes less than `to_beat_s`.
+    def add(self, search: LimitedSearch[OnePlan], plan: OnePlan | None, at_least_s: float = math.inf) -> None:
+        """Add a search with its plan; without one it is made again if no plan that takes less than `at_least_s` fits.
 
-        It is made again if the plans that it could not beat do not fit.
+        `at_least_s`: `inf` if it found none because none fits.
         """
-        if plan is not None or to_beat_s < math.inf:
-            self.waiting.append(replace(search, plan=plan, at_least_s=to_beat_s))
+        if plan is not None or at_least_s < math.inf:
+            self.waiting.append(replace(search, plan=plan, at_least_s=at_least_s))
 
     def searches(self) -> Iterator[LimitedSearch[OnePlan]]:
         """The searches to make, until the fastest plan fits or none is left.

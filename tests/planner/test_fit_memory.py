@@ -97,6 +97,35 @@ def test_the_next_best_is_taken_where_the_best_does_not_fit():
     assert fit.best.memory_bytes == again.memory_bytes
 
 
+def test_a_search_left_as_too_slow_is_made_again_only_if_what_is_faster_does_not_fit():
+    fast, slow, unsearched = Made((1000,)), Made((500,)), LimitedSearch([LIMIT], source="left", at_least_s=1250.0)
+    fit = Fit[Made](LIMIT, lambda plan: (900,), Budget.of(), waiting=[LimitedSearch([LIMIT], fast)])
+    fit.add(unsearched, None, 1250.0)
+    assert not list(fit.searches()) and fit.best.memory_bytes == fast.memory_bytes
+
+    fit = Fit[Made](LIMIT, lambda plan: (1100 if plan.memory_bytes[0] == 1000 else 900,), Budget.of())
+    for one in (fast, slow):
+        fit.add(LimitedSearch([LIMIT], source=one), one)
+    fit.add(unsearched, None, 1250.0)
+    asked = []
+    for search in fit.searches():
+        asked.append((search.source, fit.to_beat_s))
+        if search.source == "left":
+            fit.add(search, Made((800,)) if len(asked) == 2 else None)
+    assert asked == [(fast, slow.step_s), ("left", slow.step_s)] and fit.best.memory_bytes == (800,)
+
+
+def test_a_search_that_finds_nothing_faster_again_does_not_come_before_the_plan_it_could_not_beat():
+    fit = Fit[Made](LIMIT, lambda plan: (900,), Budget.of())
+    fit.add(LimitedSearch([LIMIT], source="left"), None, 1100.0)
+    fit.add(LimitedSearch([LIMIT]), Made((800,)))
+    asked = 0
+    for search in fit.searches():
+        asked += 1
+        fit.add(search, None, fit.to_beat_s)
+    assert asked == 1 and fit.best.memory_bytes == (800,)
+
+
 def test_what_no_lower_limit_makes_fit_is_refused():
     with pytest.raises(
         InfeasibleError, match=r"in 1000 bytes .* a predicted peak of 2500 bytes .*; 500 bytes are the least"

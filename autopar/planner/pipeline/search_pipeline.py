@@ -17,7 +17,7 @@ from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
-from autopar.planner.pipeline.search_rank import CutTask, StageCache
+from autopar.planner.pipeline.search_rank import CutTask, StageCache, TooSlow
 from autopar.planner.pipeline.search_stages import solve_stages
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
@@ -87,6 +87,17 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
     yield mesh.shape[0], sub_mesh(mesh)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The outcome of planning without stages and microbatches: `step_s` of the plan, `inf` if there is none.
+
+    `is_searched`: whether that was a search of this mesh to its end, so that its plans need not be searched again.
+    """
+
+    step_s: float = math.inf
+    is_searched: bool = False
+
+
 def plan_in_stages(
     graph: Graph,
     mesh: Mesh | Devices,
@@ -94,18 +105,19 @@ def plan_in_stages(
     request: PlanRequest,
     *,
     budget: Budget,
-    cutoff_s: float = math.inf,
+    whole: Whole = Whole(),
     share: float = 1.0,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:
-    """The best plan with stages, microbatches or activation checkpointing; None if no point comes near `cutoff_s`.
+    """The best plan with stages, microbatches or activation checkpointing; None if no point comes near that of `whole`.
 
     It is never slower than the best point of the sweep that fits by its estimate. If no plan fits by the deadline and
-    there is no `cutoff_s`, a few points are tried after it, since a late plan is better than none. InfeasibleError,
+    `whole` has none, a few points are tried after it, since a late plan is better than none. InfeasibleError,
     with the least memory that would do, if none fits. `share`: of the time left for the search of points, if one
     without stages and microbatches comes near, for which the caller needs the rest. `predict`: as in `choose_plan`.
     """
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
+    cutoff_s = whole.step_s
     by_hand: list[Staged] = []
     model = model_in_stages(graph, request)
     for number in range(_MOST_SWEEPS):
@@ -119,17 +131,15 @@ def plan_in_stages(
         if by_hand and not points:
             return None
         for point in points:
-            if fit.waiting and budget.is_spent:
-                break
-            _search_point(fit, point, model, graph, cluster, within, cutoff_s)
+            if fit.waiting and budget.is_spent and point.step_s >= fit.to_beat_s:
+                continue
+            _search_point(fit, point, model, graph, cluster, within, whole)
         if not fit.waiting and not number:
             if cutoff_s < math.inf:
                 return None
             break
         for search in fit.searches():
-            to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
-            plan = None if budget.is_spent else _searched(search.source, search.allowed_bytes, budget, to_beat_s)
-            fit.add(search, plan, to_beat_s)
+            _search_again(fit, search)
         if fit.best is not None:
             break
     if fit.best is None and fit.first is not None:
@@ -180,9 +190,9 @@ def _search_point(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
-    cutoff_s: float,
+    whole: Whole,
 ) -> None:
-    """Add the search of a point, with its plan if there is one that takes less than `cutoff_s`.
+    """Add the search of a point, with its plan if there is one that takes less than that of `whole`.
 
     A point with one rank, whose stages are the whole step, is left as soon as it cannot beat the others so far. A
     search gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
@@ -193,32 +203,45 @@ def _search_point(
     by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
     crossings = [by_hand] + [chosen] * (chosen != by_hand)
     is_alone = point.schedule.num_ranks == 1
-    to_beat_s = min(cutoff_s, fit.to_beat_s) if is_alone else math.inf
+    to_beat_s = min(whole.step_s, fit.to_beat_s) if is_alone else math.inf
+    is_known = whole.is_searched and is_alone and point.schedule.num_microbatches == 1
     offloading, keeping = (
         tuple(
-            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves), StageCache()) for crossing in crossings
+            (CutTask(cut, point, point.mesh, cluster, request, crossing, moves, is_known), StageCache())
+            for crossing in crossings
         )
         for moves in (True, False)
     )
     searches, limits_bytes = _PointSearch(graph, offloading, keeping), [request.limit_bytes] * point.schedule.num_ranks
-    plan = _searched(searches, limits_bytes, part, to_beat_s)
+    plan, at_least_s = _searched(searches, limits_bytes, part, to_beat_s)
     # the time was up, or the best plan of each stage is not the best for the pipeline
     if point.step_s < to_beat_s and (plan is None or (plan.step_s > point.step_s and plan.found_by == "search")):
         written = CutTask(cut, point, point.mesh, cluster, request, by_hand), StageCache()
-        plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))]
+        plans = [plan, _searched(_PointSearch(graph, (written,)), limits_bytes, part.part(0.0))[0]]
         plan = min((one for one in plans if one is not None), key=lambda one: one.step_s, default=None)
     search = LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=searches)
-    if plan is None or plan.step_s < cutoff_s:
-        fit.add(search, plan, to_beat_s if is_alone and to_beat_s < cutoff_s else math.inf)
+    if (at_least_s if plan is None else plan.step_s) < whole.step_s:
+        fit.add(search, plan, at_least_s)
+
+
+def _search_again(fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan]) -> None:
+    """Make a search under other limits, or for slower plans than before, while there is time."""
+    to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
+    if not fit.budget.is_spent:
+        fit.add(search, *_searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))
 
 
 def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
-    """The best point of each depth, mesh, schedule and number of microbatches; the search finds the flavour."""
+    """The best point of each depth, mesh, schedule and number of microbatches; the search finds the flavour.
+
+    Those that recompute nothing come first: theirs is one search each, and ends the several of others early.
+    """
     distinct: dict[tuple, Staged] = {}
     for point in points:
         distinct.setdefault((point.mesh, point.schedule), point)
     limit_s = min(min((one.step_s for one in points), default=0.0) * _NEAR, cutoff_s * _GAIN)
-    return [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
+    near = [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
+    return sorted(near, key=lambda point: any(point.partition.num_recomputed))
 
 
 def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> Budget:
@@ -231,8 +254,10 @@ def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> 
 
 def _searched(
     searches: _PointSearch, limits_bytes: Sequence[float], budget: Budget, to_beat_s: float = math.inf
-) -> StagedPlan | None:
+) -> tuple[StagedPlan | None, float]:
     """The best plan of a point within these limits of each rank; once the budget is spent, the first that is found.
+
+    If there is none, also the seconds that plans which are too slow take at least, else `inf`.
 
     `to_beat_s`: of a point with one rank, plans that take as long or longer are not needed.
 
@@ -240,6 +265,7 @@ def _searched(
     microbatch, the pipeline only if the stage is the slowest, and it waits for the state once a step.
     """
     plans: list[StagedPlan] = []
+    at_least_s = math.inf
     for task, cache in (*searches.offloading, *searches.keeping):
         if plans and budget.is_spent:
             break
@@ -247,6 +273,9 @@ def _searched(
             break
         try:
             solved = solve_stages(task, cache, limits_bytes, budget, to_beat_s)
+        except TooSlow as error:
+            at_least_s = min(at_least_s, error.at_least_s)
+            continue
         except InfeasibleError:
             continue
         point, request = task.point, task.request
@@ -256,7 +285,7 @@ def _searched(
         plans.append(
             StagedPlan(*place, training, limit, searches.graph, point.schedule, starts, solved.plans, found_by=found_by)
         )
-    return min(plans, key=lambda plan: plan.step_s, default=None)
+    return min(plans, key=lambda plan: plan.step_s, default=None), at_least_s
 
 
 def _plain(plan: StagedPlan, graph: Graph) -> Plan:

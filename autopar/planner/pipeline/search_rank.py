@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from autopar.planner.pipeline.wanted_stages import (
 from autopar.planner.problem import Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout
 from autopar.search.table import memory_of
 
@@ -45,7 +46,8 @@ _MOST_KEPT = 8
 class CutTask:
     """The stages of one cut of `point`, to be searched on their own `mesh`.
 
-    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded.
+    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded. `must_save`:
+    whether plans that recompute and offload no activations are known already.
     """
 
     cut: Cut
@@ -55,6 +57,7 @@ class CutTask:
     request: PlanRequest
     crossing: Mapping[str, Layout]
     may_move_state: bool = True
+    must_save: bool = False
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -125,14 +128,22 @@ class RankTask:
         return self.budget.is_spent and not (request.pins or request.stored or self.cache.tied)
 
 
+class TooSlow(InfeasibleError):
+    """No plan takes less than `at_least_s`, which is too slow."""
+
+    def __init__(self, at_least_s: float) -> None:
+        super().__init__(f"no layouts of the stages take less than {at_least_s} s")
+        self.at_least_s = at_least_s
+
+
 def best_plans(at: RankTask, stages: Stages) -> StagePlans:
     """The fastest of a few numbers of blocks that are recomputed, or wait on the host.
 
-    The most is what the plan by hand recomputes. InfeasibleError if none fits, or is fast enough.
+    The most is what the plan by hand recomputes. InfeasibleError if none fits, TooSlow if one may, but is too slow.
     """
     best: StagePlans | None = None
     failure: InfeasibleError | None = None
-    is_too_slow = False
+    at_least_s = math.inf  # what is too slow takes
     pressure = pressure_of((one.request.training for one in stages), at.limit_bytes)
     for asked in _ways(at.task, stages):
         if at.is_late or (at.budget.is_spent and (best or failure)):
@@ -144,7 +155,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
             continue
         free, to_beat_s = _unlimited(at, asked), at.to_beat_s if best is None else best.cost_s
         if free.cost_s >= to_beat_s:
-            is_too_slow = True
+            at_least_s = min(at_least_s, free.cost_s)
             continue
         free, saving = _priced(at, free, asked), None
         if at.is_late and not _fits(at, free):
@@ -155,15 +166,16 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
             except InfeasibleError as error:
                 at.cache.failed[key_of(asked)] = pressure
                 failure = error
-        known = (best, saving, _with_state_on_host(at, asked, free, pressure, saving))
-        is_too_slow |= any(known)
-        best = min(
-            (one for one in known if one and one.cost_s < at.to_beat_s), key=lambda one: one.cost_s, default=None
-        )
+        on_host = _with_state_on_host(at, asked, free, pressure, saving)
+        slow = (one for one in (saving, on_host) if one and one.cost_s >= at.to_beat_s)
+        at_least_s = min([at_least_s, *(max(at.to_beat_s, one.lower_bound_s) for one in slow)])
+        known = (one for one in (best, saving, on_host) if one and one.cost_s < at.to_beat_s)
+        best = min(known, key=lambda one: one.cost_s, default=None)
         if saving is not None and saving.is_free:
             break  # to save memory only costs time
-    if best is None and not is_too_slow:
-        best = as_written(at, stages)
+    if best is None and at_least_s < math.inf:
+        raise TooSlow(at_least_s)
+    best = best or as_written(at, stages)
     if best is None:
         raise failure or InfeasibleError(
             "no layouts of the stages were found in the time there was; allow more time or memory"
@@ -203,7 +215,7 @@ def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
         ):
             continue
         for nums in counts:
-            if kind == "recomputed" or any(nums):
+            if any(nums) or (kind == "recomputed" and not (task.must_save and len(counts) > 1)):
                 yield tuple(_with_saved(one, kind, one.regions[:num]) for one, num in zip(stages, nums))
 
 
@@ -220,7 +232,8 @@ def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float, to_
     alike = [one for one in known if one.pressure <= _LITTLE_TIGHTER * pressure or one.cost_s <= _NEARLY * free.cost_s]
     fitting = [one for one in (_priced(at, other.of_others(stages), stages) for other in alike) if _fits(at, one)]
     if not fitting:
-        fitting = [_search(at, stages, at.limit_bytes, pressure, to_beat_s=to_beat_s)]
+        near = (free, *known)
+        fitting = [_search(at, stages, at.limit_bytes, pressure, to_beat_s=to_beat_s, near=near)]
         known += [one for one in fitting if one.cost_s < to_beat_s]  # else its search may have ended early
     return min(fitting, key=lambda one: one.cost_s)
 
@@ -309,26 +322,36 @@ def _search(
     *,
     is_on_host: bool = False,
     to_beat_s: float = math.inf,
+    near: Sequence[StagePlans] = (),
 ) -> StagePlans:
     """The stages' tables side by side under one limit, searched until nothing can take less than `to_beat_s`.
 
-    is_on_host: those of `with_moves`, whose seconds are not those of a step.
+    near: plans of other limits, from which the search starts too. is_on_host: tables of `with_moves`, whose seconds are
+    not those of a step.
     """
     settings = [replace(_setting(at, one), to_beat_s=to_beat_s) for one in stages]
     problems = [_problem(at, one) for one in stages]
     if is_on_host:
         problems = [with_moves(*each) for each in zip(settings, problems)]
-    starts = [problem.encode(restricted(at.task.cut.by_hand, problem.graph, at.task.crossing)) for problem in problems]
-    start = () if None in starts else tuple(index for one in starts if one is not None for index in one)
+    by_hand = tuple(restricted(at.task.cut.by_hand, problem.graph, at.task.crossing) for problem in problems)
+    others = (tuple(own for _, own in one.of_others(stages).parts) for one in near)
+    starts = [start for known in (by_hand, *others) if (start := _encoded(problems, known)) is not None]
     table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
     joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
-    choice = settings[0].search(joint, [start] if start else [])
+    choice = settings[0].search(joint, starts)
     parts, first = [], 0
     for problem in problems:
         last = first + len(problem.priced.table.nodes)
         parts.append((problem.graph, problem.decode(choice.strategies[first:last])))
         first = last
-    return StagePlans(tuple(parts), choice.cost_s, pressure, is_short=is_worth_moving(table, choice, at.task.cluster))
+    is_short, bound_s = is_worth_moving(table, choice, at.task.cluster), 0.0 if is_on_host else choice.lower_bound_s
+    return StagePlans(tuple(parts), choice.cost_s, pressure, is_short=is_short, lower_bound_s=bound_s)
+
+
+def _encoded(problems: Sequence[Problem], known: Sequence[Assignment]) -> tuple[int, ...] | None:
+    """The choice of the tables side by side for the stages' assignments; None if one has no choice."""
+    starts = [problem.encode(own) for problem, own in zip(problems, known, strict=True)]
+    return None if None in starts else tuple(index for one in starts if one is not None for index in one)
 
 
 def _setting(at: RankTask, one: Wanted) -> Setting:

@@ -70,9 +70,10 @@ def side_by_side(tables: Sequence[CostTable], limit_bytes: float) -> CostTable:
 
 @dataclass(frozen=True, eq=False)
 class StagePlans:
-    """Plans of the stages of a rank as (graph, assignment), searched under such a `pressure`. is_free: the limit does
-    not make them slower. is_short: memory costs more in them than to have optimizer state on the host. is_searched: not
-    as they are by hand. memory_bytes: of the device, all together; costs: of the parts; NaN and () if nobody asked.
+    """Plans of the stages of a rank, searched under such a `pressure`. is_free: the limit does not make them slower.
+    is_short: memory costs more in them than to have optimizer state on the host. is_searched: not as they are by hand.
+    lower_bound_s: no plans that were searched take less. memory_bytes: of the device, all together; costs: of the
+    parts; NaN and () if nobody asked.
     """
 
     parts: tuple[tuple[Graph, Assignment], ...]
@@ -81,6 +82,7 @@ class StagePlans:
     is_free: bool = False
     is_short: bool = False
     is_searched: bool = True
+    lower_bound_s: float = 0.0
     memory_bytes: float = math.nan
     costs: tuple[Costs, ...] = ()
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 
 from autopar.search.bounds.combine import combine
-from autopar.search.bounds.lagrange import Evaluate, PricedBound, maximise, memory_only
+from autopar.search.bounds.lagrange import Evaluate, PricedBound, around_limit, maximise, memory_only
 from autopar.search.bounds.squeeze import MOST_SHED, check_fits, squeeze
 from autopar.search.coordinate_descent import descend, descend_from_known, landscape, shed
 from autopar.search.deadline import Deadline
@@ -32,8 +32,8 @@ def price_memory(state: State, deadline: Deadline, *, quick: Limits) -> Generato
     feasible = cheapest(table, starts) or _light(table, starts, deadline)
     if feasible is None:
         return
-    enough_s = min(to_beat_s, cost_of(table, feasible))
-    dual = maximise(table, _by_core(starts, deadline), feasible=feasible, enough_s=enough_s, deadline=deadline)
+    above, _ = around_limit(table, (feasible, *starts)) or (None, feasible)
+    dual = maximise(table, _by_core(starts, deadline), feasible=feasible, above=above, deadline=deadline)
     if dual.around is not None:
         state = replace(state, around=state.lifted_pair(dual.around))
     met = (feasible, *dual.met)

@@ -25,7 +25,13 @@ from autopar.planner.handwritten.hand_plan import HandPlan
 from autopar.planner.pipeline import search_rank
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
-from autopar.planner.pipeline.search_pipeline import _left_for_points, model_in_stages, plan_in_stages, sweep_stages
+from autopar.planner.pipeline.search_pipeline import (
+    Whole,
+    _left_for_points,
+    model_in_stages,
+    plan_in_stages,
+    sweep_stages,
+)
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, _Sweep
 from autopar.planner.problem import ENOUGH_GAP, Setting
@@ -269,7 +275,7 @@ def test_what_is_too_slow_without_a_memory_limit_is_not_searched_within_one(
     free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 9 * GIB))
     assert free is not None and within is not None and free.step_s < within.step_s and limited
     limited.clear()
-    assert plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), cutoff_s=free.step_s) is None
+    assert plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), whole=Whole(free.step_s)) is None
     assert not limited
 
 
@@ -282,7 +288,7 @@ def test_a_search_within_a_memory_limit_ends_when_nothing_can_be_faster_than_the
     assert free is not None and within is not None and all(choice.gap <= ENOUGH_GAP for choice in choices)
     choices.clear()
     cutoff_s = (free.step_s + within.step_s) / 2
-    assert plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), cutoff_s=cutoff_s) is None
+    assert plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), whole=Whole(cutoff_s)) is None
     early = [choice for choice in choices if choice.gap > ENOUGH_GAP]
     assert early and all(choice.lower_bound_s >= cutoff_s for choice in early)
 
