@@ -5,6 +5,7 @@ CASE: a `suite.Case` as JSON; STARTED: `time.monotonic()` when this process was 
 
 import json
 import math
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -106,6 +107,39 @@ def measure_whole(case: Case, started: float) -> Row:
     return {"times_s": {**times, **plan.timings}, **used, "ops": len(graph.ops), **_found(plan)}
 
 
+def measure_depth(case: Case, started: float) -> Row:
+    """Model in to plan out, as `autopar.plan` plans: CPU seconds, those of child processes too, in a process that has
+    planned the same model with two layers before.
+    """
+    _planned(replace(case, layers=2))
+    return _planned(case)
+
+
+def _planned(case: Case) -> Row:
+    limit = None if case.is_limited else math.inf
+    mesh, cluster, example = as_mesh(case.mesh), load_cluster(case.cluster), example_of(case)
+    times, request = {"peaks": 0.0}, PlanRequest(memory_limit_bytes=limit, time_limit_s=case.time_limit_s)
+
+    def predict(plan: Plan | StagedPlan) -> tuple[int, ...]:
+        start = _cpu_s()
+        peaks = rank_peaks(plan)
+        times["peaks"] += _cpu_s() - start
+        return peaks
+
+    start = _cpu_s()
+    graph = graph_of(example)
+    traced = _cpu_s()
+    plan = choose_plan(graph, mesh, cluster, request, predict=predict)
+    times |= {"trace": traced - start, "plan": _cpu_s() - traced}
+    schedule = str(plan.schedule) if isinstance(plan, StagedPlan) else "one stage, one pass"
+    return {"times_s": times, "ops": len(graph.ops), **_found(plan), "schedule": schedule}
+
+
+def _cpu_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return process_time() + children.ru_utime + children.ru_stime
+
+
 def measure_compile(case: Case, started: float) -> Row:
     """Model in to runnable sharded module out, as one rank of the mesh; then one step, to show that it runs."""
     times = {"start": monotonic() - started}
@@ -197,6 +231,7 @@ MEASURES: Mapping[str, Callable[[Case, float], Row]] = {
     "refine": measure_refine,
     "scope": measure_scope,
     "whole": measure_whole,
+    "depth": measure_depth,
 }
 
 

@@ -14,7 +14,7 @@ from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.layouts.tie import fit_error
-from autopar.planner.pipeline.search_pipeline import Whole, plan_in_stages
+from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stages
 from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
@@ -77,7 +77,7 @@ def choose_plan(
                     whole = make_plan(graph, mesh, cluster, request, **asked)
                 elif way is Way.STAGED and (whole is None or (_binds(whole, request) and not budget.is_spent)):
                     step_s = math.inf if whole is None else whole.step_s
-                    known = Whole(step_s, is_searched=way is not ways[0] and not budget.is_spent)
+                    known = WithoutStages(step_s, is_searched=way is not ways[0] and not budget.is_spent)
                     staged = plan_in_stages(graph, mesh, cluster, request, whole=known, share=share, **asked)
             except AutoparError as error:
                 if way is Way.WHOLE and not isinstance(error, InfeasibleError):

@@ -138,10 +138,7 @@ def _owners(name: str, conversion: Conversion, nearest: Mapping[str, tuple[str, 
 
 def _nearest_products(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Op -> the ops with a weight that the fewest steps lead to, itself if it is one."""
-    uses, weights = (
-        graph.uses,
-        {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) > 1},
-    )
+    uses, weights = (graph.uses, {item.value.name for item in graph.of_kind("parameter") if len(item.value.shape) > 1})
     found: dict[str, tuple[int, tuple[str, ...]]] = {}
     for op in reversed(graph.ops):
         readers = [found[use.user] for value in op.outputs for use in uses.get(value.name, ()) if use.user in found]

@@ -88,7 +88,7 @@ def _meshes(mesh: Mesh | Devices, cluster: Cluster, num_blocks: int) -> Iterator
 
 
 @dataclass(frozen=True)
-class Whole:
+class WithoutStages:
     """The outcome of planning without stages and microbatches: `step_s` of the plan, `inf` if there is none.
 
     `is_searched`: whether that was a search of this mesh to its end, so that its plans need not be searched again.
@@ -105,7 +105,7 @@ def plan_in_stages(
     request: PlanRequest,
     *,
     budget: Budget,
-    whole: Whole = Whole(),
+    whole: WithoutStages = WithoutStages(),
     share: float = 1.0,
     predict: Predict | None = None,
 ) -> Plan | StagedPlan | None:
@@ -190,7 +190,7 @@ def _search_point(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
-    whole: Whole,
+    whole: WithoutStages,
 ) -> None:
     """Add the search of a point, with its plan if there is one that takes less than that of `whole`.
 

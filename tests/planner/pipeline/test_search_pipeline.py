@@ -26,7 +26,7 @@ from autopar.planner.pipeline import search_rank
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as, restricted
 from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.search_pipeline import (
-    Whole,
+    WithoutStages,
     _left_for_points,
     model_in_stages,
     plan_in_stages,
@@ -275,7 +275,10 @@ def test_what_is_too_slow_without_a_memory_limit_is_not_searched_within_one(
     free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 9 * GIB))
     assert free is not None and within is not None and free.step_s < within.step_s and limited
     limited.clear()
-    assert plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), whole=Whole(free.step_s)) is None
+    assert (
+        plan_in_stages(gpt, mesh, V100, request(9 * GIB), budget=Budget.of(60), whole=WithoutStages(free.step_s))
+        is None
+    )
     assert not limited
 
 
@@ -288,7 +291,9 @@ def test_a_search_within_a_memory_limit_ends_when_nothing_can_be_faster_than_the
     assert free is not None and within is not None and all(choice.gap <= ENOUGH_GAP for choice in choices)
     choices.clear()
     cutoff_s = (free.step_s + within.step_s) / 2
-    assert plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), whole=Whole(cutoff_s)) is None
+    assert (
+        plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), whole=WithoutStages(cutoff_s)) is None
+    )
     early = [choice for choice in choices if choice.gap > ENOUGH_GAP]
     assert early and all(choice.lower_bound_s >= cutoff_s for choice in early)
 
