@@ -1,7 +1,7 @@
 """`KeptPlan`: a plan that calls of other sizes keep, as long as planning anew cannot pay."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from autopar.sbp.placement import Layout, format_layout
 CLOSE = 0.05  # a plan is kept where one that is made anew takes no less than this share less
 # Planning anew is said to take at least this long: a plan that was read from a file took no time.
 LEAST_PLANNING_S = 1.0
+MOST_FITTED = 8  # choices for sizes that do not divide whose predicted peak is remembered
 
 Shapes = tuple[tuple[int, ...], ...]  # of the tensors of a call
 
@@ -51,6 +52,7 @@ class KeptPlan:
     least: tuple[int, ...]
     most: tuple[int, ...]
     lost_s: float = 0.0
+    fitted: list[tuple[Choices, int]] = field(default_factory=list)  # to sizes that do not divide, with their peaks
 
     @classmethod
     def of(cls, plan: Plan, shapes: Shapes, planning_s: float) -> "KeptPlan":
@@ -98,11 +100,21 @@ class KeptPlan:
         predicted only where that is too much, and where the choices are others.
         """
         limit = self.plan.memory_limit_bytes
-        if choices.has_known_assignment:
-            growth = max(1.0, *_growths(self.plan.graph, choices.graph))
-            if max(self.peak_bytes, default=limit) * growth**2 <= limit:
+        for graph, peak_bytes in self._known_peaks(choices):
+            growth = max(1.0, *_growths(graph, choices.graph))
+            if peak_bytes * growth**2 <= limit:
                 return True
-        return max(planner.peaks(choices.plan)) <= limit
+        peak_bytes = max(planner.peaks(choices.plan))
+        if not choices.has_known_assignment:
+            self.fitted = [*self.fitted, (choices, peak_bytes)][-MOST_FITTED:]
+        return peak_bytes <= limit
+
+    def _known_peaks(self, choices: Choices) -> Iterator[tuple[Graph, float]]:
+        """The graphs that run under the same choices, each with its peak."""
+        if choices.has_known_assignment:
+            yield self.plan.graph, max(self.peak_bytes, default=self.plan.memory_limit_bytes)
+            return
+        yield from ((each.graph, peak) for each, peak in self.fitted if each.assignment == choices.assignment)
 
 
 @dataclass

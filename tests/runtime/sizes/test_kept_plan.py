@@ -64,6 +64,16 @@ def test_what_does_not_divide_is_whole(plan: Plan) -> None:
     assert found is not None and not any(part.is_split and part.dim == 0 for part in found.assignment.layouts[argument])
 
 
+def test_memory_of_sizes_that_do_not_divide_is_predicted_once(plan: Plan) -> None:
+    kept, planner = kept_for(plan), Predicting()
+    for rows, num_predicted in [(7, 1), (5, 1), (9, 1), (16, 1), (7, 1)]:
+        assert kept.choices_for(graph_of(rows), {}, {}, planner) is not None
+        assert planner.num_predicted == num_predicted, rows
+    tight, planner = kept_for(plan, memory_limit_bytes=2.0 * plan.peak_bytes[0]), Predicting()
+    assert tight.choices_for(graph_of(7), {}, {}, planner) and planner.num_predicted == 1
+    assert tight.choices_for(graph_of(4097), {}, {}, planner) is None and planner.num_predicted == 2
+
+
 def test_layouts_that_must_stay(plan: Plan) -> None:
     kept, planner = kept_for(plan), Predicting()
     assert kept.choices_for(graph_of(16), {"0.weight": "S(1)S(1)"}, {}, planner) is None
