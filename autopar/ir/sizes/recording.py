@@ -1,11 +1,12 @@
 """`record`: the ops of a forward on tensors of other sizes, without an export, as a program that is converted alike.
 
-torch.export takes 30 times as long, for stack traces, guards and checks. What it would refuse, or see and this does
-not, is found by comparison with the graph of an export for other sizes (`same_names.differs`).
+torch.export takes about eight times as long, with symbols for sizes twenty times, for stack traces, guards and checks.
+Whether this sees what an export would is found by comparison with an export for other sizes (`is_of_other_sizes`).
 """
 
 import operator
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,20 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
 from autopar.ir.autocast import autocast_on
 from autopar.ir.export.infer_metas import Meta
 from autopar.ir.export.run_export import export
 from autopar.ir.outline.export_once import Outline
-from autopar.torch_compat import OpOverload, RecordingMode, as_in_export, pytree
+from autopar.torch_compat import OpOverload, RecordingMode, as_in_export, pytree, without_function_modes
+
+_OF_CPU = {  # what a tensor there answers, by the getter
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_cpu.__get__: True,
+    torch.Tensor.is_meta.__get__: False,
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:
         recorder.add_input(InputKind.USER_INPUT, "argument", leaf)
-    with as_in_export(), RecordingMode(recorder.record):
+    # an export moves a model on meta to the CPU, and leaves one without tensors where its arguments are
+    told = _AsOnCpu() if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())) else nullcontext()
+    with as_in_export(), RecordingMode(recorder.seen), told:
         result = model(*args, **kwargs)
     outputs, out_spec = pytree.tree_flatten(result)
     nodes = [recorder.node_of(x) if isinstance(x, torch.Tensor) else x for x in outputs]
@@ -94,6 +104,13 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     output_specs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(node), None) for node in nodes]
     signature = ExportGraphSignature(recorder.specs, output_specs)
     return RecordedForward(recorder.graph, signature, CallSpec(in_spec, out_spec), recorder.constants)
+
+
+class _AsOnCpu(TorchFunctionMode):
+    """Tells the model that its tensors are on the CPU, as an export does (`fake_device`): it may decide by that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _OF_CPU[func] if func in _OF_CPU else func(*args, **(kwargs or {}))
 
 
 class _OpRecorder:
@@ -124,6 +141,11 @@ class _OpRecorder:
         if node is None:
             raise TraceError(f"a tensor of shape {tuple(x.shape)} was made by no op that is recorded")
         return node
+
+    def seen(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`record`, for which tensors are where they are."""
+        with without_function_modes():
+            return self.record(func, args, kwargs)
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op, which is added to the graph."""

@@ -142,6 +142,31 @@ def test_what_a_model_decides_by_sizes_is_seen(model: nn.Module) -> None:
     assert not is_of_other_sizes(named_like(graph, known), known)
 
 
+class AsksForDevice(nn.Module):
+    """Has other numbers where there are no contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if x.device.type == "cpu" else 3.0
+        shift = 5 if x.is_meta or not x.is_cpu else 7
+        table = torch.tensor([1.0, 2.0, x.shape[1]], device=x.device)
+        x = self.weight + x
+        return (x * scale + shift).to(x.device) * table.sum() + torch.ones(x.shape[1], device=x.device)
+
+
+def test_what_a_model_decides_by_device() -> None:
+    model = skeleton(AsksForDevice())
+    check(model, (meta(4, 6),), [(meta(3, 9),)])
+    graph = recorded(model, None, (meta(3, 9),), {})
+    numbers = {x for op in graph.ops for x in op.args if isinstance(x, (int, float))}
+    assert {2.0, 7} <= numbers and not {3.0, 5} & numbers
+    (table,) = (x for x in graph.constants.values() if x.shape == (3,))
+    assert table.tolist() == [1.0, 2.0, 9.0]
+
+
 class ReadsContents(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[0] < 8 or bool(x.sum() > 0) else x
