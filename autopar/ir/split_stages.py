@@ -8,15 +8,15 @@ that reads one computes it itself.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from autopar.errors import UnsupportedOp
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.interpret import constants_for
-from autopar.ir.op_facts import is_random
+from autopar.ir.op_facts import facts_of, is_random
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
     return tuple(_stage(graph, index, blocks, made, readers, boundaries) for index in range(len(blocks)))
 
 
-def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
+def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ...]:
     """Names of the ops at which a stage may start, in graph order.
 
-    These are the first op of each copy of each repeat, and the first op behind the last repeat.
+    These are the first op of each copy of each repeat, and the first op behind the last repeat. If they give fewer than
+    `least` stages, also each op before which a single tensor crosses, if a product comes before the next such op.
     """
     position = {op.name: i for i, op in enumerate(graph.ops)}
     points, end = set(), 0
@@ -67,7 +68,29 @@ def cut_points(folded: Folded, graph: Graph) -> tuple[str, ...]:
         first, block = position[repeat.ops[0]], len(repeat.ops)
         end = first + block * repeat.count
         points.update(range(first, end + 1, block) if repeat is folded.repeats[-1] else range(first, end, block))
-    return tuple(graph.ops[point].name for point in sorted(points) if 0 < point < len(graph.ops))
+    inside = {point for point in points if 0 < point < len(graph.ops)}
+    if len(inside) + 1 < least:
+        inside.update(_narrow_points(graph))
+    return tuple(graph.ops[point].name for point in sorted(inside))
+
+
+def _narrow_points(graph: Graph) -> Iterator[int]:
+    """Positions of ops before which one tensor crosses, and behind which a product comes before the next of these."""
+    remade, last = _made_of_arguments(graph), dict[str, int]()
+    for at, op in enumerate(graph.ops):
+        last.update((value.name, at) for value in op.inputs)
+    last.update((value.name, len(graph.ops)) for value in graph.outputs if isinstance(value, Value))
+    changes = [0] * (len(graph.ops) + 2)
+    for at, op in enumerate(graph.ops):
+        for value in op.outputs:
+            if value.name not in remade and value.name in last:
+                changes[at + 1] += 1
+                changes[last[value.name] + 1] -= 1
+    numbers = list(accumulate(changes))
+    narrow = [at for at in range(1, len(graph.ops)) if numbers[at] == 1]
+    for start, end in pairwise([*narrow, len(graph.ops)]):
+        if any(facts_of(op.target).product for op in graph.ops[start:end]):
+            yield start
 
 
 def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:

@@ -161,3 +161,33 @@ def test_bad_starts():
 def test_points_of_a_graph_without_repeats():
     graph = trace(Counter(), (torch.randn(2, 4),), {})
     assert cut_points(replace(fold(graph), repeats=()), graph) == ()
+
+
+class Uneven(nn.Module):
+    """Layers of different sizes, of which one is skipped over, and a mask that follows from the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(*size) for size in ((4, 6), (6, 6), (6, 5), (5, 2)))
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        mask = (keep > 0).float()
+        x = torch.relu(self.first(x))
+        x = x + torch.relu(self.second(x)) * mask
+        return self.last(torch.tanh(self.third(x))).sum()
+
+
+def test_points_where_one_tensor_crosses():
+    graph = trace(Uneven(), (torch.randn(3, 4), torch.ones(3, 1)), {})
+    folded = replace(fold(graph), repeats=())
+    points = cut_points(folded, graph, least=2)
+    products = [op.name for op in graph.ops if "linear" in op.target]
+    assert points == (products[1], products[2], products[3])
+    assert all(len(stage.sends) == 1 for stage in cut(graph, points)[:-1])
+    assert cut_points(folded, graph, least=1) == ()
+
+
+def test_points_of_repeats_are_enough_where_they_give_the_stages():
+    graph = trace(nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(4))), (torch.randn(3, 4),), {})
+    folded = fold(graph)
+    assert cut_points(folded, graph, least=3) == cut_points(folded, graph)

@@ -61,10 +61,10 @@ class Model:
         return self.of_microbatches[num]
 
 
-def model_of(graph: Graph, folded: Folded) -> Model:
-    """The model of the whole batch's graph, computed once for all meshes."""
+def model_of(graph: Graph, folded: Folded, *, num_stages: int = 1) -> Model:
+    """The model of the whole batch's graph, computed once for all meshes; it can have `num_stages` if possible."""
     position = {op.name: number for number, op in enumerate(graph.ops)}
-    starts = (0, *(position[name] for name in cut_points(folded, graph)))
+    starts = (0, *(position[name] for name in cut_points(folded, graph, least=num_stages)))
     copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
     recomputable = tuple(number for number, start in enumerate(starts) if start in copies)
     outline = outlined(graph, folded)

@@ -46,12 +46,13 @@ _MOST_NODES = 2
 _MOST_SWEEPS, _LOWERED = 3, 0.85
 
 
-def model_in_stages(graph: Graph, request: PlanRequest) -> Model:
-    """The model for the sweep; MicrobatchError if the batch cannot be cut as requested."""
+def model_in_stages(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> Model:
+    """The model for the sweep on `mesh`; MicrobatchError if the batch cannot be cut as requested."""
     training_graph = loss_only(graph)
     if request.num_microbatches is not None:
         microbatched(training_graph, request.num_microbatches)  # raises the error with the reason
-    return model_of(training_graph, fold(training_graph))
+    num_stages = mesh.shape[0] if isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names else 1
+    return model_of(training_graph, fold(training_graph), num_stages=num_stages)
 
 
 def sweep_stages(
@@ -119,7 +120,7 @@ def plan_in_stages(
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
     cutoff_s = whole.step_s
     by_hand: list[Staged] = []
-    model = model_in_stages(graph, request)
+    model = model_in_stages(graph, mesh, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break

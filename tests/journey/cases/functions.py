@@ -41,7 +41,7 @@ def attended(x: torch.Tensor, **options: object) -> torch.Tensor:
 MASK = torch.tensor([[0.0, -1e4, 0.0], [0.0, 0.0, -1e4], [0.5, 0.0, 0.0]])
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def attention_by_function(run: Run) -> Numbers:
     """F.scaled_dot_product_attention: is_causal, masks of booleans and numbers, scale, enable_gqa"""
 
@@ -336,7 +336,7 @@ class Activated(nn.Module):
         return sum(each(x)[..., :WIDTH] for each in self.activations) / len(self.activations)
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def activations_of_all_kinds(run: Run) -> Numbers:
     """nn.GLU, PReLU, Softplus, Mish, CELU, ... of one tensor"""
     return layered(run, Activated, WIDTH)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import FORWARD, PP, Numbers, Run, case
+from tests.journey.case import PP, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH
 
 # Blocks of few ops are not cut into stages, and not every op can be run on microbatches.
@@ -55,7 +55,7 @@ def stepped(run: Run, model: nn.Module, *args: torch.Tensor) -> Numbers:
 IMAGE = (4, 4, 4)
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def lstm_both_ways(run: Run) -> Numbers:
     """nn.LSTM of two layers in both directions"""
     return layered(run, lambda: nn.LSTM(WIDTH, WIDTH // 2, 2, batch_first=True, bidirectional=True), 4, WIDTH)
@@ -133,7 +133,7 @@ def embedding_with_a_greatest_norm(run: Run) -> Numbers:
     return stepped(run, Embedded(nn.Embedding(16, WIDTH, max_norm=1.0)), words())
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def embedding_with_sparse_gradient(run: Run) -> Numbers:
     """nn.Embedding(sparse=True) with SGD: the weights; the gradient is dense under autopar"""
     args = (words(),)
@@ -144,7 +144,7 @@ def embedding_with_sparse_gradient(run: Run) -> Numbers:
     return {"loss": loss} | run.parameters(model)
 
 
-@case(refused={PP: WITH_STAGES}, wrong=dict.fromkeys(FORWARD, "SparseAdam does not support dense gradients"))
+@case(wrong="SparseAdam does not support dense gradients")
 def sparse_adam(run: Run) -> Numbers:
     """torch.optim.SparseAdam of nn.Embedding(sparse=True)"""
     args = (words(),)
@@ -193,7 +193,7 @@ class Listed(nn.Module):
         return (x @ self.named["a"] + self.named["b"]).tanh()
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def lists_of_parameters(run: Run) -> Numbers:
     """nn.ParameterList and nn.ParameterDict"""
     return layered(run, Listed, WIDTH)

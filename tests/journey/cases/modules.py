@@ -215,7 +215,7 @@ def teacher_without_gradient(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(refused={PP: "1 blocks .* on pp=2"})
+@case()
 def forward_hooks(run: Run) -> Numbers:
     """register_forward_hook and register_forward_pre_hook before compile, which change what they see"""
     args, model = batch(), Stack()

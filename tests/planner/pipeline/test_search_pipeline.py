@@ -58,7 +58,7 @@ def points(
     graph: Graph, mesh: Mesh | Devices, limit: float = float("inf"), asked: dict[str, Any] | None = None
 ) -> tuple[Model, list[Staged]]:
     wanted = request(limit, **(asked or {}))
-    model = model_in_stages(graph, wanted)
+    model = model_in_stages(graph, mesh, wanted)
     return model, sweep_stages(model, mesh, V100, wanted, Budget.of())
 
 
@@ -93,7 +93,8 @@ def test_a_point_costs_what_the_sweep_says(gpt: Graph, limit: float) -> None:
 def test_the_sweep_has_the_best_plan_with_whole_parameters() -> None:
     example = build_model("llama3-8b", layers=16, batch=1024, sequence=1024)
     wanted = PlanRequest(training=Training()).on(H100)
-    model = model_in_stages(trace(example.model, example.args, dict(example.kwargs)), wanted)
+    graph = trace(example.model, example.args, dict(example.kwargs))
+    model = model_in_stages(graph, Devices(1024), wanted)
     found = sweep_stages(model, Devices(1024), H100, wanted, Budget.of(300.0))
     sweep = _Sweep(model, H100, Training(), wanted.limit_bytes)
     kinds = {(one.plan.tensor_axes, one.mesh, one.schedule.num_ranks, one.schedule.num_microbatches) for one in found}
