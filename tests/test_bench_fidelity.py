@@ -9,7 +9,7 @@ import pytest
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import spans
 from bench.fidelity.peak_bytes import peak_bytes
-from bench.fidelity.published_models import v100_gpt
+from bench.fidelity.published_models import A800_MODELS, v100_gpt
 from bench.fidelity.published_rows import a800_rows, h100_rows, v100_rows
 from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
 from bench.fidelity.sources import SOURCES
@@ -125,3 +125,64 @@ def test_peak_memory_is_linear_in_layers_and_higher_without_recomputation(small)
 def test_receives_ahead_of_use_never_make_a_pipeline_slower(small):
     written, cluster = WrittenPlan(small, stages=4, num_microbatches=8), PRESETS["v100-25g"]
     assert step_s(written, cluster, Library(is_early=True)) < step_s(written, cluster)
+
+
+def _a800_row(model, kind, *, pp=1, tp=1, dp=4, **columns):
+    devices = str(pp * tp * dp)
+    plan = {"pp": str(pp), "tp": str(tp), "dp": str(dp), "devices": devices, "devices_of_each_node": devices}
+    return {"model": model, "kind": kind, **plan, "step_s": "1", **columns}
+
+
+# `PARAMETER_SIZE` in artifact/71_performance_model/model of AlibabaPAI/reconfigurable-dl-scheduler; of RoBERTa-large by
+# arXiv:1907.11692.
+A800_PARAMETERS = {
+    "gpt2": 1_557_686_400,
+    "t5": 1_240_809_472,
+    "bert": 336_297_858,
+    "roberta": 355_000_000,
+    "vit": 85_952_456,
+    "llama7": 6_738_423_808,
+    "llama30": 33_170_309_120,
+}
+
+
+def _a800_example(model, kind="ddp", **columns):
+    (row,) = a800_rows([_a800_row(model, kind, **columns)])
+    return row.written.build(layers=row.written.num_layers)
+
+
+def test_models_of_the_a800_cluster_have_the_published_numbers_of_parameters():
+    assert set(A800_MODELS) == set(A800_PARAMETERS)
+    for name, published in A800_PARAMETERS.items():
+        num = sum(p.numel() for p in _a800_example(name).model.parameters())
+        assert num == pytest.approx(published, rel=0.02), name
+        assert num == published or name not in ("bert", "vit")
+
+
+@pytest.mark.parametrize("model", A800_PARAMETERS)
+def test_every_model_of_the_a800_cluster_is_priced_for_every_kind(model):
+    kinds = ("ddp", "zero", "ddp+checkpointing", "zero-offload")
+    plans = [_a800_row(model, kind) for kind in kinds]
+    plans += [_a800_row(model, "3d", tp=4, dp=1), _a800_row(model, "3d", pp=2, tp=2, dp=2)]
+    *plain, again, offloaded, tensor, stages = (
+        step_s(row.written, row.cluster((0.75, 0.5)), row.library) for row in a800_rows(plans)
+    )
+    assert 0 < max(plain) < again < offloaded < math.inf
+    assert 0 < stages < tensor < math.inf  # twice the devices
+
+
+def test_an_unknown_model_and_a_batch_that_ranks_cannot_share_are_refused_by_name():
+    with pytest.raises(ValueError, match=f"expected one of {', '.join(A800_MODELS)}, found 'gpt3'"):
+        list(a800_rows([_a800_row("gpt3", "ddp")]))
+    with pytest.raises(ValueError, match="dp: expected a divisor of the global batch of llama30, 4, found 8"):
+        list(a800_rows([_a800_row("llama30", "zero", dp=8)]))
+
+
+def test_columns_name_the_batch_and_the_length_and_tensor_ranks_pad_the_vocabulary():
+    assert _a800_example("bert").kwargs["input_ids"].shape == (32, 512)
+    example = _a800_example("roberta", "3d", tp=4, global_batch="8", sequence="128")
+    assert example.kwargs["input_ids"].shape == (8, 128)
+    words = example.model.get_parameter("roberta.embeddings.word_embeddings.weight")
+    assert words.shape == (50688, 1024)  # 99 times 128 x 4 words
+    images = _a800_example("vit", global_batch="8", sequence="197").kwargs["pixel_values"]
+    assert images.shape == (8, 3, 224, 224)

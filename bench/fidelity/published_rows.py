@@ -21,7 +21,7 @@ from autopar.costmodel.cluster.presets import (
     PRODUCT_EFFICIENCY,
 )
 from autopar.models.catalogue import Example
-from bench.fidelity.published_models import a800_gpt2, a800_megatron_gpt2, a800_t5, llama3, v100_gpt
+from bench.fidelity.published_models import A800_MODELS, a800_megatron_gpt2, a800_model, llama3, v100_gpt
 from bench.fidelity.written_plans import Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
@@ -112,7 +112,6 @@ def _v100(numbers: Sequence[float]) -> Cluster:
     return replace(preset, levels=(node, network), flops_per_s=flops, algorithms=NCCL)
 
 
-_A800_LAYERS = {"gpt2": 48, "t5": 32}
 # The software of each kind of rows, by the artifact's configurations (AlibabaPAI/reconfigurable-dl-scheduler,
 # benchmark/models). DeepSpeed: `overlap_comm` with `reduce_bucket_size` of 2e8 elements at stage 2; gradients are
 # reduced after backward at stage 0 (`DeepSpeedEngine.allreduce_gradients`). Megatron-LM reduces after backward too.
@@ -120,8 +119,8 @@ _A800_LIBRARIES = {"3d": Library(is_early=True), "ddp": Library(), "zero": Libra
 
 
 def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:
-    """GPT-2 and T5 by Rubick, in float32: its commands have neither `--fp16` nor `--bf16`, its DeepSpeed configurations
-    `"fp16": {"enabled": false}`.
+    """Models of Rubick, in float32: its commands have neither `--fp16` nor `--bf16`, its DeepSpeed configurations
+    `"fp16": {"enabled": false}`. Commands of LLaMA are not in the artifact: it is taken to be trained so too.
 
     Rows with offload have activation checkpointing too ("ZeRO-Offload+GC", artifact/71_performance_model/model/
     validate_gpt.py and validation_t5.py). Megatron pads the vocabulary, and its tensor ranks send a part each to the
@@ -130,18 +129,8 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
     for row in rows if rows is not None else _read("rubick_a800.csv"):
         kind, stages, tensor, data = row["kind"], int(row["pp"]), int(row["tp"]), int(row["dp"])
         nodes = tuple(map(int, row["devices_of_each_node"].split("+")))
-        if row["model"] not in _A800_LAYERS:
-            raise ValueError(
-                f"model: expected one of {', '.join(_A800_LAYERS)}, found {row['model']!r}; give its sizes"
-            )
-        if row["model"] == "t5":
-            build = _built(a800_t5, 16)
-        elif kind == "3d":
-            build = _built(a800_megatron_gpt2, 16, math.ceil(50257 / 128 / tensor) * 128 * tensor)
-        else:
-            build = _built(a800_gpt2, 16)
         written = WrittenPlan(
-            build,
+            _a800_build(row),
             data,
             tensor,
             stages,
@@ -150,7 +139,7 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             optimizer="adamw",
             is_state_on_host=kind == "zero-offload",
             are_sends_split=kind == "3d",
-            num_layers=_A800_LAYERS[row["model"]],
+            num_layers=A800_MODELS[row["model"]].layers,
         )
         yield Published(
             f"{row['model']} {kind}: dp={data},tp={tensor},pp={stages} on {row['devices_of_each_node']}",
@@ -162,6 +151,24 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             partial(_a800, nodes),
             is_fitted=len(nodes) == 1 and kind in ("ddp", "zero"),
         )
+
+
+def _a800_build(row: Mapping[str, str]) -> Callable[..., Example]:
+    """The model of a row, of the batch and the length that the artifact gives unless columns name others."""
+    name, tensor = row["model"], int(row["tp"])
+    if name not in A800_MODELS:
+        raise ValueError(f"model: expected one of {', '.join(A800_MODELS)}, found {name!r}; give its sizes")
+    model = A800_MODELS[name]
+    batch = int(row.get("global_batch") or model.batch)
+    sequence = model.sequence and int(row.get("sequence") or model.sequence)
+    if batch % int(row["dp"]):
+        raise ValueError(f"dp: expected a divisor of the global batch of {name}, {batch}, found {row['dp']}")
+    if row["kind"] != "3d":
+        return _built(a800_model, name, batch, sequence, 0)
+    vocabulary = math.ceil(model.vocabulary / 128 / tensor) * 128 * tensor
+    if name == "gpt2":
+        return _built(a800_megatron_gpt2, batch, sequence, vocabulary)
+    return _built(a800_model, name, batch, sequence, vocabulary)
 
 
 # 400 GB/s of NVLink both ways. A node's 100 GB/s of network are taken for four cards, each of two devices, as in DGX
