@@ -31,11 +31,9 @@ from autopar.ir.export.run_export import export
 from autopar.ir.outline.export_once import Outline
 from autopar.torch_compat import OpOverload, RecordingMode, as_in_export, pytree, without_function_modes
 
-_OF_CPU = {  # what a tensor there answers, by the getter
-    torch.Tensor.device.__get__: torch.device("cpu"),
-    torch.Tensor.is_cpu.__get__: True,
-    torch.Tensor.is_meta.__get__: False,
-}
+# what a tensor there answers, by the getter; stubs have the properties as values
+_KIND: Any = torch.Tensor
+_OF_CPU = {_KIND.device.__get__: torch.device("cpu"), _KIND.is_cpu.__get__: True, _KIND.is_meta.__get__: False}
 
 
 @dataclass(frozen=True)
