@@ -37,7 +37,8 @@ class Block(nn.Module):
 
 
 def traced(size: int = 16) -> Graph:
-    layers = [nn.Linear(size, size), *(Block(size) for _ in range(LAYERS)), nn.Linear(size, 8)]
+    with torch.device("meta"):
+        layers = [nn.Linear(size, size), *(Block(size) for _ in range(LAYERS)), nn.Linear(size, 8)]
     return trace(skeleton(nn.Sequential(*layers)), (torch.zeros(8, size),), {})
 
 
