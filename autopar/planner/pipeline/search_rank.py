@@ -33,6 +33,7 @@ from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import Layout, format_layout
+from autopar.search.solve import FINDERS
 from autopar.search.table import memory_of
 
 # A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
@@ -338,7 +339,7 @@ def _search(
     starts = [start for known in (by_hand, *others) if (start := _encoded(problems, known)) is not None]
     table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
     joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
-    choice = settings[0].search(joint, starts)
+    choice = settings[0].search(joint, starts, solvers=FINDERS)
     parts, first = [], 0
     for problem in problems:
         last = first + len(problem.priced.table.nodes)

@@ -49,7 +49,7 @@ def graphs() -> dict[str, Graph]:
 
 
 def cut_of(graph: Graph, mesh: str, cluster: Cluster) -> tuple[Cut, Staged]:
-    model = model_in_stages(graph, REQUEST)
+    model = model_in_stages(graph, parse_mesh(mesh), REQUEST)
     found = sweep_stages(model, parse_mesh(mesh), cluster, REQUEST, Budget.of())
     return cut_as(model, found[0]), found[0]
 
