@@ -131,6 +131,6 @@ def test_scaling_as_table_and_figure(tmp_path, monkeypatch):
         for sweep in scaling.SWEEPS
     }
     report.add("scaling", scaling.TABLES, rows, {"repeat": 1})
-    assert report.load("scaling").keys() == rows.keys()
+    assert rows.keys() <= report.load("scaling").keys()
     scaling.draw(rows, str(tmp_path / "scaling.png"))
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -104,9 +104,14 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
     }
+    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    is_split = draw.random() < 0.4  # parameters all in parts, of which many are then gathered alike
     return Assignment(
         strategies={name: draw.choice(found) for name, found in candidates.strategies.items()},
-        layouts={name: draw.choice(found) for name, found in candidates.layouts.items()},
+        layouts={
+            name: max(found, key=_num_split) if is_split and name in parameters else draw.choice(found)
+            for name, found in candidates.layouts.items()
+        },
         kept={name: _any_layout(draw, values[name], mesh) for name in graph.uses if draw.random() < 0.5},
         outputs={name: draw.choice(found) for name, found in candidates.outputs.items()},
         regathered=frozenset(name for name in sorted(regatherable(graph, _same(graph))) if draw.random() < 0.5),
@@ -114,11 +119,15 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
     )
 
 
+def _num_split(layout: Layout) -> int:
+    return sum(placement.is_split for placement in layout)
+
+
 def _any_buckets(draw: Random, graph: Graph) -> dict[str, InBucket]:
     """Any runs of parameters in order of first use, with or without gaps."""
     used, sizes = graph.uses, {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
-    names = [name for name in used if name in sizes and draw.random() < 0.8]
-    starts = sorted({0, *(at for at in range(len(names)) if draw.random() < 0.3)})
+    names = [name for name in used if name in sizes and draw.random() < 0.9]
+    starts = sorted({0, *(at for at in range(len(names)) if draw.random() < 0.15)})
     buckets = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)])]
     totals = [sum(sizes[name] for name in bucket) for bucket in buckets]
     return {name: InBucket(total, at) for bucket, total in zip(buckets, totals) for at, name in enumerate(bucket)}

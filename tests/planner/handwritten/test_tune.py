@@ -6,6 +6,8 @@ import pytest
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.pricing.encode_decode import decode, encode
+from autopar.costmodel.pricing.price import price
 from autopar.errors import MeshError
 from autopar.mesh import Devices, Mesh, parse_mesh
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
@@ -32,8 +34,11 @@ def grids(num_devices: int) -> list[tuple[Mesh, str]]:
 def enumerated(name: str, num_devices: int) -> dict[str, tuple[float, int]]:
     found = {}
     for mesh, kind in grids(num_devices):
-        assignment = hand_plan(parse_hand_plan(kind, mesh), traced(name), folded(name), annotated(name, mesh), mesh)
-        costs = evaluate(traced(name), assignment, mesh, CLUSTER)
+        candidates = annotated(name, mesh)
+        assignment = hand_plan(parse_hand_plan(kind, mesh), traced(name), folded(name), candidates, mesh)
+        priced = price(traced(name), folded(name), candidates, mesh, CLUSTER)
+        in_buckets = decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment))
+        costs = evaluate(traced(name), in_buckets, mesh, CLUSTER)
         found[kind] = costs.step_s, costs.total_memory_bytes
     return found
 

@@ -104,7 +104,7 @@ def test_each_copy_is_as_in_the_one_or_the_other_plan(name="llama3-8b"):
     copies = {name: copy for name, copy in numbered(name).items() if name in differ}
     assert differ and taken == {name for name, copy in copies.items() if 1 <= copy <= 3}
     costs = [evaluate(traced(name), one, MESH, V100).total_memory_bytes for one in (within, mixed, above)]
-    assert costs[0] < costs[1] < costs[2]
+    assert costs[0] <= costs[1] <= costs[2] > costs[0]  # differing ops need not all take memory
     assert memory_of(in_groups.table, choice) == pytest.approx(costs[1], rel=1e-9)
 
 
