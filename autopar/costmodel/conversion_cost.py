@@ -12,7 +12,7 @@ from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
-from autopar.sbp.assignment import latency_share, only_gathers
+from autopar.sbp.assignment import BUCKET_BYTES, latency_share, only_gathers
 from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
@@ -130,7 +130,7 @@ class ParameterTimes:
     """The times of converting a parameter, f64[sources, targets] each.
 
     `cost_s`: seconds, forward and backward. `again_s`: of a repetition in backward, without its gradient. `in_bucket`:
-    where it is gathered in its bucket, since that is faster.
+    where it is gathered in its bucket, since that is faster, or has its gradient reduced there.
     """
 
     cost_s: np.ndarray
@@ -145,22 +145,27 @@ def parameter_times(
     mesh_shape: tuple[int, ...],
     cluster: Cluster,
     *,
-    bucket_bytes: int = 0,
+    bucket_bytes: int,
 ) -> ParameterTimes:
     """The times of a stored parameter, whose gradient may be reduced in a bucket, and which may be gathered in one.
 
-    `bucket_bytes`: of the gather bucket that it may be in; 0: none (`assignment.buckets`).
+    `bucket_bytes`: of the bucket that it may be in; 0: none (`assignment.buckets`).
     """
     ends, frozen = (sources, targets, mesh_shape, cluster), replace(value, needs_grad=False)
-    alone = conversion_times(value, *ends)
-    reduced = conversion_times(value, *ends, latency_share=latency_share(value))
-    cost_s, again_s = np.where(only_reduces_gradient(sources, targets), reduced, alone), conversion_times(frozen, *ends)
-    in_bucket = np.zeros(cost_s.shape, dtype=bool)
-    if bucket_bytes:
+    only_reduces, share = only_reduces_gradient(sources, targets), latency_share(value)
+    # without overlap the fewest collectives are best
+    is_reduced_there = value.needs_grad and bucket_bytes >= (1 if cluster.overlap else BUCKET_BYTES)
+    if is_reduced_there:
         share = value.num_bytes / bucket_bytes
-        together, again = (conversion_times(x, *ends, latency_share=share, is_copied=True) for x in (value, frozen))
-        in_bucket = gathers(sources, targets) & (together < cost_s)
-        cost_s, again_s = np.where(in_bucket, together, cost_s), np.where(in_bucket, again, again_s)
+    alone, reduced = conversion_times(value, *ends), conversion_times(value, *ends, latency_share=share)
+    cost_s, again_s = np.where(only_reduces, reduced, alone), conversion_times(frozen, *ends)
+    in_bucket = only_reduces & is_reduced_there
+    if bucket_bytes:
+        shared = {"latency_share": value.num_bytes / bucket_bytes, "is_copied": True}
+        together, again = (conversion_times(x, *ends, **shared) for x in (value, frozen))
+        is_gathered_there = gathers(sources, targets) & (together < cost_s)
+        cost_s, again_s = np.where(is_gathered_there, together, cost_s), np.where(is_gathered_there, again, again_s)
+        in_bucket = in_bucket | is_gathered_there
     return ParameterTimes(cost_s, again_s, in_bucket)
 
 

@@ -89,7 +89,7 @@ class ConversionCost:
 
     def time_s(self, collective: Collective, mesh: Mesh, cluster: Cluster) -> float:
         """Seconds of one of its collectives; in a bucket, the conversion's share of that of the bucket."""
-        share, is_copied = self.conversion.latency_share, self.conversion.gathered_in is not None
+        share, is_copied = self.conversion.latency_share, self.conversion.is_copied
         return collective_time(cluster, mesh, collective, latency_share=share, is_copied=is_copied)
 
 

@@ -191,7 +191,7 @@ def _input_rows(plan: Plan) -> Iterator[InputRow]:
                 " regathered" if name in plan.assignment.regathered else ""
             )
             layout += ", state on host" if name in plan.assignment.state_on_host else ""
-            layout += ", in a bucket" if name in plan.assignment.gather_buckets else ""
+            layout += ", in a bucket" if name in plan.assignment.parameter_buckets else ""
             value = f"{short_dtype(item.value.dtype)}{list(item.value.shape)}"
             yield InputRow(item.fqn, counts[name], item.kind, value, layout, collectives.get(name, ()))
 

@@ -198,7 +198,8 @@ def _bucket_bytes(
         }
     kinds: defaultdict[tuple, list[Conversion]] = defaultdict(list)
     for bucket in buckets(conversions):
-        if bucket[0].is_bucketed and bucket[0].latency_share < 1:  # a gradient that fills a bucket is reduced alone
+        # a bucket of the plan stays within a copy, and a gradient that fills a bucket is reduced alone
+        if bucket[0].is_bucketed and bucket[0].in_bucket is None and bucket[0].latency_share < 1:
             kinds[bucket[0].value.dtype, bucket[0].src, bucket[0].dst].extend(bucket)
     for members in kinds.values():
         if len({copies.get(use.user) for one in members for use in one.uses}) > 1:

@@ -158,16 +158,18 @@ def _check_offered(name: str, layout: Layout, offered: Iterable[Layout]) -> None
 
 
 def _check_buckets(assignment: Assignment, graph: Graph) -> None:
-    """PlanError unless gather buckets have parameters that are gathered, and at least their bytes."""
-    by_name = conversions(graph, assignment) if assignment.gather_buckets else {}
+    """PlanError unless parameter buckets have parameters that are gathered, and at least their bytes."""
+    by_name = conversions(graph, assignment) if assignment.parameter_buckets else {}
     parameters = {item.value.name for item in graph.of_kind("parameter")}
-    for name, place in assignment.gather_buckets.items():
+    for name, place in assignment.parameter_buckets.items():
         first = by_name[name][0] if name in parameters and name in by_name else None
-        if first is None or not only_gathers(first.src, first.dst):
-            raise PlanError(f"the plan gathers {shown(name)} in a bucket, which is no parameter to gather; {_AGAIN}")
+        if first is None or not (first.is_bucketed or only_gathers(first.src, first.dst)):
+            raise PlanError(
+                f"the plan has {shown(name)} in a bucket, which is no parameter to gather or reduce; {_AGAIN}"
+            )
         if not first.value.num_bytes <= place.num_bytes or place.place < 0:
             raise PlanError(
-                f"the plan gathers {shown(name)} in a bucket of {place.num_bytes} bytes, at place {place.place};"
+                f"the plan has {shown(name)} in a bucket of {place.num_bytes} bytes, at place {place.place};"
                 f" expected at least its {first.value.num_bytes} bytes and place 0; {_AGAIN}"
             )
 

@@ -27,6 +27,7 @@ from autopar.runtime.saved_tensors.recompute import recomputed
 from autopar.runtime.saved_tensors.regather import GatherBucket, regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
+from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
 
@@ -98,13 +99,15 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.made = x.device_mesh, x.placements, x.shape, x.stride()
+        ctx.in_flight = list[InFlight]()
         part = x.to_local()
         return part.view_as(part)  # autograd makes the tensor returned a result of this
 
     @staticmethod
     def backward(ctx, *gradients):
         mesh, placements, shape, stride = ctx.made
-        return DTensor.from_local(gradients[0], mesh, placements, run_check=False, shape=shape, stride=stride)
+        local = arrived(ctx.in_flight, gradients[0])
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def load(program: Program, **fields: Any) -> Loaded:

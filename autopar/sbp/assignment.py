@@ -25,7 +25,7 @@ def _of(subject: str, **default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class InBucket:
-    """A parameter's place in a gather bucket: number `place` of those that have `num_bytes` together, whole."""
+    """A parameter's place in a bucket: number `place` of those that have `num_bytes` together, whole."""
 
     num_bytes: int
     place: int
@@ -41,8 +41,9 @@ class Assignment:
     reader, but converted again for its backward (unless it takes a role). `recomputed`: regions, each the names of
     consecutive ops, of which only the inputs are kept for backward. `offloaded`: regions whose saved activations wait
     in the host's memory; a recomputed region lies within one or outside all. `state_on_host`: names of the parameters
-    whose optimizer state is on the host except during their update. `gather_buckets`: parameters that are gathered
-    together with the others of their bucket, as far as these make the same change (`buckets`).
+    whose optimizer state is on the host except during their update. `parameter_buckets`: parameters that are gathered,
+    and whose gradients are reduced, together with the others of their bucket, as far as these make the same change
+    (`buckets`).
 
     A field is a mapping from names, a set of names, or groups of names; the methods hold for any field of these three
     forms.
@@ -56,7 +57,7 @@ class Assignment:
     recomputed: tuple[tuple[str, ...], ...] = _of(OP, default=())
     offloaded: tuple[tuple[str, ...], ...] = _of(OP, default=())
     state_on_host: frozenset[str] = _of(INPUT, default=frozenset())
-    gather_buckets: Mapping[str, InBucket] = _of(INPUT, default_factory=dict)
+    parameter_buckets: Mapping[str, InBucket] = _of(INPUT, default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> "Assignment":
         """The assignment for a graph in which op or value `name` is called `names[name]`."""
@@ -196,8 +197,8 @@ class Conversion:
 
     `value.needs_grad`: whether a gradient is propagated back through it, which is not so if no reader has one.
     `is_bucketed`: whether it only reduces a parameter's gradient, in a bucket. `is_regathered`: whether its result is
-    not kept for backward, but made again, in recomputed region number `region` or by itself (-1). `gathered_in`: its
-    place if it is gathered in a bucket.
+    not kept for backward, but made again, in recomputed region number `region` or by itself (-1). `in_bucket`: the
+    place of a parameter that is gathered, or has its gradient reduced, in a bucket.
     """
 
     value: Value
@@ -207,14 +208,19 @@ class Conversion:
     is_bucketed: bool = False
     is_regathered: bool = False
     region: int = -1
-    gathered_in: InBucket | None = None
+    in_bucket: InBucket | None = None
 
     @property
     def latency_share(self) -> float:
         """The share of a collective's latency that it is priced at."""
-        if self.gathered_in is not None:
-            return self.value.num_bytes / self.gathered_in.num_bytes
+        if self.in_bucket is not None:
+            return self.value.num_bytes / self.in_bucket.num_bytes
         return latency_share(self.value) if self.is_bucketed else 1.0
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether it is copied into a bucket's tensor and out of the result; a reduced gradient stays there."""
+        return self.in_bucket is not None and not self.is_bucketed
 
 
 def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:
@@ -265,8 +271,8 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
             made[0] = replace(made[0], is_bucketed=True)
         elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
             made[0] = replace(made[0], is_regathered=True, region=regions.get(uses[0].user, -1))
-        if name in assignment.gather_buckets and only_gathers(made[0].src, made[0].dst):
-            made[0] = replace(made[0], gathered_in=assignment.gather_buckets[name])
+        if name in assignment.parameter_buckets and (made[0].is_bucketed or only_gathers(made[0].src, made[0].dst)):
+            made[0] = replace(made[0], in_bucket=assignment.parameter_buckets[name])
         conversions_by_name[name] = tuple(made)
     return conversions_by_name
 
@@ -296,14 +302,13 @@ def buckets(
 ) -> tuple[tuple[Conversion, ...], ...]:
     """The `by_name` conversions that are not empty, grouped as they are issued; most groups have one.
 
-    Parameters of one gather bucket that are gathered on the same axes, all for good or all again in the same region,
-    share an all-gather, and their gradients a reduce-scatter. A new copy of a bucket begins where a place does not come
-    later than the one before it.
+    Parameters of one bucket that are gathered on the same axes, all for good or all again in the same region, share an
+    all-gather, and their gradients a reduce-scatter. Whole parameters that split compute reads (every step I -> R) move
+    nothing in forward; those of one bucket and one pair of layouts share an all-reduce of their gradients. All are of
+    one dtype, also of their sums. A new copy of a bucket begins where a place does not come later than the one before.
 
-    Whole parameters that split compute reads (every step I -> R) move nothing in forward and have their gradients
-    all-reduced in backward. Those of one dtype, also of their sums, and one pair of layouts share an all-reduce, in
-    order of first use, in buckets that are full at BUCKET_BYTES; a parameter that fills a bucket is alone in it.
-    `across_blocks`: whether there are such buckets, which do not end with a block.
+    Whole parameters of no bucket share an all-reduce in order of first use, up to BUCKET_BYTES; a parameter that fills
+    a bucket is alone in it. `across_blocks`: whether there are such buckets, which do not end with a block.
     """
     groups: list[list[Conversion]] = []
     filling: dict[tuple, list[Conversion]] = {}
@@ -321,19 +326,19 @@ def buckets(
 
 def _bucket_key(conversion: Conversion, across_blocks: bool) -> tuple[Hashable, ...]:
     """The key that the conversions of a bucket have in common; () of one that is issued by itself."""
-    value, place = conversion.value, conversion.gathered_in
-    if place is not None:
+    value, place = conversion.value, conversion.in_bucket
+    if place is not None and not conversion.is_bucketed:
         (step,) = redistribute(conversion.src, conversion.dst)
         kind = value.dtype, value.sum_dtype, value.needs_grad, place.num_bytes
         return *kind, step.axes, step.dst.kind, conversion.is_regathered, conversion.region
-    if across_blocks and conversion.is_bucketed and conversion.latency_share < 1.0:
-        return value.dtype, value.sum_dtype, conversion.src, conversion.dst
+    if conversion.is_bucketed and conversion.latency_share < 1.0 and (across_blocks or place is not None):
+        return value.dtype, value.sum_dtype, conversion.src, conversion.dst, place and place.num_bytes
     return ()
 
 
 def _is_full(bucket: list[Conversion], following: Conversion) -> bool:
     """Whether `following`, of the same kind, begins a new bucket."""
-    last, place = bucket[-1].gathered_in, following.gathered_in
+    last, place = bucket[-1].in_bucket, following.in_bucket
     if last is not None and place is not None:
         return place.place <= last.place
     return sum(member.value.num_bytes for member in bucket) >= BUCKET_BYTES

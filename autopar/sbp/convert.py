@@ -7,10 +7,12 @@ does not promise (the gradient of `sum` is an expanded view).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.sbp.in_flight import InFlight, placeholder, waiting_nodes
 from autopar.sbp.placement import P, Placement, R
 
 # torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
@@ -44,12 +46,15 @@ class _ConvertAxis(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, src, dst, sum_in):
         ctx.axis, ctx.src, ctx.dst, ctx.sum_in = axis, src, dst, sum_in
+        ctx.waiting = waiting_nodes((x,))
         # detached, it is no view to autograd, so that who gets it may write to it in place
         return _moved(x, axis, src, dst).detach()
 
     @staticmethod
     def backward(ctx, *gradients):
         (gradient,), is_sum = gradients, ctx.sum_in is not None and dual(ctx.dst).kind == "P"
+        if ctx.waiting and _is_put_off(ctx.axis, dual(ctx.dst), dual(ctx.src)):
+            return *_sum_in_flight(ctx.axis, ctx.waiting, gradients, ctx.sum_in), None, None, None, None
         summed = convert(gradient.to(ctx.sum_in) if is_sum else gradient, ctx.axis, dual(ctx.dst), dual(ctx.src))
         return summed.to(gradient.dtype), None, None, None, None
 
@@ -79,11 +84,14 @@ class _ConvertBucket(torch.autograd.Function):
     @staticmethod
     def forward(ctx, axis, sources, targets, sum_in, *tensors):
         ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
+        ctx.waiting = waiting_nodes(tensors)
         return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
 
     @staticmethod
     def backward(ctx, *grads):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
+        if ctx.waiting and _is_put_off(ctx.axis, sources[0], targets[0]):
+            return None, None, None, None, *_sum_in_flight(ctx.axis, ctx.waiting, grads, ctx.sum_in)
         own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
         wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
         summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, *wide)
@@ -105,6 +113,25 @@ def convert_together(
     if not torch.is_grad_enabled():
         return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
     return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
+
+
+def _is_put_off(axis: Axis, src: Placement, dst: Placement) -> bool:
+    """Whether a gradient is summed while backward goes on; one that is differentiated again is not."""
+    is_sum = src.kind == "P" and dst.kind in ("I", "R")
+    return is_sum and axis.size > 1 and axis.group is not None and not torch.is_grad_enabled()
+
+
+def _sum_in_flight(
+    axis: Axis, waiting: Sequence[Any], gradients: Sequence[torch.Tensor], sum_in: torch.dtype | None
+) -> tuple[torch.Tensor, ...]:
+    """Start the sum of `gradients`, which arrive at the nodes `waiting`, and return placeholders of them."""
+    dtype = sum_in or gradients[0].dtype
+    parts = [x.detach().resolve_conj().resolve_neg().reshape(-1).to(dtype) for x in gradients]
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+    work = dist.all_reduce(flat, group=axis.group, async_op=True)
+    for node, part, like in zip(waiting, flat.split([x.numel() for x in gradients]), gradients, strict=True):
+        node.in_flight.append(InFlight(work, part.view(like.shape), like.dtype))
+    return tuple(map(placeholder, gradients))
 
 
 def move_together(

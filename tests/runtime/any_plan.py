@@ -115,7 +115,7 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
         kept={name: _any_layout(draw, values[name], mesh) for name in graph.uses if draw.random() < 0.5},
         outputs={name: draw.choice(found) for name, found in candidates.outputs.items()},
         regathered=frozenset(name for name in sorted(regatherable(graph, _same(graph))) if draw.random() < 0.5),
-        gather_buckets=_any_buckets(draw, graph) if draw.random() < 0.7 else {},
+        parameter_buckets=_any_buckets(draw, graph) if draw.random() < 0.7 else {},
     )
 
 

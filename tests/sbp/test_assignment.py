@@ -19,7 +19,7 @@ from autopar.ir.trace import trace
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.equal_runs import as_planned
 from autopar.plans.plan import Plan, plan_of
-from autopar.sbp.analysis.gather_buckets import gather_buckets
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.analysis.sample_blocks import shorten
 from autopar.sbp.assignment import Assignment, conversions, graph_names, only_gathers
 from autopar.sbp.candidates import annotate
@@ -58,8 +58,8 @@ def full() -> Assignment:
     state = frozenset(item.value.name for item in hostable(graph))
     firsts = {name: of_value[0] for name, of_value in conversions(graph, by_hand).items()}
     gathered = {name for name, first in firsts.items() if only_gathers(first.src, first.dst)}
-    places = {name: place for name, place in gather_buckets(graph, folded(), 1e9).items() if name in gathered}
-    return replace(by_hand, recomputed=blocks, offloaded=blocks, state_on_host=state, gather_buckets=places)
+    places = {name: place for name, place in parameter_buckets(graph, folded(), 1e9).items() if name in gathered}
+    return replace(by_hand, recomputed=blocks, offloaded=blocks, state_on_host=state, parameter_buckets=places)
 
 
 def of(name: str, assignment: Assignment) -> Any:

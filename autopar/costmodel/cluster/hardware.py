@@ -51,7 +51,8 @@ class Cluster:
     fixed seconds of updating one parameter; `algorithms`, of which the backend takes the fastest ("nested": level by
     level); `product_shares` of flops_per_s and `memory_shares` of the memory bandwidth that ops reach;
     `LinkLevel.group_rates`; `calibration`, the origin of measured terms. `attention_kernels`: the fused ones that the
-    device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused.
+    device has ("flash", "efficient"); attention that none takes is written out. (): not known, all is fused. `overlap`:
+    the share of a collective's time in which devices compute at their full rate meanwhile, if nothing waits for it.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Cluster:
     memory_shares: tuple[MemoryShare, ...] = ()
     calibration: Calibration | None = None
     attention_kernels: tuple[str, ...] = ()
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -116,7 +118,11 @@ class Cluster:
         return json.dumps(kept | {"levels": levels}, indent=2)
 
 
-_TERMS = ("kernel_s", "update_s", "algorithms", "product_shares", "memory_shares", "calibration", "attention_kernels")
+# The fields that `to_json` leaves out if they are nothing.
+_TERMS = ("kernel_s", "update_s", "overlap", "algorithms", "product_shares", "memory_shares") + (
+    "calibration",
+    "attention_kernels",
+)
 
 # Bounds of rates, beyond those of any device, within which times are finite numbers.
 _LEAST, _MOST, _MOST_DEVICES = 1e-9, 1e30, 2**40
@@ -198,6 +204,7 @@ def _numbers(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
 def _numbers_of_terms(cluster: Cluster) -> Iterator[tuple[str, Any, float, float]]:
     yield "kernel_s", cluster.kernel_s, 0.0, _MOST
     yield "update_s", cluster.update_s, 0.0, _MOST
+    yield "overlap", cluster.overlap, 0.0, 1.0
     for number, level in enumerate(cluster.levels):
         for rate in level.group_rates:
             place = f"group_rates of level {number}"

@@ -37,19 +37,21 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs=chosen_options[OUTPUT],
         regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
-    return with_gather_buckets(assignment, graph, priced.gather_buckets, priced.mesh, priced.cluster)
+    return with_parameter_buckets(assignment, graph, priced.parameter_buckets, priced.mesh, priced.cluster)
 
 
-def with_gather_buckets(
+def with_parameter_buckets(
     assignment: Assignment, graph: Graph, places: Mapping[str, InBucket], mesh: Mesh, cluster: Cluster
 ) -> Assignment:
-    """`assignment` with each parameter gathered in its bucket where that is faster than by itself.
+    """`assignment` with each parameter in its bucket where that is faster than by itself.
 
-    `places`: parameter -> its place in the bucket that may gather it.
+    `places`: parameter -> its place in the bucket that may gather it or reduce its gradient.
     """
     by_name, known, chosen = conversions(graph, assignment), dict[Hashable, bool](), {}
     for name, place in places.items():
         first = by_name[name][0]
+        if first.src == first.dst:
+            continue
         ends = replace(first.value, name=""), (first.src,), (first.dst,)
         key = (*ends, place.num_bytes)
         if key not in known:
@@ -57,7 +59,7 @@ def with_gather_buckets(
             known[key] = bool(times.in_bucket[0, 0])
         if known[key]:
             chosen[name] = place
-    return replace(assignment, gather_buckets=chosen)
+    return replace(assignment, parameter_buckets=chosen)
 
 
 def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
+from autopar.costmodel.pricing.bucket_bytes import bucket_bytes
 from autopar.costmodel.pricing.flows import Entity, find_flows
 from autopar.costmodel.pricing.price_edges import price_edges
 from autopar.costmodel.pricing.price_nodes import price_nodes
@@ -14,7 +15,7 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.gather_buckets import gather_buckets
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.analysis.sampled_graph import of_graph, sampled
 from autopar.sbp.assignment import NO_CHOICES, Assignment, InBucket
 from autopar.sbp.signature import Candidates
@@ -25,10 +26,10 @@ from autopar.search.table import CostTable
 class Priced:
     """A cost table with its entities: `table.nodes[i]` prices the options of `entities[i]`.
 
-    `given`: the choices that the table leaves no options for, such as the recomputed regions. `gather_buckets`: those
-    in which the table prices each parameter that is gathered, where this is faster than by itself. The table is exact:
-    the cost and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a
-    block's copies, are one array.
+    `given`: the choices that the table leaves no options for, such as the recomputed regions. `parameter_buckets`:
+    those in which the table prices each parameter, where this is faster than by itself. The table is exact: the cost
+    and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a block's
+    copies, are one array.
     """
 
     table: CostTable
@@ -36,7 +37,7 @@ class Priced:
     mesh: Mesh
     cluster: Cluster
     given: Assignment = NO_CHOICES
-    gather_buckets: Mapping[str, InBucket] = field(default_factory=dict)
+    parameter_buckets: Mapping[str, InBucket] = field(default_factory=dict)
 
 
 def price(
@@ -58,7 +59,8 @@ def price(
     check_mesh(cluster, mesh.num_devices)
     few = sampled(graph, folded, (given.recomputed, given.offloaded), given.state_on_host)
     here = (of_graph(given.recomputed, few.graph), of_graph(given.offloaded, few.graph))
-    places = gather_buckets(graph, folded, min(memory_limit_bytes, cluster.memory_bytes))
+    most = bucket_bytes(graph, mesh, cluster, min(memory_limit_bytes, cluster.memory_bytes))
+    places = parameter_buckets(graph, folded, most)
     flows = find_flows(few, folded, candidates, cluster, *here, training, given.state_on_host)
     nodes = price_nodes(few.graph, flows, mesh, cluster, training)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places), memory_limit_bytes)

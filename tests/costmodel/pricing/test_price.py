@@ -144,7 +144,7 @@ def test_the_table_of_a_model_is_exact(name, is_segmented):
     assert all(is_exact(priced, graph, folded, choice, mesh) for choice in random_choices(priced, 1, 5))
     for assignment in hand_plans(graph, folded, candidates, mesh).values():
         choice = encode(priced, graph, folded, assignment)
-        plain = replace(decode(priced, graph, folded, choice), gather_buckets={})
+        plain = replace(decode(priced, graph, folded, choice), parameter_buckets={})
         assert plain == assignment and is_exact(priced, graph, folded, choice, mesh)
 
 

@@ -115,7 +115,7 @@ def priced_twice(graph, sizes, count):
     mesh, cluster = parse_mesh("2x2"), PRESETS["v100"]
     folded = fold(graph)
     finer = segmented(folded, graph, (sizes,))
-    limit = {"memory_limit_bytes": 1.0}  # without gather buckets, which are of the copies of a repeat
+    limit = {"memory_limit_bytes": 1.0}  # without parameter buckets, which are of the copies of a repeat
     whole, parts = (price(graph, x, annotate(graph, mesh, x), mesh, cluster, **limit) for x in (folded, finer))
     rng = random.Random(0)
     for _ in range(count):

@@ -129,7 +129,7 @@ def test_hand_plans_are_points_of_the_searched_space(name, kind):
     priced = price(traced(name), folded(name), annotated(name), MESH, CPU)
     assignment = by_hand(name, kind)
     decoded = decode(priced, traced(name), folded(name), encode(priced, traced(name), folded(name), assignment))
-    assert replace(decoded, gather_buckets={}) == assignment
+    assert replace(decoded, parameter_buckets={}) == assignment
 
 
 # Megatron's f and g: two a layer; one for the embedding's sum forward, one for the head's input backward

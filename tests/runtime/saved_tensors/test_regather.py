@@ -18,7 +18,7 @@ from autopar.ir.folding.fold import fold
 from autopar.plans.plan import Plan, plan_of
 from autopar.runtime.saved_tensors.regather import regathered
 from autopar.sbp import convert
-from autopar.sbp.analysis.gather_buckets import gather_buckets
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.assignment import conversions, only_gathers
 from autopar.sbp.convert import Axis
 from autopar.sbp.placement import R, S
@@ -37,10 +37,10 @@ def twice(name: str, shape: tuple[int, ...], in_buckets: bool) -> tuple[Plan, Pl
     again = frozenset(name for name in again if any(p.is_split for p in layouts[name]))
     assert again
     gathered = {n: c[0] for n, c in conversions(graph, plan.assignment).items() if only_gathers(c[0].src, c[0].dst)}
-    places = gather_buckets(graph, fold(graph), 1e9) if in_buckets else {}
+    places = parameter_buckets(graph, fold(graph), 1e9) if in_buckets else {}
     places = {name: place for name, place in places.items() if name in gathered}
     assert bool(places) == in_buckets
-    given = replace(plan.assignment, gather_buckets=places)
+    given = replace(plan.assignment, parameter_buckets=places)
     assignments = (replace(given, regathered=found) for found in (frozenset(), again))
     return tuple(plan_of(graph, assignment, plan.mesh, plan.cluster) for assignment in assignments)
 

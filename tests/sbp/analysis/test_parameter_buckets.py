@@ -1,4 +1,4 @@
-"""Gather buckets: which parameters may share a collective, and where they do."""
+"""Parameter buckets: which parameters may share a collective, and where they do."""
 
 import math
 from collections import Counter
@@ -18,8 +18,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
-from autopar.sbp.analysis.gather_buckets import gather_buckets
-from autopar.sbp.assignment import Assignment, buckets, conversions
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.assignment import Assignment, InBucket, buckets, conversions
 from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import I
 
@@ -53,7 +53,7 @@ def zero3(graph: Graph, cluster_name: str) -> Assignment:
 
 def test_a_bucket_has_the_parameters_of_a_block():
     graph = traced()
-    places = gather_buckets(graph, fold(graph), math.inf)
+    places = parameter_buckets(graph, fold(graph), math.inf)
     blocks: dict[str, list[str]] = {}
     for item in graph.of_kind("parameter"):
         blocks.setdefault(item.fqn.split(".")[0], []).append(item.value.name)
@@ -63,15 +63,15 @@ def test_a_bucket_has_the_parameters_of_a_block():
         assert sorted(places[name].place for name in names) == list(range(len(names)))
 
 
-def test_a_bucket_is_at_most_a_share_of_the_memory_and_never_of_one():
+def test_a_bucket_of_several_has_no_more_bytes_than_it_may():
     graph = traced()
     sizes = {item.value.name: item.value.num_bytes for item in graph.of_kind("parameter")}
     most = 16 * 32 * 4 + 200  # a product of a block and its bias
-    places = gather_buckets(graph, fold(graph), 64 * most)
-    assert places and all(place.num_bytes <= most for place in places.values())
-    counts = Counter(place.num_bytes for place in places.values())
-    assert all(count > 1 for count in counts.values())
-    assert not gather_buckets(graph, fold(graph), 64 * min(sizes.values()))
+    places = parameter_buckets(graph, fold(graph), most)
+    assert all(place.num_bytes <= max(most, sizes[name]) for name, place in places.items())
+    assert any(place.place for place in places.values()) and sizes.keys() == places.keys()
+    alone = parameter_buckets(graph, fold(graph), min(sizes.values()))
+    assert alone == {name: InBucket(size, 0) for name, size in sizes.items()}
 
 
 def test_parameters_of_another_kind_are_in_another_bucket():
@@ -80,7 +80,7 @@ def test_parameters_of_another_kind_are_in_another_bucket():
         block.up.weight.requires_grad_(False)
         block.up.bias.requires_grad_(False)
     graph = trace(skeleton(model), (torch.zeros(8, 16),), {})
-    places = gather_buckets(graph, fold(graph), math.inf)
+    places = parameter_buckets(graph, fold(graph), math.inf)
     values = {item.value.name: item.value for item in graph.of_kind("parameter")}
     of_kind = {kind: sum(v.num_bytes for v in values.values() if v.needs_grad == kind) for kind in (True, False)}
     assert {(values[name].needs_grad, place.num_bytes * LAYERS) for name, place in places.items()} == set(
@@ -93,7 +93,7 @@ def test_a_block_is_one_collective_each_way(cluster: str) -> None:
     """The bytes are those of gathering each by itself; a latency is paid once for a bucket."""
     graph = traced()
     together = zero3(graph, cluster)
-    alone = replace(together, gather_buckets={})
+    alone = replace(together, parameter_buckets={})
     costs = [evaluate(graph, each, MESH, load_cluster(cluster)) for each in (together, alone)]
     assert costs[0].step_s < costs[1].step_s
     kinds = [Counter({(c.collective.kind, c.collective.phase): 0 for c in cost.collectives}) for cost in costs]
@@ -111,7 +111,7 @@ def test_a_block_is_one_collective_each_way(cluster: str) -> None:
 def test_large_parameters_are_gathered_by_themselves():
     """Copying them costs more than the latencies that are saved."""
     graph = traced(8192)
-    of_weights = {name for name in zero3(graph, "h100").gather_buckets if name.endswith("weight")}
+    of_weights = {name for name in zero3(graph, "h100").parameter_buckets if name.endswith("weight")}
     assert not of_weights
 
 
@@ -120,4 +120,4 @@ def test_a_copy_of_a_bucket_ends_where_the_next_begins():
     assignment = zero3(graph, "h100")
     for bucket in buckets(conversions(graph, assignment)):
         fqns = {item.fqn.split(".")[0] for item in graph.inputs if item.value.name in {c.value.name for c in bucket}}
-        assert len(fqns) <= 1 or bucket[0].gathered_in is None
+        assert len(fqns) <= 1 or bucket[0].in_bucket is None

@@ -1,4 +1,4 @@
-"""`gather_buckets`: the parameters that one collective may gather, of a copy of a block or of the ops between blocks.
+"""`parameter_buckets`: parameters that one collective may gather or reduce, of a copy of a block or of the ops between.
 
 A bucket stays within a copy, so that all copies of a block have the same buckets and a folded plan has them too.
 """
@@ -10,17 +10,14 @@ from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph
 from autopar.sbp.assignment import InBucket
 
-# A bucket of so small a share of a device's memory hardly counts beside the rest of a step.
-_SHARE_OF_MEMORY = 64
 
+def parameter_buckets(graph: Graph, folded: Folded, most: float) -> Mapping[str, InBucket]:
+    """Parameter -> its place in the bucket that may gather it or reduce its gradient, maybe alone there.
 
-def gather_buckets(graph: Graph, folded: Folded, memory_bytes: float) -> Mapping[str, InBucket]:
-    """Parameter -> its place in the bucket that may gather it; none for a parameter that would be alone there.
-
-    A bucket has parameters of one dtype, all trained or all not, in order of first use, and at most 1/64 of
-    `memory_bytes`, those of a device.
+    A bucket has parameters of one dtype, all trained or all not, in order of first use, and of several at most `most`
+    bytes.
     """
-    most, places = memory_bytes / _SHARE_OF_MEMORY, {}
+    places: dict[str, InBucket] = {}
     parameters = {item.value.name: item.value for item in graph.of_kind("parameter")}
     for _, names in groupby(_first_uses(graph, folded, parameters), key=lambda use: use[0]):
         kinds: dict[tuple, list[str]] = {}
@@ -60,11 +57,12 @@ def _first_uses(graph: Graph, folded: Folded, parameters: Mapping[str, object]) 
 
 
 def _filled(sizes: Mapping[str, int], most: float) -> Iterator[list[str]]:
-    """The names in buckets of several and of at most `most` bytes together, in their order."""
+    """The names in buckets of at most `most` bytes together, or of one name, in their order."""
     bucket: list[str] = []
     for name, size in sizes.items():
         if bucket and sum(sizes[other] for other in bucket) + size > most:
-            yield from [bucket] if len(bucket) > 1 else []
+            yield bucket
             bucket = []
         bucket.append(name)
-    yield from [bucket] if len(bucket) > 1 else []
+    if bucket:
+        yield bucket

@@ -1,0 +1,32 @@
+"""`bucket_bytes`: the size of buckets of parameters: the gradients of one are reduced while others are computed.
+
+Of N bytes that are reduced in buckets of B bytes, at a + b * B seconds each, all but the last can be hidden; where
+nothing is, N / B buckets take a each. The sum of what is exposed, b * B, and of the latencies, a * N / B, is least at
+B = sqrt(a / b * N).
+"""
+
+import math
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import collective_times
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+
+# A bucket of so small a share of a device's memory hardly counts beside the rest of a step.
+_SHARE_OF_MEMORY = 64
+_LEAST_BYTES = 2**16
+
+
+def bucket_bytes(graph: Graph, mesh: Mesh, cluster: Cluster, memory_bytes: float) -> float:
+    """The most bytes of parameters in a bucket on a device with `memory_bytes`; without overlap as many as fit."""
+    most = memory_bytes / _SHARE_OF_MEMORY
+    num_bytes = sum(item.value.num_bytes for item in graph.of_kind("parameter") if item.value.needs_grad)
+    if not cluster.overlap or not num_bytes or mesh.num_devices == 1:
+        return most
+    sizes, axes = np.array([0.0, num_bytes]), tuple(range(len(mesh.shape)))
+    latency_s, whole_s = collective_times(cluster, mesh.shape, axes, "all_reduce", sizes).tolist()
+    if whole_s <= latency_s:
+        return most
+    return min(most, max(_LEAST_BYTES, math.sqrt(latency_s / (whole_s - latency_s)) * num_bytes))
