@@ -1,6 +1,7 @@
 """The cost of converting a value from one layout to another, for many pairs of layouts at once."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
 Layouts = tuple[Layout, ...]
+Weigh = Callable[[CollectiveKind], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +110,11 @@ def conversion_times(
     *,
     latency_share: float = 1.0,
     is_copied: bool = False,
+    weigh: Weigh | None = None,
 ) -> np.ndarray:
-    """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward.
+    """f64[sources, targets]: seconds, forward and (if the value needs a gradient) backward, each times its weight.
 
-    `latency_share`, `is_copied`: as of `collective_times`.
+    `latency_share`, `is_copied`: as of `collective_times`; `weigh`: the weight of a collective, 1 by default.
     """
     shared = {"latency_share": latency_share, "is_copied": is_copied}
     ways = recipe(sources, targets, mesh_shape)
@@ -122,7 +125,19 @@ def conversion_times(
             num_elements = math.prod(value.shape)
             num_bytes = np.float64(kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize))
             times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, **shared)
+            times[position] *= 1.0 if weigh is None else weigh(kind)
     return times[ways.rows].sum(axis=-1)[ways.pattern]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterWeights:
+    """The weights of a parameter's collectives: when it is converted, when only its gradient is reduced, and when it is
+    converted again in backward.
+    """
+
+    made: Weigh | None = None
+    put_off: Weigh | None = None
+    again: Weigh | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +161,12 @@ def parameter_times(
     cluster: Cluster,
     *,
     bucket_bytes: int,
+    weights: ParameterWeights = ParameterWeights(),
 ) -> ParameterTimes:
     """The times of a stored parameter, whose gradient may be reduced in a bucket, and which may be gathered in one.
 
-    `bucket_bytes`: of the bucket that it may be in; 0: none (`assignment.buckets`).
+    `bucket_bytes`: of the bucket that it may be in; 0: none (`assignment.buckets`). `weights`: as of
+    `conversion_times`; whether a parameter is gathered in its bucket does not depend on them.
     """
     ends, frozen = (sources, targets, mesh_shape, cluster), replace(value, needs_grad=False)
     only_reduces, share = only_reduces_gradient(sources, targets), latency_share(value)
@@ -157,14 +174,17 @@ def parameter_times(
     is_reduced_there = value.needs_grad and bucket_bytes >= (1 if cluster.overlap else BUCKET_BYTES)
     if is_reduced_there:
         share = value.num_bytes / bucket_bytes
-    alone, reduced = conversion_times(value, *ends), conversion_times(value, *ends, latency_share=share)
-    cost_s, again_s = np.where(only_reduces, reduced, alone), conversion_times(frozen, *ends)
+    alone = conversion_times(value, *ends, weigh=weights.made)
+    reduced = conversion_times(value, *ends, latency_share=share, weigh=weights.put_off)
+    cost_s = np.where(only_reduces, reduced, alone)
+    again_s = conversion_times(frozen, *ends, weigh=weights.again)
     in_bucket = only_reduces & is_reduced_there
     if bucket_bytes:
         shared = {"latency_share": value.num_bytes / bucket_bytes, "is_copied": True}
-        together, again = (conversion_times(x, *ends, **shared) for x in (value, frozen))
-        is_gathered_there = gathers(sources, targets) & (together < cost_s)
-        cost_s, again_s = np.where(is_gathered_there, together, cost_s), np.where(is_gathered_there, again, again_s)
+        is_faster = conversion_times(value, *ends, **shared) < conversion_times(value, *ends)
+        is_gathered_there = gathers(sources, targets) & is_faster
+        cost_s = np.where(is_gathered_there, conversion_times(value, *ends, **shared, weigh=weights.made), cost_s)
+        again_s = np.where(is_gathered_there, conversion_times(frozen, *ends, **shared, weigh=weights.again), again_s)
         in_bucket = in_bucket | is_gathered_there
     return ParameterTimes(cost_s, again_s, in_bucket)
 

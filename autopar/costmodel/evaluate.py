@@ -9,6 +9,7 @@ from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shar
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.memory import input_bytes, update_bytes, update_time
+from autopar.costmodel.overlap.lanes import AtOp, Handover, backward_time, lane_of
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -42,7 +43,8 @@ class Costs:
     one region), "waiting" (gradients kept for put-off weight gradients), "fetched" (in transfer from or to the host)
     and "transient" (the largest of an op, less gradients that do not exist then). `moved_bytes`: activations offloaded
     to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
-    `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers.
+    `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `hidden_s`:
+    seconds of gradient reductions that go on while backward computes; `handover`: where its longest path leaves it.
     """
 
     compute_forward_s: float
@@ -54,6 +56,8 @@ class Costs:
     moved_bytes: int = 0
     state_on_host_bytes: int = 0
     waiting_s: dict[str, float] = field(default_factory=dict)
+    hidden_s: float = 0.0
+    handover: Handover | None = None
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
@@ -83,7 +87,7 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step: the sum of all parts, without overlap."""
+        """Seconds of the step: the sum of all parts, less what is hidden."""
         communication = self.communication_s("forward") + self.communication_s("backward")
         return (
             self.compute_forward_s
@@ -91,6 +95,7 @@ class Costs:
             + self.optimizer_s
             + communication
             + sum(self.waiting_s.values())
+            - self.hidden_s
         )
 
     @property
@@ -110,6 +115,7 @@ def evaluate(
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
     updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
     memory = _memory_bytes(graph, assignment, mesh, training, step)
+    hidden_s, handover = _hidden(graph, step, places, mesh, cluster, training)
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
@@ -127,8 +133,51 @@ def evaluate(
             )
             for phase in ("forward", "backward")
         },
+        hidden_s=hidden_s,
+        handover=handover,
     )
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
+
+
+def _hidden(
+    graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster, training: Training
+) -> tuple[float, Handover | None]:
+    """Seconds that overlap saves, and where the longest path of backward leaves compute.
+
+    With several microbatches gradients are reduced when all is computed.
+    """
+    if not cluster.overlap or training.num_microbatches > 1:
+        return 0.0, None
+    ops = _backward(graph, step, places, mesh, cluster)
+    time_s, handover = backward_time(ops, cluster.overlap)
+    in_turn_s = sum(at.compute_s + sum(at.blocking.values()) + sum(at.put_off.values()) for at in ops)
+    return max(0.0, in_turn_s - time_s), handover
+
+
+def _backward(graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster) -> list[AtOp]:
+    """What backward does at each op; that of a conversion is done behind the last of its users."""
+    position, ops = {op.name: number for number, op in enumerate(graph.ops)}, []
+    for name, cost in step.ops.items():
+        again_s = cost.forward_s if name in places.recomputed else 0.0
+        inner = [c for c in cost.collectives if c.phase == "backward" or name in places.recomputed]
+        ops.append(AtOp(cost.backward_s + again_s + sum(collective_time(cluster, mesh, c) for c in inner)))
+
+    def add(cost: ConversionCost, collectives: Sequence[Collective], at: int, *, is_put_off: bool = False) -> None:
+        by_lane = ops[at].put_off if is_put_off else ops[at].blocking
+        for one in collectives:
+            lane = lane_of(cluster.levels, mesh.shape, one.axes)
+            by_lane[lane] = by_lane.get(lane, 0.0) + cost.time_s(one, mesh, cluster)
+
+    costs = {cost.conversion: cost for cost in step.all_conversions()}
+    for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
+        together = [costs[conversion] for conversion in bucket]
+        users = (position.get(use.user, len(ops) - 1) for conversion in bucket for use in conversion.uses)
+        at = min(users)
+        for cost in together:
+            made = [c for c in cost.collectives if c.phase == "backward"]
+            add(cost, made, at, is_put_off=cost.conversion.is_bucketed)
+            add(cost, cost.runs.num_again * cost.again, at)
+    return ops
 
 
 def with_state_on_host(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
+from autopar.costmodel.overlap.path_weights import IN_TURN, PathWeights
 from autopar.costmodel.pricing.bucket_bytes import bucket_bytes
 from autopar.costmodel.pricing.flows import Entity, find_flows
 from autopar.costmodel.pricing.price_edges import price_edges
@@ -50,9 +51,11 @@ def price(
     training: Training = WHOLE_BATCH,
     given: Assignment = NO_CHOICES,
     memory_limit_bytes: float = math.inf,
+    weights: PathWeights = IN_TURN,
 ) -> Priced:
     """Price everything `candidates` offers, for one training step of `training`. given: the regions that are recomputed
-    and offloaded, and the state on the host.
+    and offloaded, and the state on the host. weights: of paths through backward; by default the only one is along all
+    of it, without overlap.
 
     MeshError if the mesh does not fit the cluster.
     """
@@ -62,6 +65,6 @@ def price(
     most = bucket_bytes(graph, mesh, cluster, min(memory_limit_bytes, cluster.memory_bytes))
     places = parameter_buckets(graph, folded, most)
     flows = find_flows(few, folded, candidates, cluster, *here, training, given.state_on_host)
-    nodes = price_nodes(few.graph, flows, mesh, cluster, training)
-    table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places), memory_limit_bytes)
+    nodes = price_nodes(few.graph, flows, mesh, cluster, training, weights)
+    table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places, weights), memory_limit_bytes)
     return Priced(table, flows.entities, mesh, cluster, given, places)

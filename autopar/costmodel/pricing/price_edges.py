@@ -8,12 +8,15 @@ import numpy as np
 from autopar.costmodel.activations.saved_activations import Saving
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.conversion_cost import (
+    ParameterWeights,
     Transition,
     conversion_times,
     kept_bytes,
     only_reduces_gradient,
     parameter_times,
 )
+from autopar.costmodel.overlap.lanes import lane_of
+from autopar.costmodel.overlap.path_weights import PathWeights, RunWeights
 from autopar.costmodel.pricing.flows import Flow, Flows
 from autopar.costmodel.pricing.options import Offered
 from autopar.costmodel.step_cost import runs_of
@@ -21,6 +24,7 @@ from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import InBucket
+from autopar.sbp.redistribute import CollectiveKind
 from autopar.search.table import Edge, Node
 
 Matrices = tuple[np.ndarray, np.ndarray]  # f64 seconds and bytes
@@ -39,6 +43,7 @@ class PricedFlow:
     is_parameter: bool
     is_stored: bool
     bucket_bytes: int
+    weights: RunWeights
 
     @property
     def transition(self) -> Transition:
@@ -67,13 +72,15 @@ def price_edges(
     cluster: Cluster,
     training: Training,
     buckets: Mapping[str, InBucket],
+    weights: PathWeights,
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """(nodes, edges) of the table: flows between two entities form one edge, those of an entity with itself join its
     node.
 
-    Equal edges share their arrays. `buckets`: parameter -> its place in the bucket that may gather it.
+    Equal edges share their arrays. `buckets`: parameter -> its place in the bucket that may gather it; `weights`: of
+    what backward does.
     """
-    parts = _parts(flows, buckets, training.num_microbatches)
+    parts = _parts(flows, buckets, weights, training.num_microbatches)
     found_flows = dict.fromkeys(part.flow for found in parts.values() for part in found)
     prices = {flow: _price(flow, mesh, cluster, training) for flow in found_flows}
     known: dict[tuple[EdgePart, ...], Matrices] = {}
@@ -90,25 +97,39 @@ def price_edges(
 
 
 def _parts(
-    flows: Flows, buckets: Mapping[str, InBucket], num_microbatches: int
+    flows: Flows, buckets: Mapping[str, InBucket], weights: PathWeights, num_microbatches: int
 ) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
     """Pair of entities -> the flows between them."""
     parts: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
+    runs = _last_runs(flows, weights)
     for flow, count in flows.counts.items():
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
-        numbers = count.times, count.share, count.moved_share, num_microbatches * count.moved_s
-        parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows, buckets), numbers, a > b))
+        of_run = weights.at(runs[flow.dst.node])
+        numbers = count.times, count.share, count.moved_share, num_microbatches * of_run.compute * count.moved_s
+        parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows, buckets, of_run), numbers, a > b))
     return parts
 
 
-def _priced_flow(flow: Flow, flows: Flows, buckets: Mapping[str, InBucket]) -> PricedFlow:
+def _last_runs(flows: Flows, weights: PathWeights) -> dict[int, int]:
+    """Entity -> the run behind which backward has the gradients of all that it reads."""
+    runs = {
+        node: weights.run_of.get(entity.name, 0) if entity.kind == "op" else 0
+        for node, entity in enumerate(flows.entities)
+    }
+    for flow in flows.counts:
+        if flows.entities[flow.src.node].kind == "kept":
+            runs[flow.src.node] = max(runs[flow.src.node], runs[flow.dst.node])
+    return runs
+
+
+def _priced_flow(flow: Flow, flows: Flows, buckets: Mapping[str, InBucket], weights: RunWeights) -> PricedFlow:
     value = flows.values[flow.value]
     value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
     ends = flows.offered[flow.src], flows.offered[flow.dst]
     kind = flow.value in flows.parameters, flows.is_stored(flow)
     place = buckets.get(flow.value) if all(kind) else None
-    return PricedFlow(value, *ends, flow.saving, *kind, place.num_bytes if place else 0)
+    return PricedFlow(value, *ends, flow.saving, *kind, place.num_bytes if place else 0, weights)
 
 
 def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
@@ -132,11 +153,24 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
 def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster) -> Matrices:
     """f64[src.layouts, dst.layouts]: seconds of a conversion, and of a repetition in backward."""
     ends = flow.src.layouts, flow.dst.layouts, mesh.shape, cluster
+    if flow.weights == RunWeights():
+        weights = ParameterWeights()
+    else:
+
+        def lane(kind: CollectiveKind) -> int:
+            return lane_of(cluster.levels, mesh.shape, kind.axes)
+
+        weights = ParameterWeights(
+            lambda kind: flow.weights.blocking(lane(kind)) if kind.phase == "backward" else 1.0,
+            lambda kind: flow.weights.put_off(lane(kind)),
+            lambda kind: flow.weights.blocking(lane(kind)),
+        )
     if flow.is_parameter and flow.is_stored:
-        times = parameter_times(flow.value, *ends, bucket_bytes=flow.bucket_bytes)
+        times = parameter_times(flow.value, *ends, bucket_bytes=flow.bucket_bytes, weights=weights)
         return times.cost_s, times.again_s
     frozen = replace(flow.value, needs_grad=False)
-    return conversion_times(flow.value, *ends), conversion_times(frozen, *ends)
+    made, again = conversion_times(flow.value, *ends, weigh=weights.made), weights.again
+    return made, conversion_times(frozen, *ends, weigh=again)
 
 
 def _matrices(part: EdgePart, prices: Mapping[PricedFlow, Prices]) -> Matrices:

@@ -11,6 +11,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, update_time, waiting_bytes
+from autopar.costmodel.overlap.path_weights import PathWeights
 from autopar.costmodel.pricing.flows import Count, End, Flows
 from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
 from autopar.costmodel.roofline import shapes_time
@@ -26,8 +27,13 @@ from autopar.search.table import Node
 Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
 
 
-def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training) -> list[Node]:
-    """A node for each entity, without the costs of flows; equal nodes share their arrays."""
+def price_nodes(
+    graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training, weights: PathWeights
+) -> list[Node]:
+    """A node for each entity, without the costs of flows; equal nodes share their arrays.
+
+    `weights`: of what backward does.
+    """
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
     known: dict[tuple, Prices] = {}
     nodes = []
@@ -35,8 +41,13 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
         options: Any = entity.options
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
-            key = op.nameless, id(entity.options), astuple(count)
-            node = known.get(key) or _price_ops(op, count, options, number, flows, mesh, cluster, training)
+            weight = weights.at(weights.run_of.get(op.name, 0)).compute
+            key = op.nameless, id(entity.options), astuple(count), weight
+            if key not in known:
+                parameters = flows.parameters if count.transient_share else None
+                each = _price_op(op, options, _operands(op, number, flows), mesh, cluster, parameters)
+                known[key] = _summed(each, count, training, weight)
+            node = known[key]
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
             key = item.kind, replace(item.value, name=""), entity.options, astuple(count)
@@ -49,26 +60,15 @@ def price_nodes(graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, traini
     return nodes
 
 
-def _price_ops(
-    op: Op,
-    count: Count,
-    strategies: Sequence[Strategy],
-    number: int,
-    flows: Flows,
-    mesh: Mesh,
-    cluster: Cluster,
-    training: Training,
-) -> Prices:
-    """The costs of a class of ops, from those of one op and their multiplicities.
+def _summed(each: np.ndarray, count: Count, training: Training, weight: float) -> Prices:
+    """The costs of a class of ops, from those of one op and their multiplicities; `weight`: of its backward.
 
     Ops in a recomputed region run forward twice, and their saved tensors exist only while it is recomputed; those of
     other ops may be on the host.
     """
-    weights = flows.parameters if count.transient_share else None
-    prices = _price_op(op, strategies, _operands(op, number, flows), mesh, cluster, weights)
-    forward_s, backward_s, saved, waiting, transient = prices.T
-    times_s = (count.times + count.num_inside) * forward_s + count.times * backward_s
-    times_s = times_s + count.moved_s * saved
+    forward_s, backward_s, saved, waiting, transient = each.T
+    times_s = (count.times + weight * count.num_inside) * forward_s + weight * count.times * backward_s
+    times_s = times_s + weight * count.moved_s * saved
     kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
     held = kept * saved + training.num_waiting * count.times * waiting + count.transient_share * transient
     return training.num_microbatches * times_s, np.ascontiguousarray(held)

@@ -1,0 +1,111 @@
+"""Weights of paths through backward, under which a table of sums gives lower bounds of plans with overlap."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.costmodel.overlap.lanes import BySeconds, Handover
+from autopar.ir.folding.fold import Folded
+from autopar.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class PathWeights:
+    """Weights of paths through backward: from each run of ops on along a lane, and along compute to the end.
+
+    A run is an op, or the copies of blocks whose ops are alike: within it a path stays where it is, so that all members
+    of a class have one weight. `run_of`: representative op -> its run, in the order of backward; `several`: runs of
+    more than one op, of which a path leaves compute behind the last; `leaving[run][lane]`: the weight of paths that
+    leave compute there. Other paths stay. `overlap`: as of the cluster.
+    """
+
+    run_of: Mapping[str, int]
+    several: frozenset[int]
+    leaving: tuple[Mapping[int, float], ...]
+    overlap: float
+
+    def at(self, run: int) -> "RunWeights":
+        """The weights of what a run does; all 1 of `IN_TURN`."""
+        before: BySeconds = {}
+        for leaving in self.leaving[:run]:
+            for lane, weight in leaving.items():
+                before[lane] = before.get(lane, 0.0) + weight
+        return RunWeights(
+            tuple(sorted(before.items())),
+            () if run in self.several or not self.leaving else tuple(sorted(self.leaving[run].items())),
+            self.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunWeights:
+    """The weights of paths in a run, as (lane, weight).
+
+    `before`: of those that follow the lane already; `leaving`: of those that leave compute for it at this op.
+    `overlap`: as of the cluster, 0 where nothing is put off.
+    """
+
+    before: tuple[tuple[int, float], ...] = ()
+    leaving: tuple[tuple[int, float], ...] = ()
+    overlap: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Of compute."""
+        return 1.0 - sum(weight for _, weight in self.before)
+
+    def blocking(self, lane: int) -> float:
+        """Of a collective that compute waits for."""
+        return self.compute + dict(self.before).get(lane, 0.0)
+
+    def put_off(self, lane: int) -> float:
+        """Of a reduction: paths on its lane take all of it, those on compute what it takes of compute."""
+        leaving = dict(self.leaving)
+        stays = self.compute - sum(leaving.values())
+        return dict(self.before).get(lane, 0.0) + leaving.get(lane, 0.0) + (1 - self.overlap) * stays
+
+
+# All of backward in turn.
+IN_TURN = PathWeights({}, frozenset(), (), 0.0)
+
+
+class Paths:
+    """The longest paths of the plans met so far; `weights` are their shares."""
+
+    def __init__(self, graph: Graph, folded: Folded, overlap: float) -> None:
+        same, self.overlap = folded.representative, overlap
+        self.runs = _runs(graph, folded)
+        self.number = {position: number for number, run in enumerate(self.runs) for position in run}
+        self.run_of = {op.name: self.number[at] for at, op in enumerate(graph.ops) if same[op.name] == op.name}
+        self.met: list[tuple[int, int] | None] = []
+
+    def add(self, handover: Handover | None) -> None:
+        """Count the path of one more plan; within a run of several ops it leaves at the nearer end."""
+        self.met.append(handover and (self._end(handover.position), handover.lane))
+
+    def _end(self, position: int) -> int:
+        number = self.number[position]
+        run = self.runs[number]
+        is_near_start = run.stop - position <= position - run.start  # backward starts with the last op
+        return number - 1 if len(run) > 1 and is_near_start and number else number
+
+    @property
+    def weights(self) -> PathWeights:
+        """The average of the paths."""
+        leaving: list[BySeconds] = [{} for _ in self.runs]
+        for met in self.met:
+            if met is not None:
+                run, lane = met
+                leaving[run][lane] = leaving[run].get(lane, 0.0) + 1 / len(self.met)
+        several = frozenset(number for number, run in enumerate(self.runs) if len(run) > 1)
+        return PathWeights(self.run_of, several, tuple(leaving), self.overlap)
+
+
+def _runs(graph: Graph, folded: Folded) -> list[range]:
+    """The positions of each run, in the order of backward."""
+    last = {folded.representative[op.name]: position for position, op in enumerate(graph.ops)}
+    starts, end = list[int](), -1
+    for position, op in enumerate(graph.ops):
+        if position > end:
+            starts.append(position)
+        end = max(end, last[folded.representative[op.name]])
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(graph.ops)])][::-1]
