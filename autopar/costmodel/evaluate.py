@@ -139,14 +139,16 @@ def evaluate(
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
 
 
+def has_overlap(cluster: Cluster, training: Training) -> bool:
+    """Whether gradients are reduced while backward computes: with several microbatches when all is computed."""
+    return cluster.overlap > 0 and training.num_microbatches == 1
+
+
 def _hidden(
     graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[float, Handover | None]:
-    """Seconds that overlap saves, and where the longest path of backward leaves compute.
-
-    With several microbatches gradients are reduced when all is computed.
-    """
-    if not cluster.overlap or training.num_microbatches > 1:
+    """Seconds that overlap saves, and where the longest path of backward leaves compute."""
+    if not has_overlap(cluster, training):
         return 0.0, None
     ops = _backward(graph, step, places, mesh, cluster)
     time_s, handover = backward_time(ops, cluster.overlap)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.evaluate import Costs, evaluate, has_overlap
 from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.overlap.path_weights import IN_TURN, Paths
 from autopar.costmodel.pricing.encode_decode import decode, encode
 from autopar.costmodel.pricing.price import Priced, price
 from autopar.errors import InfeasibleError, PlanError
@@ -64,6 +66,7 @@ class Setting:
     near: Assignment | None = None  # search only assignments that differ from it on few axes
     to_beat_s: float = float("inf")  # plans that are not faster are not needed
     what: str = ""  # the kind of plans that are searched, which errors name
+    paths: Paths | None = None  # through backward, whose lengths are priced instead of all that it does in turn
 
     def problem(self, folded: Folded) -> Problem:
         """The search problem with one decision for each class of `folded`."""
@@ -92,7 +95,17 @@ class Setting:
             training=request.training,
             given=request.given,
             memory_limit_bytes=request.limit_bytes,
+            weights=self.paths.weights(self.graph, folded) if self.paths else IN_TURN,
         )
+
+    @property
+    def has_overlap(self) -> bool:
+        """Whether a plan takes less than its parts in turn, so that no table has its time."""
+        return has_overlap(self.cluster, self.request.training)
+
+    def costs(self, assignment: Assignment) -> Costs:
+        """The costs of a plan, overlap included."""
+        return evaluate(self.graph, assignment, self.mesh, self.cluster, training=self.request.training)
 
     def repriced(self, problem: Problem) -> Problem:
         """The problem of another setting of the same graph, priced under this setting's request."""

@@ -106,12 +106,11 @@ def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...
     choices += [tuple(draw.randrange(len(e.options)) for e in plain.entities) for _ in range(20)]
     plans = [evaluate(graph, decode(plain, graph, folded, choice), mesh, CLUSTER) for choice in choices]
     assert sum(plan.hidden_s > 0 for plan in plans) > 3
-    met = Paths(graph, folded, CLUSTER.overlap)
-    for choice, plan in zip(choices, plans):
-        own = Paths(graph, folded, CLUSTER.overlap)
-        for paths in (met, own):
-            paths.add(plan.handover)
-            table = price(graph, folded, candidates, mesh, CLUSTER, weights=paths.weights).table
+    for number, (choice, plan) in enumerate(zip(choices, plans)):
+        for met in (plans[: number + 1], [plan]):
+            paths = Paths(CLUSTER.overlap, tuple(one.handover for one in met))
+            weights = paths.weights(graph, folded)
+            table = price(graph, folded, candidates, mesh, CLUSTER, weights=weights).table
             for other, its_plan in zip(choices, plans):
                 assert cost_of(table, other) <= its_plan.step_s * (1 + 1e-9)
         assert cost_of(table, choice) == pytest.approx(plan.step_s, rel=0.05)
@@ -120,7 +119,10 @@ def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...
 def test_without_overlap_all_is_done_in_turn():
     graph, folded = problem()
     mesh, cluster = Mesh((4,), ("dp",)), replace(CLUSTER, overlap=0.0)
-    by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)["ddp"]
+    candidates = annotate(graph, mesh, folded)
+    priced = price(graph, folded, candidates, mesh, CLUSTER)
+    by_hand = hand_plans(graph, folded, candidates, mesh)["ddp"]
+    by_hand = decode(priced, graph, folded, encode(priced, graph, folded, by_hand))
     hidden, in_turn = (evaluate(graph, by_hand, mesh, each) for each in (CLUSTER, cluster))
     assert in_turn.hidden_s == 0.0 and 0 < hidden.hidden_s < 0.9 * in_turn.communication_s("backward")
     assert hidden.step_s == pytest.approx(in_turn.step_s - hidden.hidden_s)

@@ -68,36 +68,34 @@ class RunWeights:
 IN_TURN = PathWeights({}, frozenset(), (), 0.0)
 
 
+@dataclass(frozen=True)
 class Paths:
-    """The longest paths of the plans met so far; `weights` are their shares."""
+    """The longest paths of the plans met so far; their weights are their shares.
 
-    def __init__(self, graph: Graph, folded: Folded, overlap: float) -> None:
-        same, self.overlap = folded.representative, overlap
-        self.runs = _runs(graph, folded)
-        self.number = {position: number for number, run in enumerate(self.runs) for position in run}
-        self.run_of = {op.name: self.number[at] for at, op in enumerate(graph.ops) if same[op.name] == op.name}
-        self.met: list[tuple[int, int] | None] = []
+    `met`: where each leaves compute, None where it never does. `overlap`: as of the cluster.
+    """
 
-    def add(self, handover: Handover | None) -> None:
-        """Count the path of one more plan; within a run of several ops it leaves at the nearer end."""
-        self.met.append(handover and (self._end(handover.position), handover.lane))
+    overlap: float
+    met: tuple[Handover | None, ...] = ()
 
-    def _end(self, position: int) -> int:
-        number = self.number[position]
-        run = self.runs[number]
-        is_near_start = run.stop - position <= position - run.start  # backward starts with the last op
-        return number - 1 if len(run) > 1 and is_near_start and number else number
+    def weights(self, graph: Graph, folded: Folded) -> PathWeights:
+        """The average of the paths; within a run of several ops a path leaves at the nearer end."""
+        runs, same = _runs(graph, folded), folded.representative
+        number = {position: number for number, run in enumerate(runs) for position in run}
+        leaving: list[BySeconds] = [{} for _ in runs]
+        for handover in self.met:
+            if handover is not None:
+                at = number[handover.position]
+                at -= bool(at) and _is_near_start(runs[at], handover.position)
+                leaving[at][handover.lane] = leaving[at].get(handover.lane, 0.0) + 1 / len(self.met)
+        run_of = {op.name: number[at] for at, op in enumerate(graph.ops) if same[op.name] == op.name}
+        several = frozenset(at for at, run in enumerate(runs) if len(run) > 1)
+        return PathWeights(run_of, several, tuple(leaving), self.overlap)
 
-    @property
-    def weights(self) -> PathWeights:
-        """The average of the paths."""
-        leaving: list[BySeconds] = [{} for _ in self.runs]
-        for met in self.met:
-            if met is not None:
-                run, lane = met
-                leaving[run][lane] = leaving[run].get(lane, 0.0) + 1 / len(self.met)
-        several = frozenset(number for number, run in enumerate(self.runs) if len(run) > 1)
-        return PathWeights(self.run_of, several, tuple(leaving), self.overlap)
+
+def _is_near_start(run: range, position: int) -> bool:
+    """Whether a position is in the first half of a run of several, of which backward begins with the last op."""
+    return len(run) > 1 and run.stop - position <= position - run.start
 
 
 def _runs(graph: Graph, folded: Folded) -> list[range]:

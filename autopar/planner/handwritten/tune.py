@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.pricing.encode_decode import encode
+from autopar.costmodel.evaluate import evaluate, has_overlap
+from autopar.costmodel.pricing.encode_decode import decode, encode, with_parameter_buckets
 from autopar.costmodel.pricing.price import price
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
@@ -112,7 +113,12 @@ def _priced(
     priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, training=training)
     for plan, assignment in followed.items():
         choice = encode(priced, short.graph, short.folded, assignment)
-        costs = HandCosts(cost_of(priced.table, choice), round(memory_of(priced.table, choice)))
+        step_s = cost_of(priced.table, choice)
+        if has_overlap(cluster, training):
+            bare = decode(replace(priced, parameter_buckets={}), short.graph, short.folded, choice)
+            whole = with_parameter_buckets(short.expand(bare), graph, priced.parameter_buckets, mesh, cluster)
+            step_s = evaluate(graph, whole, mesh, cluster, training=training).step_s
+        costs = HandCosts(step_s, round(memory_of(priced.table, choice)))
         yield Tried(format_hand_plan(plan, mesh), plan, mesh, costs), assignment
 
 

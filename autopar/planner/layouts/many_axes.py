@@ -13,6 +13,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import host_search
 from autopar.planner.layouts.refine_mesh import lift
 from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored
+from autopar.planner.layouts.search_overlap import searched, timed
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
 
@@ -58,8 +59,9 @@ def refined(coarse: Solved, graph: Graph, cluster: Cluster, step: MeshSearch) ->
         start = problem.encode(best)
         starts = [] if start is None else [start]
         try:
-            choice = setting.search(problem, starts)
-            assignment, assignment_s = problem.decode(choice.strategies), choice.cost_s
+            known = [timed(setting, problem, start) for start in starts]
+            found = searched(setting, problem, starts, known=known)
+            assignment, assignment_s = found.problem.decode(found.best.strategies), found.best.step_s
         except InfeasibleError:
             on_host = host_search(setting, problem)
             if on_host is None:

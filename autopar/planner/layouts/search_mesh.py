@@ -15,12 +15,13 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.planner.layouts.optimizer_offload import Solution, host_search, is_worth_moving
+from autopar.planner.layouts.search_overlap import Searched, Timed, searched, timed
 from autopar.planner.layouts.two_groups import can_mix, mixture, two_groups
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import NO_CHOICES, Assignment
-from autopar.search.table import Choice, cost_of, memory_of
+from autopar.search.table import Choice, memory_of
 
 # The plans for which a lower bound is proven.
 ANY, ALIKE, GROUPS = (
@@ -89,16 +90,18 @@ def solve_mesh(
         by_hand = {name: strategies for name, strategies in choices.items() if strategies is not None}
         lifted = [strategies for start in starts if (strategies := problem.encode(start)) is not None]
         known = [*lifted, *by_hand.values()]
-    best = _unsolved(setting, folded, problem, by_hand)
+    times = {name: timed(setting, problem, start) for name, start in by_hand.items()}
+    best = _unsolved(setting, folded, problem, times)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
     try:
-        choice = setting.search(problem, known, is_brief=is_mixed)
+        found = searched(setting, problem, known, known=list(times.values()), is_brief=is_mixed)
     except InfeasibleError:
         on_host = None if budget.is_spent else host_search(setting, problem)
         if on_host is None:
             raise
         return best.or_faster(on_host.solved(on_host.setting.search(on_host.problem, known)))
-    best = best.or_faster(_solution(problem, choice, by_hand))
+    setting, problem, choice = found.setting, found.problem, found.choice
+    best = best.or_faster(_solution(found, by_hand))
     if is_worth_moving(problem.priced.table, choice, cluster) and not budget.is_spent:
         on_host = host_search(replace(setting, to_beat_s=min(to_beat_s, best.cost_s)), problem)
         if on_host is not None:
@@ -106,7 +109,7 @@ def solve_mesh(
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and not budget.is_spent:
         groups, mixed = _in_groups(setting, folded, problem, choice, best.assignment)
-        solution = _solution(groups, setting.search(groups, mixed), {})
+        solution = _solution(searched(setting, groups, mixed), {})
         bound_s = min(best.lower_bound_s, solution.lower_bound_s)
         best = replace(best, lower_bound_s=bound_s).or_faster(solution, bound_of=GROUPS)
     return best
@@ -126,23 +129,24 @@ def _in_groups(
     return problem, [start for assignment in known if (start := problem.encode(assignment)) is not None]
 
 
-def _solution(problem: Problem, choice: Choice, by_hand: Mapping[str, tuple[int, ...]]) -> Solution:
-    """The plan of a choice; `by_hand`: name of each hand plan -> its choice."""
-    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == choice.strategies), "search")
-    return Solution(problem.decode(choice.strategies), choice.cost_s, choice.lower_bound_s, found_by)
+def _solution(found: Searched, by_hand: Mapping[str, tuple[int, ...]]) -> Solution:
+    """The plan that was searched; `by_hand`: name of each hand plan -> its choice."""
+    best = found.best
+    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == best.strategies), "search")
+    return Solution(found.problem.decode(best.strategies), best.step_s, found.lower_bound_s, found_by)
 
 
-def _unsolved(setting: Setting, folded: Folded, problem: Problem, by_hand: Mapping[str, tuple[int, ...]]) -> Solved:
+def _unsolved(setting: Setting, folded: Folded, problem: Problem, by_hand: Mapping[str, Timed]) -> Solved:
     """The mesh before the search, with the costs of the hand plans."""
     table, mesh = problem.priced.table, setting.mesh
-    costs = {name: HandCosts(cost_of(table, start), round(memory_of(table, start))) for name, start in by_hand.items()}
+    costs = {name: HandCosts(one.step_s, round(memory_of(table, one.strategies))) for name, one in by_hand.items()}
     best = Solved(mesh, NO_CHOICES, math.inf, 0.0, ALIKE if folded.repeats else ANY, costs, "search")
     if setting.cluster.calibration is None:
         return best
-    fitting = [name for name in by_hand if memory_of(table, by_hand[name]) <= setting.request.limit_bytes]
     plans = (
-        replace(best, assignment=problem.decode(by_hand[name]), cost_s=costs[name].step_s, found_by=f"hand plan {name}")
-        for name in fitting
+        replace(best, assignment=problem.decode(one.strategies), cost_s=one.step_s, found_by=f"hand plan {name}")
+        for name, one in by_hand.items()
+        if memory_of(table, one.strategies) <= setting.request.limit_bytes
     )
     return replace(best, hand_plans=tuple(plans))
 
