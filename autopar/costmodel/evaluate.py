@@ -44,7 +44,8 @@ class Costs:
     and "transient" (the largest of an op, less gradients that do not exist then). `moved_bytes`: activations offloaded
     to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
     `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `hidden_s`:
-    seconds of gradient reductions that go on while backward computes; `handover`: where its longest path leaves it.
+    seconds of gradient reductions that go on while backward computes; `handover`: where its longest path leaves it;
+    `backward`: what it does at each op, () without overlap.
     """
 
     compute_forward_s: float
@@ -58,6 +59,7 @@ class Costs:
     waiting_s: dict[str, float] = field(default_factory=dict)
     hidden_s: float = 0.0
     handover: Handover | None = None
+    backward: tuple[AtOp, ...] = ()
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
@@ -115,7 +117,8 @@ def evaluate(
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
     updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
     memory = _memory_bytes(graph, assignment, mesh, training, step)
-    hidden_s, handover = _hidden(graph, step, places, mesh, cluster, training)
+    backward = tuple(_backward(graph, step, places, mesh, cluster)) if has_overlap(cluster, training) else ()
+    backward_s, handover = backward_time(backward, cluster.overlap)
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
@@ -133,8 +136,9 @@ def evaluate(
             )
             for phase in ("forward", "backward")
         },
-        hidden_s=hidden_s,
+        hidden_s=max(0.0, sum(at.in_turn_s for at in backward) - backward_s),
         handover=handover,
+        backward=backward,
     )
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
 
@@ -142,18 +146,6 @@ def evaluate(
 def has_overlap(cluster: Cluster, training: Training) -> bool:
     """Whether gradients are reduced while backward computes: with several microbatches when all is computed."""
     return cluster.overlap > 0 and training.num_microbatches == 1
-
-
-def _hidden(
-    graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster, training: Training
-) -> tuple[float, Handover | None]:
-    """Seconds that overlap saves, and where the longest path of backward leaves compute."""
-    if not has_overlap(cluster, training):
-        return 0.0, None
-    ops = _backward(graph, step, places, mesh, cluster)
-    time_s, handover = backward_time(ops, cluster.overlap)
-    in_turn_s = sum(at.compute_s + sum(at.blocking.values()) + sum(at.put_off.values()) for at in ops)
-    return max(0.0, in_turn_s - time_s), handover
 
 
 def _backward(graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster) -> list[AtOp]:

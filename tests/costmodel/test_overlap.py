@@ -108,7 +108,7 @@ def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...
     assert sum(plan.hidden_s > 0 for plan in plans) > 3
     for number, (choice, plan) in enumerate(zip(choices, plans)):
         for met in (plans[: number + 1], [plan]):
-            paths = Paths(CLUSTER.overlap, tuple(one.handover for one in met))
+            paths = Paths(CLUSTER.overlap, tuple((one.handover, 1 / len(met)) for one in met))
             weights = paths.weights(graph, folded)
             table = price(graph, folded, candidates, mesh, CLUSTER, weights=weights).table
             for other, its_plan in zip(choices, plans):

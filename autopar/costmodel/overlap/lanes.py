@@ -52,6 +52,11 @@ class AtOp:
     blocking: BySeconds = field(default_factory=dict)
     put_off: BySeconds = field(default_factory=dict)
 
+    @property
+    def in_turn_s(self) -> float:
+        """Seconds of all of it, one after the other."""
+        return self.compute_s + sum(self.blocking.values()) + sum(self.put_off.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Handover:
@@ -59,6 +64,22 @@ class Handover:
 
     position: int
     lane: int
+
+
+def path_length(ops: Sequence[AtOp], overlap: float, handover: Handover | None) -> float:
+    """Seconds along compute up to the op of `handover`, and along its lane from there on; without it, to the end."""
+    length_s = 0.0
+    for position in range(len(ops) - 1, -1, -1):
+        here = ops[position]
+        if handover is not None and position < handover.position:
+            length_s += here.blocking.get(handover.lane, 0.0) + here.put_off.get(handover.lane, 0.0)
+            continue
+        length_s += here.compute_s + sum(here.blocking.values())
+        if handover is not None and position == handover.position:
+            length_s += here.put_off.get(handover.lane, 0.0)
+        else:
+            length_s += (1 - overlap) * sum(here.put_off.values())
+    return length_s
 
 
 def backward_time(ops: Sequence[AtOp], overlap: float) -> tuple[float, Handover | None]:

@@ -70,24 +70,37 @@ IN_TURN = PathWeights({}, frozenset(), (), 0.0)
 
 @dataclass(frozen=True)
 class Paths:
-    """The longest paths of the plans met so far; their weights are their shares.
+    """Paths with their weights, of sum 1: where each leaves compute, None where it never does.
 
-    `met`: where each leaves compute, None where it never does. `overlap`: as of the cluster.
+    `overlap`: as of the cluster.
     """
 
     overlap: float
-    met: tuple[Handover | None, ...] = ()
+    shares: tuple[tuple[Handover | None, float], ...] = ((None, 1.0),)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether the only path is along compute."""
+        return all(handover is None for handover, _ in self.shares)
+
+    def towards(self, other: "Paths", step: float) -> "Paths":
+        """The weights between these (`step` 0) and those of `other` (1)."""
+        mixed: dict[Handover | None, float] = {}
+        for shares, factor in ((self.shares, 1 - step), (other.shares, step)):
+            for handover, share in shares:
+                mixed[handover] = mixed.get(handover, 0.0) + factor * share
+        return Paths(self.overlap, tuple(mixed.items()))
 
     def weights(self, graph: Graph, folded: Folded) -> PathWeights:
-        """The average of the paths; within a run of several ops a path leaves at the nearer end."""
+        """Their weights in the runs; within a run of several ops a path leaves at the nearer end."""
         runs, same = _runs(graph, folded), folded.representative
         number = {position: number for number, run in enumerate(runs) for position in run}
         leaving: list[BySeconds] = [{} for _ in runs]
-        for handover in self.met:
+        for handover, share in self.shares:
             if handover is not None:
                 at = number[handover.position]
                 at -= bool(at) and _is_near_start(runs[at], handover.position)
-                leaving[at][handover.lane] = leaving[at].get(handover.lane, 0.0) + 1 / len(self.met)
+                leaving[at][handover.lane] = leaving[at].get(handover.lane, 0.0) + share
         run_of = {op.name: number[at] for at, op in enumerate(graph.ops) if same[op.name] == op.name}
         several = frozenset(at for at, run in enumerate(runs) if len(run) > 1)
         return PathWeights(run_of, several, tuple(leaving), self.overlap)
