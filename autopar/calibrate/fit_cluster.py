@@ -70,6 +70,7 @@ def fit_cluster(measured: Measured, name: str, device_type: str, backend: str, l
     shares = (*devices.memory_shares, MemoryShare("update", share))
     devices = replace(devices, memory_shares=shares, update_s=updates.alpha_s)
     cluster = replace(devices, levels=_levels(measured, devices) if measured.links else levels)
+    cluster = replace(cluster, overlap=measured.overlap)
     points = (*_points_of_ops(ranks, cluster), *_points_of_links(measured.links, cluster, len(measured.hosts)))
     origin = _origin(measured, points, backend)
     cluster = replace(cluster, calibration=origin, source=_source(origin))

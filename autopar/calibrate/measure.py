@@ -19,6 +19,7 @@ _MIB = 2**20
 _COPIED_BYTES = 64 * _MIB
 _STEP_BYTES = _MIB  # of the sends that show where bandwidth steps
 _STEP_ROUNDS = 5
+_SHORT_S = 0.1  # of an all-reduce
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -55,12 +56,15 @@ class OnRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """The timings of a calibration. `hosts`: of each rank; `level_sizes`: of the link levels from the inside out."""
+    """The timings of a calibration. `hosts`: of each rank; `level_sizes`: of the link levels from the inside out;
+    `overlap`: as of `Cluster`.
+    """
 
     hosts: tuple[str, ...]
     level_sizes: tuple[int, ...]
     ranks: tuple[OnRank, ...]
     links: tuple[CollectiveTime, ...]
+    overlap: float = 0.0
 
 
 def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: float, tell: Tell) -> Measured:
@@ -75,9 +79,10 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
         ranks: list[OnRank] = [mine] * len(hosts)
         dist.all_gather_object(ranks, mine, group=links.world)
         levels, times = measure_links(links, len(hosts), per_host, effort, tell)
+        overlap = measure_overlap(links, len(hosts), times, tell)
     finally:
         links.close()
-    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times))
+    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), overlap)
 
 
 def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
@@ -112,6 +117,16 @@ def measure_links(
         bandwidths[distance] = max(bandwidths.get(distance, 0.0), sent.num_bytes / sent.seconds)
     sizes = level_sizes(num_ranks, per_host, bandwidths)
     return sizes, list(_on_levels(links, sizes, effort, tell))
+
+
+def measure_overlap(links: TimedLinks, num_ranks: int, times: Sequence[CollectiveTime], tell: Tell) -> float:
+    """The overlap of products with the largest all-reduce of all ranks that was timed and is short; 0 for one rank."""
+    of_all = [one for one in times if one.kind == "all_reduce" and one.groups.size == num_ranks]
+    if not of_all:
+        return 0.0
+    tell("products during an all-reduce")
+    short = [one.num_bytes for one in of_all if one.seconds <= _SHORT_S] or [min(one.num_bytes for one in of_all)]
+    return links.overlap(Groups(num_ranks, 1, num_ranks), max(short))
 
 
 def _on_levels(links: TimedLinks, sizes: Sequence[int], effort: Effort, tell: Tell) -> Iterator[CollectiveTime]:

@@ -18,6 +18,8 @@ from autopar.units import format_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _TRIALS = 3
+_SIDE = 256  # of the square matrices that are multiplied during a collective
+_SOME_PRODUCTS = 20  # to see how long one takes
 _SLOW_S = 0.5  # a call that takes longer is timed once, and larger ones are left out
 
 
@@ -128,6 +130,41 @@ class TimedLinks:
             yield replace(timed, seconds=timed.seconds / 2)
             if timed.seconds > _SLOW_S:
                 return
+
+    def overlap(self, groups: Groups, num_bytes: int) -> float:
+        """The share of an all-reduce in which as long a run of products goes on as fast as alone; 0 to 1.
+
+        The same on every rank.
+        """
+        x, y = (torch.zeros(_SIDE, _SIDE, device=self.device) for _ in range(2))
+        flat, group = torch.zeros(max(1, num_bytes // 4), device=self.device), self.group(groups)
+
+        def seconds(work: Callable[[], object]) -> float:
+            def named(count: int) -> float:
+                with self._stall_named("all_reduce", groups, num_bytes):
+                    return block_s(work, count, self.device)
+
+            return self._slowest(named, 1)
+
+        def products() -> None:
+            for _ in range(num_products):
+                torch.mm(x, x, out=y)
+
+        def reduction() -> None:
+            dist.all_reduce(flat, group=group)
+
+        def both() -> None:
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            products()
+            work.wait()
+
+        num_products = _SOME_PRODUCTS
+        num_products = calls_within(seconds(products) / _SOME_PRODUCTS, seconds(reduction))
+        hidden = []
+        for _ in range(_TRIALS):
+            alone_s, reduced_s, both_s = map(seconds, (products, reduction, both))
+            hidden.append((alone_s + reduced_s - both_s) / min(alone_s, reduced_s))
+        return min(1.0, max(0.0, median(hidden)))
 
     def _timed(self, work: Callable[[], object], kind: str, groups: Groups, num_bytes: int) -> CollectiveTime:
         """A call timed: the slowest rank's seconds, the median of trials; the same on every rank."""
