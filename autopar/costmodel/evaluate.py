@@ -149,7 +149,7 @@ def has_overlap(cluster: Cluster, training: Training) -> bool:
 
 
 def _backward(graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster) -> list[AtOp]:
-    """What backward does at each op; that of a conversion is done behind the last of its users."""
+    """The work of backward at each op; that of a conversion is done behind the last of its users."""
     position, ops = {op.name: number for number, op in enumerate(graph.ops)}, []
     for name, cost in step.ops.items():
         again_s = cost.forward_s if name in places.recomputed else 0.0

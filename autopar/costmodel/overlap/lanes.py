@@ -43,7 +43,7 @@ def lane_of(levels: tuple[LinkLevel, ...], mesh_shape: tuple[int, ...], axes: tu
 
 @dataclass(slots=True)
 class AtOp:
-    """What backward does at an op: seconds of compute, and of collectives by lane.
+    """The work of backward at an op: seconds of compute, and of collectives by lane.
 
     `blocking`: those that compute waits for; `put_off`: reductions of gradients that are complete after this op.
     """

@@ -24,7 +24,7 @@ class PathWeights:
     overlap: float
 
     def at(self, run: int) -> "RunWeights":
-        """The weights of what a run does; all 1 of `IN_TURN`."""
+        """The weights of the work of a run; all 1 of `IN_TURN`."""
         before: BySeconds = {}
         for leaving in self.leaving[:run]:
             for lane, weight in leaving.items():

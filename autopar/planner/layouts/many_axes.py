@@ -13,7 +13,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.layouts.optimizer_offload import host_search
 from autopar.planner.layouts.refine_mesh import lift
 from autopar.planner.layouts.search_mesh import ANY, Solved, fold_stored
-from autopar.planner.layouts.search_overlap import searched, timed
+from autopar.planner.layouts.search_overlap import MeshRounds, timed
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
 
@@ -59,9 +59,10 @@ def refined(coarse: Solved, graph: Graph, cluster: Cluster, step: MeshSearch) ->
         start = problem.encode(best)
         starts = [] if start is None else [start]
         try:
-            known = [timed(setting, problem, start) for start in starts]
-            found = searched(setting, problem, starts, known=known)
-            assignment, assignment_s = found.problem.decode(found.best.strategies), found.best.step_s
+            search = MeshRounds(setting, problem, starts, [timed(setting, problem, start) for start in starts])
+            for at in search.rounds():
+                search.take(at.setting.search(at.problem, at.starts))
+            assignment, assignment_s = search.solution.assignment, search.solution.step_s
         except InfeasibleError:
             on_host = host_search(setting, problem)
             if on_host is None:

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.planner.layouts.optimizer_offload import Solution, host_search, is_worth_moving
-from autopar.planner.layouts.search_overlap import Searched, Timed, searched, timed
+from autopar.planner.layouts.search_overlap import MeshRounds, Timed, timed
 from autopar.planner.layouts.two_groups import can_mix, mixture, two_groups
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
 from autopar.planner.request import PlanRequest
@@ -94,14 +94,17 @@ def solve_mesh(
     best = _unsolved(setting, folded, problem, times)
     is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
     try:
-        found = searched(setting, problem, known, known=list(times.values()), is_brief=is_mixed)
+        search = MeshRounds(setting, problem, known, times.values())
+        for at in search.rounds():
+            search.take(at.setting.search(at.problem, at.starts, is_brief=is_mixed and not setting.has_overlap))
     except InfeasibleError:
         on_host = None if budget.is_spent else host_search(setting, problem)
         if on_host is None:
             raise
         return best.or_faster(on_host.solved(on_host.setting.search(on_host.problem, known)))
-    setting, problem, choice = found.setting, found.problem, found.choice
-    best = best.or_faster(_solution(found, by_hand))
+    setting, problem, choice = search.last.setting, search.last.problem, search.choice
+    assert choice is not None, "each search has a choice"
+    best = best.or_faster(_named(search, by_hand))
     if is_worth_moving(problem.priced.table, choice, cluster) and not budget.is_spent:
         on_host = host_search(replace(setting, to_beat_s=min(to_beat_s, best.cost_s)), problem)
         if on_host is not None:
@@ -109,7 +112,10 @@ def solve_mesh(
     can_win = choice.gap > ENOUGH_GAP and choice.lower_bound_s < min(to_beat_s, best.cost_s)
     if is_mixed and choice.around is not None and can_win and not budget.is_spent:
         groups, mixed = _in_groups(setting, folded, problem, choice, best.assignment)
-        solution = _solution(searched(setting, groups, mixed), {})
+        search = MeshRounds(setting, groups, mixed)
+        for at in search.rounds():
+            search.take(at.setting.search(at.problem, at.starts))
+        solution = search.solution
         bound_s = min(best.lower_bound_s, solution.lower_bound_s)
         best = replace(best, lower_bound_s=bound_s).or_faster(solution, bound_of=GROUPS)
     return best
@@ -129,11 +135,11 @@ def _in_groups(
     return problem, [start for assignment in known if (start := problem.encode(assignment)) is not None]
 
 
-def _solution(found: Searched, by_hand: Mapping[str, tuple[int, ...]]) -> Solution:
-    """The plan that was searched; `by_hand`: name of each hand plan -> its choice."""
-    best = found.best
-    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == best.strategies), "search")
-    return Solution(found.problem.decode(best.strategies), best.step_s, found.lower_bound_s, found_by)
+def _named(search: MeshRounds, by_hand: Mapping[str, tuple[int, ...]]) -> Solution:
+    """The plan that was searched, with the name of the hand plan that it is; `by_hand`: name -> its choice."""
+    best = search.best and search.best.strategies
+    found_by = next((f"hand plan {name}" for name, start in by_hand.items() if start == best), "search")
+    return replace(search.solution, found_by=found_by)
 
 
 def _unsolved(setting: Setting, folded: Folded, problem: Problem, by_hand: Mapping[str, Timed]) -> Solved:

@@ -5,13 +5,14 @@ choice is timed as a plan, whose longest path joins those that the next table we
 the plans met so far (`overlap.best_shares`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.evaluate import Costs
 from autopar.costmodel.overlap.best_shares import best_shares
 from autopar.costmodel.overlap.lanes import Handover, backward_time, path_length
 from autopar.costmodel.overlap.path_weights import Paths
+from autopar.planner.layouts.optimizer_offload import Solution
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
 from autopar.search.table import Choice, cost_of, memory_of
 
@@ -41,14 +42,12 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Searched:
-    """The best plan met, a proven lower bound, and the last search: its setting, problem and choice."""
+class Round:
+    """One search: its setting, problem and starts."""
 
     setting: Setting
     problem: Problem
-    choice: Choice
-    best: Timed
-    lower_bound_s: float
+    starts: list[tuple[int, ...]]
 
 
 def timed(setting: Setting, problem: Problem, strategies: tuple[int, ...]) -> Timed:
@@ -59,45 +58,63 @@ def timed(setting: Setting, problem: Problem, strategies: tuple[int, ...]) -> Ti
     return Timed(strategies, costs.step_s, costs)
 
 
-def searched(
-    setting: Setting,
-    problem: Problem,
-    starts: Sequence[tuple[int, ...]],
-    *,
-    known: Sequence[Timed] = (),
-    is_brief: bool = False,
-) -> Searched:
-    """The search of `problem` from `starts`; `known`: those among them, or others, that are timed.
+class MeshRounds:
+    """The search of a problem, in rounds of which the caller makes each search and hands its choice to `take`.
 
-    `is_brief`: as in `solve`. InfeasibleError as of `Setting.search`.
+    Without overlap there is one round. `starts`: of each round; `known`: those among them, or others, that are timed.
+    After the last round: `last`, it, with its `choice`; `best`, the best plan met; `lower_bound_s`, proven.
     """
-    if not setting.has_overlap:
-        choice = setting.search(problem, list(starts), is_brief=is_brief)
-        return Searched(setting, problem, choice, Timed(choice.strategies, choice.cost_s), choice.lower_bound_s)
-    table, overlap = problem.priced.table, setting.cluster.overlap
-    met = [one for one in known if memory_of(table, one.strategies) <= table.memory_limit_bytes]
-    best, bound_s = min(met, key=lambda one: one.step_s, default=None), 0.0
-    met = [one for one in met if best and one.step_s <= _NEAR * best.step_s]
-    paths = around = Paths(overlap)
-    for number in range(_MOST_ROUNDS):
-        is_last, most_s = number == _MOST_ROUNDS - 1, float("inf")
-        if met:
-            most_s, target = _best_paths(met, overlap)
-            paths = target if around.is_trivial else around.towards(target, _STEP)
-        own = setting.budget if is_last else setting.budget.part(_SHARE)
-        of_round = replace(setting, paths=paths, budget=own)
-        problem = of_round.repriced(problem)
-        choice = of_round.search(problem, [*starts, *([best.strategies] if best else [])])
-        made = timed(setting, problem, choice.strategies)
-        best = made if best is None or made.step_s < best.step_s else best
-        if choice.lower_bound_s >= bound_s:
-            bound_s, around = choice.lower_bound_s, paths
-        enough_s = ENOUGH_GAP * best.step_s
-        if min(best.step_s, most_s) - bound_s <= enough_s or bound_s >= setting.to_beat_s or setting.budget.is_spent:
-            break
-        met.append(made)
-    assert best is not None, "each round has a choice"
-    return Searched(of_round, problem, choice, best, bound_s)
+
+    def __init__(
+        self, setting: Setting, problem: Problem, starts: Sequence[tuple[int, ...]], known: Iterable[Timed] = ()
+    ) -> None:
+        table, self.overlap = problem.priced.table, setting.cluster.overlap
+        self.last = Round(setting, problem, list(starts))
+        self.choice: Choice | None = None
+        fitting = [one for one in known if memory_of(table, one.strategies) <= table.memory_limit_bytes]
+        self.best = min(fitting, key=lambda one: one.step_s, default=None)
+        self.lower_bound_s = 0.0
+        self.met = [one for one in fitting if self.best and one.step_s <= _NEAR * self.best.step_s]
+        self.paths = self.around = setting.paths or Paths(self.overlap)
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds, until the bound is as good as weights of the paths met can make it."""
+        setting, starts = self.last.setting, self.last.starts
+        if not setting.has_overlap:
+            yield self.last
+            return
+        for number in range(_MOST_ROUNDS):
+            most_s = float("inf")
+            if self.met:
+                most_s, target = _best_paths(self.met, self.overlap)
+                self.paths = target if self.around.is_trivial else self.around.towards(target, _STEP)
+            budget = setting.budget if number == _MOST_ROUNDS - 1 else setting.budget.part(_SHARE)
+            own = replace(setting, paths=self.paths, budget=budget)
+            best = [] if self.best is None else [self.best.strategies]
+            self.last = Round(own, own.repriced(self.last.problem), [*starts, *best])
+            yield self.last
+            assert self.best is not None, "the choice was taken"
+            missing_s = min(self.best.step_s, most_s) - self.lower_bound_s
+            is_enough = missing_s <= ENOUGH_GAP * self.best.step_s or self.lower_bound_s >= setting.to_beat_s
+            if is_enough or setting.budget.is_spent:
+                return
+
+    def take(self, choice: Choice) -> None:
+        """Take the choice of the last round."""
+        self.choice, setting, problem = choice, self.last.setting, self.last.problem
+        made = timed(setting, problem, choice.strategies) if setting.has_overlap else None
+        made = made or Timed(choice.strategies, choice.cost_s)
+        if self.best is None or made.step_s < self.best.step_s or not setting.has_overlap:
+            self.best = made
+        if choice.lower_bound_s >= self.lower_bound_s:
+            self.lower_bound_s, self.around = choice.lower_bound_s, self.paths
+        self.met.append(made)
+
+    @property
+    def solution(self) -> Solution:
+        """The best plan."""
+        assert self.best is not None, "a round was made"
+        return Solution(self.last.problem.decode(self.best.strategies), self.best.step_s, self.lower_bound_s)
 
 
 def _best_paths(met: Sequence[Timed], overlap: float) -> tuple[float, Paths]:
