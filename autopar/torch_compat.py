@@ -28,6 +28,7 @@ from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
@@ -70,6 +71,7 @@ __all__ = [
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
     "has_hooks_of_all_modules",
     "has_pipeline_stages",
+    "has_step_hooks",
     "is_autocast_wrapper",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
@@ -261,6 +263,12 @@ def is_in_backward() -> bool:
 def over_all_gradients() -> tuple[Any, Any]:
     """The functions by which torch's clip_grad_norm_ and GradScaler look at all gradients of an optimizer at once."""
     return torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether more than the package's own hook runs around a step; torch only adds and removes hooks."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any(own) or len(_global_optimizer_pre_hooks) > 1 or bool(_global_optimizer_post_hooks)
 
 
 def wants_whole_state() -> str:

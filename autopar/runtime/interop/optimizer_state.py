@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.saved_parts import check_saved_here
 from autopar.runtime.interop.full_state import all_called, plain_copy
+from autopar.runtime.interop.local_step import step_on_parts
 from autopar.runtime.interop.optimizer_stages import whole_optimizer_state
 from autopar.runtime.module_runtime import Runtime
 from autopar.runtime.rank_agreement import is_first
@@ -52,14 +53,15 @@ class FullOptimizerState(nn.Module):
 
 @functools.cache
 def cut_loaded_state() -> None:
-    """From now on each optimizer of the process that was given whole state has its parts before its next step, and
-    Adafactor over weights in parts is refused.
+    """From now on each optimizer of the process that was given whole state has its parts before its next step, which
+    is on parts if it can be, and Adafactor over weights in parts is refused.
     """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, torch.optim.Adafactor):
             _check_whole(optimizer)
+        step_on_parts(optimizer)
         if seen.get(optimizer) is not optimizer.state:  # load_state_dict makes another dict
             seen[optimizer] = optimizer.state
             for group in optimizer.param_groups:

@@ -1,0 +1,110 @@
+"""Optimizer steps on parts: the same bits as on DTensors, which the optimizer still has between two steps."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from tests.workers import Ranks, device_mesh
+
+pytestmark = pytest.mark.multirank
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"foreach": True},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {"maximize": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.tensor(1.5))  # of no dims
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layers(x).square().mean()
+
+
+def steps(name: str, options: dict, on_parts: bool) -> tuple[list[torch.Tensor], dict]:
+    """(parameters, state) after three steps."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(8, 8)
+    sharded = autopar.compile(model, device_mesh((2, 2), ("dp", "tp")), args=(x,), cluster="free-links")
+    assert any(p.to_local().numel() < p.numel() for p in sharded.parameters())
+    optimizer = getattr(torch.optim, name)(sharded.parameters(), lr=0.01, **options)
+    if not on_parts:
+        vars(optimizer)["_autopar_step"] = None  # as if its step had been replaced
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    whole = list(optimizer.param_groups[0]["params"])
+    for _ in range(3):
+        optimizer.zero_grad()
+        sharded(x).backward()
+        optimizer.step()
+        scheduler.step()
+    assert all(new is old for new, old in zip(optimizer.param_groups[0]["params"], whole, strict=True))
+    assert optimizer.param_groups[0].get("foreach") == options.get("foreach")
+    assert set(optimizer.state) == set(whole)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    is_on_parts = hasattr(optimizer.step, "_autopar_local_step")
+    assert is_on_parts == on_parts
+    return [p.full_tensor() for p in sharded.parameters()], state
+
+
+def same_bits(name: str) -> None:
+    options = OPTIMIZERS[name]
+    (left, mine), (right, theirs) = (steps(name, options, on_parts) for on_parts in (True, False))
+    for one, other in zip(left, right, strict=True):
+        assert torch.equal(one, other)
+    assert mine.keys() == theirs.keys()
+    for number, state in mine.items():
+        assert state.keys() == theirs[number].keys()
+        for key, value in state.items():
+            other = theirs[number][key]
+            assert type(value) is type(other), (key, type(value), type(other))
+            if isinstance(value, DTensor):
+                assert value.placements == other.placements and torch.equal(value.to_local(), other.to_local())
+            elif isinstance(value, torch.Tensor):
+                assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_bits_as_on_dtensors(ranks4: Ranks, name: str) -> None:
+    ranks4.run(same_bits, name)
+
+
+def others_see_whole() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(8, 8)
+    sharded = autopar.compile(model, device_mesh((4,), ("dp",)), args=(x,), cluster="free-links")
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.01)
+    for _ in range(2):
+        sharded(x).backward()
+        optimizer.step()
+    seen = []
+    handle = optimizer.register_step_pre_hook(lambda optimizer, *_: seen.extend(optimizer.param_groups[0]["params"]))
+    optimizer.step()
+    assert len(seen) == 5 and all(isinstance(p, DTensor) for p in seen)
+    handle.remove()
+    assert optimizer.step(lambda: sharded(x)) is not None
+
+    before, optimizer.param_groups[0]["lr"] = list(optimizer.param_groups[0]["params"]), torch.tensor([1.0, 2.0])
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        optimizer.step()  # no rate has two numbers
+    assert all(new is old for new, old in zip(optimizer.param_groups[0]["params"], before, strict=True))
+    assert all(isinstance(p, DTensor) for p in optimizer.state)
+
+
+def test_hooks_closures_and_failures_leave_dtensors(ranks4: Ranks) -> None:
+    ranks4.run(others_see_whole)
