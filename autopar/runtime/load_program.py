@@ -30,6 +30,7 @@ from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, mov
 from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
+from autopar.torch_compat import gradient_like
 
 _numbers = itertools.count()
 
@@ -98,16 +99,14 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        ctx.made = x.device_mesh, x.placements, x.shape, x.stride()
+        ctx.made = gradient_like(x)
         ctx.in_flight = list[InFlight]()
         part = x.to_local()
         return part.view_as(part)  # autograd makes the tensor returned a result of this
 
     @staticmethod
     def backward(ctx, *gradients):
-        mesh, placements, shape, stride = ctx.made
-        local = arrived(ctx.in_flight, gradients[0])
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return ctx.made(arrived(ctx.in_flight, gradients[0]))
 
 
 def load(program: Program, **fields: Any) -> Loaded:
