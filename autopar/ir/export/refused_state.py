@@ -6,6 +6,7 @@ Other buffers that the forward replaces are written back.
 
 import functools
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -127,7 +128,7 @@ def _other_randomness_refused(model: nn.Module) -> Iterator[None]:
 def _generators() -> dict[str, Any]:
     """The states of the random generators that torch does not know, by name."""
     numpy = sys.modules.get("numpy")
-    states = {} if numpy is None else {"numpy.random": repr(numpy.random.get_state(legacy=False))}
+    states = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))}
     return states | {"Python's random": random.getstate()}
 
 
