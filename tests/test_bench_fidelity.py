@@ -122,11 +122,6 @@ def test_peak_memory_is_linear_in_layers_and_higher_without_recomputation(small)
     assert peak_bytes(replace(line, num_layers=8), PRESETS["v100"]) == pytest.approx(whole[0])
 
 
-def test_receives_ahead_of_use_never_make_a_pipeline_slower(small):
-    written, cluster = WrittenPlan(small, stages=4, num_microbatches=8), PRESETS["v100-25g"]
-    assert step_s(written, cluster, Library(is_early=True)) < step_s(written, cluster)
-
-
 def _a800_row(model, kind, *, pp=1, tp=1, dp=4, **columns):
     devices = str(pp * tp * dp)
     plan = {"pp": str(pp), "tp": str(tp), "dp": str(dp), "devices": devices, "devices_of_each_node": devices}
