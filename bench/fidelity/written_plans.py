@@ -125,12 +125,14 @@ class Library:
     `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
     "parameters", gathers among them, beside forward and backward.
     `bucket_bytes`: of gradients that are reduced together. `cast_bytes`: moved for each element of an operand of a
-    linear layer, to cast it.
+    linear layer, to cast it. `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of
+    the pipeline, but on the last stage; 0: as many as microbatches are in flight.
     """
 
     hides: str = "nothing"
     bucket_bytes: float = 0.0
     cast_bytes: float = 0.0
+    buffers_by_stages: int = 0
 
 
 def step_s(written: WrittenPlan, cluster: Cluster, library: Library = Library()) -> float:
