@@ -47,7 +47,7 @@ def with_gather_buckets(
 
     `places`: parameter -> its place in the bucket that may gather it.
     """
-    by_name, known, chosen = conversions(graph, assignment), dict[Hashable, bool](), {}
+    by_name, known, chosen = conversions(graph, assignment, places), dict[Hashable, bool](), {}
     for name, place in places.items():
         first = by_name[name][0]
         ends = replace(first.value, name=""), (first.src,), (first.dst,)

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.costmodel.activations.saved_activations import Regions
+from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.state_offload import hostable, optimizer_bytes
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
 from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving
 from autopar.planner.layouts.two_groups import can_mix
 from autopar.planner.pipeline.cut_stages import restricted
@@ -20,6 +22,8 @@ from autopar.planner.pipeline.stage_tables import (
     tables_of,
 )
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, key_of, pressure_of
+from autopar.planner.problem import ENOUGH_GAP
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import format_layout
 from autopar.search.table import memory_of
 
@@ -226,7 +230,8 @@ def _search(
 ) -> StagePlans:
     """The stages' tables under one limit, searched until nothing can take less than `to_beat_s`.
 
-    If the limit binds, the copies of each segment are searched in two groups. near: plans of other limits, from which
+    If the limit binds, the copies of each segment are in two groups: as the best choices above the limit and within it,
+    or, where that is not good enough, as a search from there on has them. near: plans of other limits, from which
     the search starts too. is_on_host: tables of `with_moves`, whose seconds are not those of a step.
     """
     setting = replace(setting_of(at, stages[0]), to_beat_s=to_beat_s)
@@ -235,28 +240,43 @@ def _search(
     others = (tuple(own for _, own in one.of_others(stages).parts) for one in near)
     is_mixed = limit_bytes < math.inf and any(can_mix(segments_of(at, one)[1]) for one in stages)
     choice = setting.search(tables.joint, tables.encode((by_hand, *others)), is_brief=is_mixed)
-    is_short = is_worth_moving(tables.table, choice, at.task.cluster)
-    bound_s, share = choice.lower_bound_s, tables.share_above(choice) if is_mixed else None
-    parts, cost_s = tables.decode(choice.strategies), choice.cost_s
-    share = None if at.budget.is_spent else share
-    if share is not None:
-        above, within = map(tables.decode, choice.around or ())
-        mixed = tuple(mixed_copies(at, one, share, *ends) for one, *ends in zip(stages, above, within, strict=True))
-        groups = tables_of(setting, at, stages, limit_bytes, is_on_host=is_on_host, share=share)
-        choice = setting.search(groups.joint, groups.encode((mixed, parts, above, within)))
-        bound_s = min(bound_s, choice.lower_bound_s)
-        if choice.cost_s < cost_s:
-            parts, cost_s = groups.decode(choice.strategies), choice.cost_s
-        else:
-            share = None
-    return StagePlans(
-        tuple((one.graph, own) for one, own in zip(stages, parts)),
-        cost_s,
+    found = StagePlans(
+        _of_stages(stages, tables.decode(choice.strategies)),
+        choice.cost_s,
         pressure,
-        is_short=is_short,
-        lower_bound_s=0.0 if is_on_host else bound_s,
-        share=share,
+        is_short=is_worth_moving(tables.table, choice, at.task.cluster),
+        lower_bound_s=0.0 if is_on_host else choice.lower_bound_s,
     )
+    share = tables.share_above(choice) if is_mixed and not at.budget.is_spent else None
+    if share is None:
+        return found
+    above, within = map(tables.decode, choice.around or ())
+    mixed = tuple(mixed_copies(at, one, share, *ends) for one, *ends in zip(stages, above, within, strict=True))
+    if not is_on_host:
+        as_mixed = _evaluated(at, stages, replace(found, parts=_of_stages(stages, mixed), share=share))
+        if _fits(at, as_mixed) and as_mixed.cost_s * (1 - ENOUGH_GAP) <= choice.lower_bound_s:
+            return as_mixed
+    groups = tables_of(setting, at, stages, limit_bytes, is_on_host=is_on_host, share=share)
+    known = groups.encode((mixed, tuple(own for _, own in found.parts), above, within))
+    choice = setting.search(groups.joint, known)
+    found = replace(found, lower_bound_s=min(found.lower_bound_s, choice.lower_bound_s))
+    if choice.cost_s >= found.cost_s:
+        return found
+    return replace(found, parts=_of_stages(stages, groups.decode(choice.strategies)), cost_s=choice.cost_s, share=share)
+
+
+def _of_stages(stages: Stages, assignments: Sequence[Assignment]) -> tuple[tuple[Graph, Assignment], ...]:
+    return tuple((one.graph, own) for one, own in zip(stages, assignments, strict=True))
+
+
+def _evaluated(at: RankTask, stages: Stages, plans: StagePlans) -> StagePlans:
+    """The plans with the costs of their parts."""
+    costs = tuple(
+        evaluate(graph, own, at.task.mesh, at.task.cluster, training=one.request.training)
+        for one, (graph, own) in zip(stages, plans.parts, strict=True)
+    )
+    seconds, num_bytes = sum(one.step_s for one in costs), sum(one.total_memory_bytes for one in costs)
+    return replace(plans, cost_s=seconds, memory_bytes=num_bytes, costs=costs)
 
 
 def _with_saved(stage: Wanted, kind: str, regions: Regions) -> Wanted:
