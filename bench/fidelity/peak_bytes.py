@@ -24,5 +24,6 @@ def _more_buffers(plan: StagedPlan, rank: int, library: Library) -> float:
         return 0.0
     stage = plan.stages[rank]
     in_flight = stage.training.num_in_flight
-    saved = stage.costs.memory_bytes["activations"] / in_flight
+    received = sum(plan.sent_bytes(rank - 1)) if rank else 0
+    saved = stage.costs.memory_bytes["activations"] / in_flight + received
     return max(0, library.buffers_by_stages * num_stages - in_flight) * saved
