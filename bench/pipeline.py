@@ -24,6 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar.mesh import PIPELINE
+from autopar.runtime.pipeline.lanes import make_lanes
 from autopar.runtime.pipeline.run_schedule import StageRunner, measured_timeline
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
 from autopar.schedule.orders import Schedule
@@ -118,7 +120,8 @@ def run_case(case: Case, rounds: int) -> tuple[list[Timeline], float]:
             LocalStage(i, (wire,) if i else (), (loss,) if i == last else (wire,)) for i in schedule.stages_of(rank)
         ]
         works = {stage.index: build(case.stages[stage.index], stage.index, schedule.num_stages) for stage in stages}
-        runner = StageRunner(schedule, stages, group, torch.device("cpu"))
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(PIPELINE,))
+        runner = StageRunner(schedule, stages, make_lanes(mesh, schedule), torch.device("cpu"))
         runner.step(works)
         num_rounds = rounds * (MORE_ROUNDS if isinstance(case.stages[0], int) else 1)
         found = [measured_timeline(runner.step(works, is_timed=True), group) for _ in range(num_rounds)]

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import spans
-from bench.fidelity.peak_bytes import peak_bytes
+from bench.fidelity.peak_bytes import _more_buffers, peak_bytes
 from bench.fidelity.published_models import A800_MODELS, v100_gpt
 from bench.fidelity.published_rows import a800_rows, h100_rows, v100_rows
 from bench.fidelity.scores import Pair, fitted, mean_error, rank_correlation, regrets, worst_error
@@ -113,18 +113,24 @@ def test_uneven_nodes_share_the_cards_of_the_smallest():
 
 
 def test_peak_memory_is_linear_in_layers_and_higher_without_recomputation(small):
-    plain, every = (peak_bytes(WrittenPlan(small, recomputed=again), PRESETS["v100"]) for again in ("none", "all"))
+    plain, every = (
+        peak_bytes(WrittenPlan(small, recomputed=again), PRESETS["v100"], Library()) for again in ("none", "all")
+    )
     assert every < plain
     build = partial(v100_gpt, 8, 64, heads=4)
-    whole = [peak_bytes(WrittenPlan(partial(build, layers=n)), PRESETS["v100"]) for n in (8, 12)]
+    whole = [peak_bytes(WrittenPlan(partial(build, layers=n)), PRESETS["v100"], Library()) for n in (8, 12)]
     line = WrittenPlan(build, num_layers=12)
-    assert peak_bytes(line, PRESETS["v100"]) == pytest.approx(whole[1], rel=0.01)
-    assert peak_bytes(replace(line, num_layers=8), PRESETS["v100"]) == pytest.approx(whole[0])
+    assert peak_bytes(line, PRESETS["v100"], Library()) == pytest.approx(whole[1], rel=0.01)
+    assert peak_bytes(replace(line, num_layers=8), PRESETS["v100"], Library()) == pytest.approx(whole[0])
 
 
-def test_receives_ahead_of_use_never_make_a_pipeline_slower(small):
-    written, cluster = WrittenPlan(small, stages=4, num_microbatches=8), PRESETS["v100-25g"]
-    assert step_s(written, cluster, Library(is_early=True)) < step_s(written, cluster)
+def test_buffers_of_a_library_are_held_beside_those_in_flight(small):
+    """Two a stage of the pipeline are eight, of which the first stage of 1f1b has four anyway."""
+    plan = staged(WrittenPlan(small, stages=4, num_microbatches=8, recomputed="all"))
+    saved = plan.stages[0].costs.memory_bytes["activations"] / 4
+    more = [_more_buffers(plan, rank, Library(buffers_by_stages=2)) for rank in range(4)]
+    assert more[0] == 4 * saved and more[1] > 0 and more[3] == 0
+    assert _more_buffers(plan, 0, Library(buffers_by_stages=1)) == _more_buffers(plan, 0, Library()) == 0
 
 
 def _a800_row(model, kind, *, pp=1, tp=1, dp=4, **columns):

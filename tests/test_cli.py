@@ -252,7 +252,10 @@ def test_verify_runs_stages_of_a_saved_plan(file, capsys, tmp_path):
     assert explain_stages(file, "--save", saved) == 0
     capsys.readouterr()
     assert main(["verify", f"{file}:deep", "--mesh", "pp=2,dp=2", "--plan", saved, "--dtype", "float32"]) == 0
-    assert "\nequal" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nequal" in out
+    sent = re.search(r"^values +([0-9]+ +[0-9]+) +([0-9]+ +[0-9]+)$", out, re.MULTILINE)
+    assert sent and sent[1].split() == sent[2].split() and sent[1].split()[0] == "4"
 
 
 @pytest.mark.multirank

@@ -208,12 +208,12 @@ def is_random(op: Op) -> bool:
 
     Attention does, with dropout, though torch has no tag for it.
     """
-    arguments = arguments_of(op)
     if family(op.target) == ATTENTION:
-        return arguments["dropout_p"] > 0
-    # arguments of dropout and of recurrent layers
-    drops = arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
-    return drops and torch.Tag.nondeterministic_seeded in resolve(op.target).tags
+        return arguments_of(op)["dropout_p"] > 0
+    if torch.Tag.nondeterministic_seeded not in resolve(op.target).tags:
+        return False
+    arguments = arguments_of(op)  # of dropout and of recurrent layers
+    return arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
 
 
 def order_of(target: str, args: tuple[object, ...], ndim: int, **kwargs: object) -> tuple[int, ...]:

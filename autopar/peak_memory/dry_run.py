@@ -1,6 +1,5 @@
 """A dry run: a training step of a generated program on tensors without data, action by action of a schedule."""
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import namespace_on
 from autopar.runtime.accumulate import Results, close_step, open_step
 from autopar.runtime.load_program import compile_source
-from autopar.runtime.pipeline.torch_stage import MOST_ON_THE_WAY_BACK, depends, sendable
+from autopar.runtime.pipeline.torch_stage import Wire, depends, sendable
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.sbp.convert import Axis, joint_axis
 from autopar.sbp.placement import Layout, local_shape
@@ -124,13 +123,14 @@ Tensors = list[torch.Tensor]
 class DryStage:
     """The actions of torch's pipeline stage, and the tensors that it holds between them.
 
-    `arrived`: receive buffers allocated before their action; `flying`: microbatch -> (outputs, received tensors);
+    `sends`: the boundary tensors to the next stage. `arrived`: receive buffers allocated before their action;
+    `flying`: microbatch -> (outputs, received tensors);
     `halved`: microbatch -> tensors that wait for "W"; `gathered`: results of `gather`, once a step.
     """
 
     rank: Rank
     is_first: bool = True
-    sends: bool = False
+    sends: tuple[Wire, ...] = ()
     arrived: dict[Action, Any] = field(default_factory=dict)
     flying: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
     halved: dict[int, tuple[Any, ...]] = field(default_factory=dict)
@@ -152,8 +152,10 @@ class DryStage:
             return self.arrived.pop(action)
         if action.kind == "F":
             return self.rank.received()
+        if self.sends:
+            return [torch.empty(wire.shape, dtype=wire.dtype) if wire.needs_grad else None for wire in self.sends]
         outputs = self.flying[action.microbatch][0]
-        is_loss = not self.sends and all(x.numel() == 1 for x in outputs)
+        is_loss = all(x.numel() == 1 for x in outputs)
         return None if is_loss else [torch.empty_like(x) if x.requires_grad else None for x in outputs]
 
     def forward(self, action: Action) -> Tensors:
@@ -197,18 +199,18 @@ class DryStage:
 
 @dataclass
 class DryStep:
-    """A step of one rank, which holds the buffers of torch's schedules as long as they do.
+    """A step of one rank, which holds the output of the last forward, as torch's schedules do, and the gradients that
+    are being sent back.
 
-    Schedules in rounds hold the gradients that are being sent back, the others the tensors received and sent last.
-    `arrivals`: those of the rank (see `predict._arrivals`). `tied`: FQN of a parameter that other ranks of the pipeline
-    hold too -> their number.
+    `arrivals`: those of the rank (see `predict._arrivals`); `posted_by`: as in `simulate.posted_by`, of the rank.
+    `tied`: FQN of a parameter that other ranks of the pipeline hold too -> their number.
     """
 
     stages: Mapping[int, DryStage]
     actions: Sequence[Action]
     is_split: bool = True
-    in_rounds: bool = False
     arrivals: Mapping[int, Sequence[Action]] = field(default_factory=dict)
+    posted_by: Mapping[int, int] = field(default_factory=dict)
     tied: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, storages: Storages) -> list[tuple[str, np.ndarray]]:
@@ -232,23 +234,22 @@ class DryStep:
         return phases
 
     def _act(self, phases: list[tuple[str, np.ndarray]], storages: Storages) -> None:
-        back: deque[Tensors] = deque(maxlen=MOST_ON_THE_WAY_BACK if self.in_rounds else 1)
-        last: dict[str, Tensors] = {}
+        back: dict[int, list[Tensors]] = {}
+        last: Tensors = []
         for index, action in enumerate(self.actions):
+            back.pop(index, None)
             for arrival in self.arrivals.get(index, ()):
                 here = self.stages[arrival.stage]
                 here.arrived[arrival] = here.receive(arrival)
             stage = self.stages[action.stage]
             if action.kind == "F":
-                last["sent"] = stage.forward(action)
+                last = stage.forward(action)
             elif action.kind == "W":
                 stage.weights(action)
             else:
-                came, gone = stage.backward(action)
-                back.append(gone)
-                last["came"] = [] if self.in_rounds else came
-                del came, gone
+                back.setdefault(self.posted_by.get(index, -1), []).append(stage.backward(action)[1])
             phases.append((str(action), storages.take_changes()))
+        del last, back
 
 
 def _backward(outputs: Tensors, came: Sequence[Any] | None, received: Tensors) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from autopar.codegen.program import Program
 from autopar.costmodel.activations.count_storages import RunOp, count_storages
 from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
-from autopar.ir.graph import Graph, Input
+from autopar.ir.graph import Graph, Input, Value
 from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import without_data
 from autopar.peak_memory.dry_run import DryStage, DryStep, Rank
@@ -21,11 +21,12 @@ from autopar.peak_memory.replay import Recording, Replayed, likeness, recorded, 
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.offload_optimizer import buckets
+from autopar.runtime.pipeline.torch_stage import Wire
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import Layout
-from autopar.schedule.orders import IN_ROUNDS, Schedule
+from autopar.sbp.placement import Layout, local_shape
+from autopar.schedule.orders import Schedule, arriving, receiving_kinds
 from autopar.schedule.orders import actions as schedule_actions
-from autopar.schedule.simulate import generations
+from autopar.schedule.simulate import posted_by
 from autopar.schedule.timeline import Action
 
 Inputs = tuple[tuple[Input, Layout], ...]
@@ -117,8 +118,7 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
     receives = [{item.value.name for item in stage.graph.of_kind("argument")} & made for stage in plan.stages]
     batch = sum(item.value.num_bytes for item in plan.graph.of_kind("argument"))
     slices = _slices(plan)
-    in_rounds, peaks = plan.schedule.name in IN_ROUNDS, []
-    arrivals = _arrivals(plan.schedule) if in_rounds else [{}] * plan.schedule.num_ranks
+    peaks, posted = [], posted_by(plan.schedule)
     recordings = None if is_whole else _recordings(plan, receives)
     for rank, actions in enumerate(schedule_actions(plan.schedule)):
         state: dict[str, torch.Tensor] = {}
@@ -131,7 +131,8 @@ def predict_peaks(plan: StagedPlan, *, is_whole: bool = False) -> tuple[Peak, ..
                 )
                 for number in plan.schedule.stages_of(rank)
             }
-            step = DryStep(stages, actions, in_rounds=in_rounds, arrivals=arrivals[rank], tied=_tied(plan, rank))
+            arrivals, tied = _arrivals(plan.schedule, rank), _tied(plan, rank)
+            step = DryStep(stages, actions, arrivals=arrivals, posted_by=posted[rank], tied=tied)
             own = [plan.stages[number] for number in stages]
             away = {fqn for stage in own for fqn in _on_host(stage.graph, stage.assignment)}
             inputs = [(stage.mesh, _laid_out(stage.graph, stage.assignment)) for stage in own]
@@ -193,39 +194,31 @@ def _slices(plan: StagedPlan) -> dict[str, int]:
 
 class _Where(TypedDict):
     is_first: bool
-    sends: bool
+    sends: tuple[Wire, ...]
 
 
 def _where(plan: StagedPlan, number: int) -> _Where:
-    return {"is_first": number == 0, "sends": number < plan.schedule.num_stages - 1}
+    stage, is_last = plan.stages[number], number == plan.schedule.num_stages - 1
+    values = () if is_last else tuple(value for value in stage.graph.outputs if isinstance(value, Value))
+    layouts, shape = stage.assignment.outputs, stage.mesh.shape
+    sends = (Wire(local_shape(x.shape, layouts[x.name], shape), x.dtype, x.needs_grad) for x in values)
+    return {"is_first": number == 0, "sends": tuple(sends)}
 
 
-def _arrivals(schedule: Schedule) -> list[dict[int, list[Action]]]:
-    """For each rank: index of an action -> the "F" and "B" actions whose receive buffers are allocated before it.
+def _arrivals(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
+    """Index of an action of the rank -> the "F" and "B" actions whose receive buffers are allocated as it begins.
 
-    The ranks of torch's schedules in rounds advance together: a tensor sent in one step is received before the
-    receiver's next step, even if it is needed later.
+    The first buffers come with the first action, each other one with the action that needs the one before
+    (`receive_ahead.Inbox`).
     """
-    num_ran, arrivals = [0] * schedule.num_ranks, [{} for _ in range(schedule.num_ranks)]
-    for ran in generations(schedule):
-        for action in ran:
-            num_ran[schedule.rank_of(action.stage)] += 1
-        for sent in map(_sent, ran):
-            if sent.kind != "W" and 0 <= sent.stage < schedule.num_stages:
-                rank = schedule.rank_of(sent.stage)
-                arrivals[rank].setdefault(num_ran[rank], []).append(sent)
+    position = {action: index for index, action in enumerate(schedule_actions(schedule)[rank])}
+    arrivals: dict[int, list[Action]] = {}
+    for kind in receiving_kinds(schedule):
+        row = arriving(schedule, rank, kind)
+        for before, action in zip((None, *row), row):
+            posted = 0 if before is None else position[before]
+            arrivals.setdefault(posted, []).append(action if kind == "F" else action._replace(kind="B"))
     return arrivals
-
-
-def _sent(action: Action) -> Action:
-    """The action of another stage that receives the result of `action`."""
-    if action.kind == "W":
-        return action
-    return (
-        action._replace(stage=action.stage + 1)
-        if action.kind == "F"
-        else Action("B", action.stage - 1, action.microbatch)
-    )
 
 
 def _tied(plan: StagedPlan, rank: int) -> dict[str, int]:

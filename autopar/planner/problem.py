@@ -1,6 +1,6 @@
 """The search problem of one mesh: from a fold to a priced table, and from that to the cheapest choice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.cluster.hardware import Cluster
@@ -24,7 +24,7 @@ from autopar.sbp.signature import Candidates
 from autopar.search.bounds.drop_edges import tractable
 from autopar.search.bounds.lagrange import least_memory
 from autopar.search.min_plus.eliminate import Limits
-from autopar.search.solve import SOLVERS, Row, solve
+from autopar.search.solve import solve
 from autopar.search.table import Choice
 
 # The relative gap at which a search under a memory limit ends: the last half per cent often takes far longer to prove
@@ -112,15 +112,8 @@ class Setting:
         with self.budget.timed("price"):
             return replace(problem, priced=self._price(problem.folded, problem.everything, self.request.pins))
 
-    def search(
-        self,
-        problem: Problem,
-        starts: list[tuple[int, ...]],
-        *,
-        is_brief: bool = False,
-        solvers: Sequence[Row] = SOLVERS,
-    ) -> Choice:
-        """The cheapest choice of `problem` from `starts`; `is_brief`, `solvers`: as in `solve`.
+    def search(self, problem: Problem, starts: list[tuple[int, ...]], *, is_brief: bool = False) -> Choice:
+        """The cheapest choice of `problem` from `starts`; `is_brief`: as in `solve`.
 
         InfeasibleError with the remedy.
         """
@@ -134,7 +127,6 @@ class Setting:
                     is_brief=is_brief,
                     to_beat_s=self.to_beat_s,
                     progress=self.budget.tell_cost,
-                    solvers=solvers,
                 )
         except InfeasibleError as error:
             raise InfeasibleError(f"{self.what}{error}{self._remedy(problem)}") from error

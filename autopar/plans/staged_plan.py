@@ -76,11 +76,16 @@ class StagedPlan(BasePlan):
 
     def _sent_s(self, stage: int, link: tuple[float, float]) -> float:
         """Seconds of the p2p of the boundary tensors that `stage` receives."""
-        plan = self.stages[stage - 1]
-        sent = {value.name: value for value in plan.graph.outputs}
-        layouts = plan.assignment.outputs
-        sizes = (local_bytes(x.shape, x.dtype.itemsize, layouts[x.name], plan.mesh.shape) for x in sent.values())
-        return link[0] + sum(sizes) / link[1]
+        return link[0] + sum(self.sent_bytes(stage - 1)) / link[1]
+
+    def sent_bytes(self, stage: int, *, only_gradients: bool = False) -> list[int]:
+        """Bytes of each boundary tensor that a rank of `stage` sends for a microbatch, or of each whose gradient comes
+        back.
+        """
+        plan = self.stages[stage]
+        layouts, shape = plan.assignment.outputs, plan.mesh.shape
+        sent = [value for value in plan.graph.outputs if value.needs_grad or not only_gradients]
+        return [round(local_bytes(x.shape, x.dtype.itemsize, layouts[x.name], shape)) for x in sent]
 
     @cached_property
     def timeline(self) -> Timeline:

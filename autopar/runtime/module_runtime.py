@@ -332,7 +332,8 @@ class Runtime:
         """The program of a plan; the first time, also take over the model's tensors."""
         if isinstance(plan, StagedPlan):
             return self._load_stages(module, graph, plan)
-        program = on_every_rank(self.mesh, "lowering", lambda: lower(plan.graph, plan.mesh, plan.assignment))
+        # which fails on all ranks if on one: the graph and the plan are the same
+        program = lower(plan.graph, plan.mesh, plan.assignment)
         if program.has_random_ops:
             check_seed(self.mesh)
         self._take_over(module, graph, plan.assignment.layouts, self.mesh)

@@ -11,23 +11,23 @@ from autopar.mesh import stages_first_order
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
 
-# The default group -> groups created in its lifetime. A communicator takes device memory, so that models on one mesh
-# share them.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[Rows, dist.ProcessGroup]] = WeakKeyDictionary()
+# The default group -> groups created in its lifetime, by their ranks and their copy. A communicator takes device
+# memory, so that models on one mesh share them.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Rows, int], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
+def joint_group(mesh: DeviceMesh, axes: tuple[int, ...], *, copy: int = 0) -> dist.ProcessGroup:
     """The group of this rank and all ranks that differ from it only on `axes`, in row-major order.
 
-    All ranks of the mesh must call this, with the same sets of axes in the same order. On a mesh of all ranks of the
-    world every rank creates every group, as DeviceMesh does. On a mesh of some ranks only members create theirs, since
-    the others do not call this.
+    Groups of different `copy` wait for nothing of one another. All ranks of the mesh must call this, with the same sets
+    of axes in the same order. On a mesh of all ranks of the world every rank creates every group, as DeviceMesh does.
+    On a mesh of some ranks only members create theirs, since the others do not call this.
     """
     rows = _rows(mesh, axes)
     known = _made.setdefault(_world(), {})
-    if rows not in known:
-        known[rows] = _make(rows, is_local=mesh.size() < dist.get_world_size())
-    return known[rows]
+    if (rows, copy) not in known:
+        known[rows, copy] = _make(rows, is_local=mesh.size() < dist.get_world_size())
+    return known[rows, copy]
 
 
 def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
     known = _made.get(_world(), {})
     live = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for axes in chain.from_iterable(combinations(live, size) for size in range(2, len(live) + 1)):
-        group = known.get(_rows(mesh, axes))
+        group = known.get((_rows(mesh, axes), 0))
         if group is not None and group.group_name == group_name:
             return axes
     return ()
@@ -90,8 +90,8 @@ def with_axis_of_one(mesh: DeviceMesh, axis_name: str) -> DeviceMesh:
     """`mesh`, which has one axis, with another axis of size 1 behind it; only its ranks need to call this."""
     rows = ((dist.get_rank(),),)
     known = _made.setdefault(_world(), {})
-    if rows not in known:
-        known[rows] = _make(rows, is_local=True)
+    if (rows, 0) not in known:
+        known[rows, 0] = _make(rows, is_local=True)
     assert mesh.mesh_dim_names is not None, "the mesh of a pipeline has names"
     ranks, names = mesh.mesh.unsqueeze(-1), (*mesh.mesh_dim_names, axis_name)
-    return DeviceMesh.from_group([mesh.get_group(), known[rows]], mesh.device_type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group([mesh.get_group(), known[rows, 0]], mesh.device_type, ranks, mesh_dim_names=names)

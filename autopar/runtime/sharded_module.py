@@ -145,7 +145,7 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         copied.__dict__.update(
             {name: copy.deepcopy(x, memo) for name, x in self.__dict__.items() if name != "_autopar"}
         )
-        copied._autopar = self._autopar.of(copied)
+        copied._autopar = memo.get(id(self._autopar)) or self._autopar.of(copied)
         return copied
 
     def __copy__(self) -> "ShardedModule":

@@ -247,8 +247,10 @@ def wanted_layout(graph: Graph, assignment: Assignment, use: Use) -> Layout:
     return assignment.strategies[use.user].input_layout(use.slot)
 
 
-def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Conversion, ...]]:
-    """Name of each value that is read -> its conversions, in order.
+def conversions(
+    graph: Graph, assignment: Assignment, names: Iterable[str] | None = None
+) -> dict[str, tuple[Conversion, ...]]:
+    """Name of each value that is read -> its conversions, in order; `names`: of these values only.
 
     With several uses, the first conversion is to the kept layout for all of them, the others from there for each use; a
     single use is converted from the layout in which the value is produced. Uses share nothing but the kept copy, so
@@ -261,7 +263,8 @@ def conversions(graph: Graph, assignment: Assignment) -> dict[str, tuple[Convers
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     regions = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
     conversions_by_name: dict[str, tuple[Conversion, ...]] = {}
-    for name, uses in graph.uses.items():
+    for name in graph.uses if names is None else names:
+        uses = graph.uses[name]
         wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
         kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
         ways = [(produced[name], kept, tuple(uses))] if len(uses) > 1 else []

@@ -1,7 +1,7 @@
 """The candidates: the valid strategies of each op on a mesh, and the possible layouts of each input and output."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -104,7 +104,8 @@ def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
 @lru_cache(maxsize=4096)
 def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
     """The strategies of `op` that differ from `near` on at most `num_changed` axes; () if `near` is invalid."""
-    per_axis = [_on_axis(op, size) for size in mesh_shape]
+    known = set(near.signatures)
+    per_axis = [_on_axis(op, size, None if num_changed else known) for size in mesh_shape]
     if len(near.signatures) != len(per_axis) or not all(
         sig in on_axis for sig, on_axis in zip(near.signatures, per_axis)
     ):
@@ -152,9 +153,10 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
             yield Strategy(combination)
 
 
-def _on_axis(op: Op, size: int) -> list[Signature]:
-    """The signatures of `op` that divide evenly over one axis of `size`."""
+def _on_axis(op: Op, size: int, known: Collection[Signature] | None = None) -> list[Signature]:
+    """The signatures of `op` that divide evenly over one axis of `size`; of the `known` ones only, if there are any."""
     signatures = signatures_of(op)[: 1 if size == 1 else None]
+    signatures = signatures if known is None else tuple(sig for sig in signatures if sig in known)
     return [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
 
 

@@ -121,6 +121,20 @@ def _rounds(schedule: Schedule, rank: int) -> Row:
     return (*row, *weights[max(0, len(backward) - rank) :])
 
 
+def arriving(schedule: Schedule, rank: int, kind: str) -> list[Action]:
+    """The actions of a rank of this kind, one of "FBI", that need what another stage sends, in its order.
+
+    The neighbour sends in the same order.
+    """
+    first, last = (1, schedule.num_stages) if kind == "F" else (0, schedule.num_stages - 1)
+    return [action for action in _row(schedule, rank) if action.kind == kind and first <= action.stage < last]
+
+
+def receiving_kinds(schedule: Schedule) -> tuple[str, str]:
+    """The kinds of the actions that need values of the stage before, and gradients of the one behind."""
+    return "F", "I" if schedule.name == "zero-bubble" else "B"
+
+
 def num_waiting(schedule: Schedule, stage: int) -> int:
     """The most microbatches whose weight gradients `stage` has put off at one time.
 

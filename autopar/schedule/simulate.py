@@ -1,5 +1,6 @@
 """Simulation of a pipeline's step from the times of its stages."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -7,7 +8,7 @@ from itertools import accumulate, chain, pairwise
 import networkx as nx
 import numpy as np
 
-from autopar.schedule.orders import IN_ROUNDS, Row, Schedule, actions
+from autopar.schedule.orders import Row, Schedule, actions, arriving, receiving_kinds
 from autopar.schedule.timeline import Action, Span, Timeline
 
 KINDS = "FBIW"
@@ -42,6 +43,7 @@ class Order:
     waves: tuple[slice, ...]
     before: np.ndarray  # the previous action on the same rank
     source: np.ndarray  # the action whose result this one reads
+    poster: np.ndarray  # the action with which the rank posts the receive of that result
     kind: np.ndarray  # column of the durations and transfers
 
 
@@ -68,6 +70,7 @@ def ordered(schedule: Schedule) -> Order:
     flat = tuple(chain.from_iterable(waves))
     before = {action: previous for row in actions(schedule) for previous, action in zip((None, *row), row)}
     index = {action: i for i, action in enumerate(flat)} | {None: len(flat)}
+    posters = _posters(schedule)
     bounds = accumulate(map(len, waves), initial=0)
     return Order(
         schedule,
@@ -75,6 +78,7 @@ def ordered(schedule: Schedule) -> Order:
         tuple(slice(start, stop) for start, stop in pairwise(bounds)),
         np.array([index[before[action]] for action in flat]),
         np.array([index[_source(schedule, action)] for action in flat]),
+        np.array([index[posters.get(action)] for action in flat]),
         np.array([KINDS.index(action.kind) for action in flat]),
     )
 
@@ -87,26 +91,69 @@ def _source(schedule: Schedule, action: Action) -> Action | None:
     return Action(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
 
 
-def ends(order: Order, times: np.ndarray, *, is_early: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
+def _posters(schedule: Schedule) -> dict[Action, Action]:
+    """Each action that receives, but a rank's first one -> the action with which its receive is posted.
+
+    That is the one that needs what arrives before, as the runtime does it (`receive_ahead.Inbox`).
+    """
+    ranks = range(schedule.num_ranks)
+    rows = (arriving(schedule, rank, kind) for rank in ranks for kind in receiving_kinds(schedule))
+    return {action: before for row in rows for before, action in pairwise(row)}
+
+
+def posted_by(schedule: Schedule) -> list[dict[int, int]]:
+    """For each rank: index of an action that sends a gradient -> index of the second later one that does behind where
+    the receive is surely posted, so that the transfer has run beside computing; without an entry if there is none.
+
+    That a receive has been posted is known by the values that the rank receives after it. Gradients tell it too, but
+    not all stages have some.
+    """
+    rows = actions(schedule)
+    position = {action: index for row in rows for index, action in enumerate(row)}
+    begun: dict[Action, np.ndarray] = {}  # for each rank, of how many actions it is known that they have begun
+    before = {action: previous for row in rows for previous, action in zip((None, *row), row)}
+    for action in chain.from_iterable(generations(schedule)):
+        known = begun[previous].copy() if (previous := before[action]) else np.zeros(schedule.num_ranks, int)
+        known[schedule.rank_of(action.stage)] = position[action] + 1
+        if action.kind == "F" and action.stage:
+            known = np.maximum(known, begun[action._replace(stage=action.stage - 1)])
+        begun[action] = known
+    posters, table = _posters(schedule), []
+    for row in rows:
+        own, waiting = dict[int, int](), deque[tuple[int, int, int]]()
+        posted, running = list[int](), list[int]()
+        for index, action in enumerate(row):
+            if action.kind in "BI" and action.stage:
+                own |= dict.fromkeys(running, index)
+                posted, running = [], posted
+            while waiting and begun[action][waiting[0][1]] > waiting[0][2]:
+                posted.append(waiting.popleft()[0])
+            if action.kind in "BI" and action.stage:
+                receiver = action._replace(stage=action.stage - 1)
+                peer = schedule.rank_of(receiver.stage)
+                waiting.append((index, peer, position[posters.get(receiver, rows[peer][0])]))
+        table.append(own)
+    return table
+
+
+def ends(order: Order, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from the step's start at which each action starts and ends; `times` is [stages, 5, ...], columns as in
     `StageTimes`.
 
-    Further dims are simulated side by side: many sets of times cost little more than one. `is_early`: whether a rank
-    posts a receive before it needs it, so that transfers run beside its computing; by default as this runtime does.
+    Further dims are simulated side by side: many sets of times cost little more than one. A transfer begins when what
+    is sent is made and its receive is posted, and runs beside the computing of both ranks; those of one lane follow one
+    another.
     """
     durations, transfers = _durations(order.schedule, times)
     stage = np.array([action.stage for action in order.actions])
     duration, transfer = durations[stage, order.kind], transfers[stage, order.kind]
-    start, end = np.empty_like(duration), np.zeros((len(duration) + 1, *duration.shape[1:]))
-    is_early = order.schedule.name in IN_ROUNDS if is_early is None else is_early
+    start, end = (np.zeros((len(duration) + 1, *duration.shape[1:])) for _ in range(2))
     for wave in order.waves:
-        free, made = end[order.before[wave]], end[order.source[wave]]
-        # torch posts the receives of the schedules in rounds when the sender sends; those of the others when they are
-        # needed, so that the rank waits for the whole transfer.
-        ready = np.maximum(free, made + transfer[wave]) if is_early else np.maximum(free, made) + transfer[wave]
-        start[wave] = ready
-        end[wave] = ready + duration[wave]
-    return start, end[:-1]
+        # A receive is posted once the one before has arrived, so that two of a lane never share its link.
+        arrives = np.maximum(end[order.source[wave]], start[order.poster[wave]]) + transfer[wave]
+        start[wave] = np.maximum(end[order.before[wave]], arrives)
+        end[wave] = start[wave] + duration[wave]
+    return start[:-1], end[:-1]
 
 
 def _durations(schedule: Schedule, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,13 +175,10 @@ def step_s(order: Order, times: np.ndarray) -> np.ndarray:
     return ends(order, times)[1].max(axis=0)
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes], *, is_early: bool | None = None) -> Timeline:
-    """The timeline of a step in which every microbatch takes each stage's `times`, one for each stage.
-
-    `is_early`: as in `ends`.
-    """
+def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
+    """The timeline of a step in which every microbatch takes each stage's `times`, one for each stage."""
     order = ordered(schedule)
-    start, end = ends(order, as_array(times), is_early=is_early)
+    start, end = ends(order, as_array(times))
     rows: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
     for action, begin, finish in zip(order.actions, start.tolist(), end.tolist()):
         rows[schedule.rank_of(action.stage)].append(Span(action, begin, finish))

@@ -42,13 +42,6 @@ SOLVERS = (
     Row("refine", partial(refine, most_variables=500_000)),
 )
 
-# Those that find choices: of the last two, which mostly prove, only labels that take little time. For tables of which
-# nobody is told the bound.
-FINDERS = (
-    *(row for row in SOLVERS if row.name not in ("labels", "refine")),
-    Row("labels", partial(close, label_counts=(2_000,))),
-)
-
 Progress = Callable[[str, float, float], None]
 
 

@@ -32,6 +32,7 @@ KINDS = {
     "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
+RECEIVES = ("recv", "recv_any_source")
 WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", "wrap_tensor_autograd")
 
 
@@ -40,7 +41,8 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
     """A context whose value is the list of the collectives that this rank issues inside, in order.
 
     A collective's `axes` are the axes of `mesh` whose process group was used, () for any other group; its phase is
-    "backward" if autograd issued it, else "forward". Barriers and waits move no tensor and are left out.
+    "backward" if autograd issued it, else "forward". Barriers and waits move no tensor and are left out, sends and
+    receives are no collectives.
     """
     issued: list[Collective] = []
     with CountingMode(mesh, issued):
@@ -48,7 +50,7 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
 
 
 class CountingMode(TorchDispatchMode):
-    """Lists in `issued` the collectives that are issued within it."""
+    """Lists in `issued` the collectives that are issued within it, and in `sends` the group and bytes of each send."""
 
     # This mode is below autograd and above the backends: `dist.*`, functional collectives, DTensor, DDP and FSDP all
     # pass through it.
@@ -57,6 +59,7 @@ class CountingMode(TorchDispatchMode):
         self.axes: dict[str, tuple[int, ...]] = {mesh.get_group(axis).group_name: (axis,) for axis in range(mesh.ndim)}
         self.mesh = mesh
         self.issued = issued
+        self.sends: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
@@ -67,7 +70,9 @@ class CountingMode(TorchDispatchMode):
         return out
 
     def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
-        if name not in WITHOUT_DATA:
+        if name == "send":
+            self.sends.append((_group_name(arguments), _num_bytes(arguments, out)))
+        elif name not in (*WITHOUT_DATA, *RECEIVES):
             group = _group_name(arguments)
             axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
             self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), self.phase()))

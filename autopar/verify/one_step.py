@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -32,7 +32,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import pytree
-from autopar.verify.count_collectives import count_collectives
+from autopar.verify.count_collectives import CountingMode
 from autopar.verify.ledger import Account, Ledger
 
 # The largest relative difference that counts as equal. The losses of transformers compute in float32 even in a float64
@@ -44,6 +44,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-5}
 FLOOR = 1e-4
 LEARNING_RATE, EPSILON_SHARE = 1e-3, 1e-2
 NUM_TIMED = 10
+Send = tuple[str, int]  # "values" or "gradients", bytes
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,45 @@ def verify(
             _start_ranks(plan.mesh, target, dtype, folder, is_timed)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise AutoparError(_first_cause(Path(folder)) or f"rank {error.error_index} died: {error}") from None
-        sharded, issued, account = pickle.loads((Path(folder) / "result").read_bytes())
+        sharded, issued, sends, account = pickle.loads((Path(folder) / "result").read_bytes())
     truth = train_step(_seeded(target, dtype))
     planned, mesh = planned_collectives(plan)
-    outcome = _judge(sharded, truth, planned, issued, mesh, tolerance)
+    outcome = _with_sends(_judge(sharded, truth, planned, issued, mesh, tolerance), planned_sends(plan), sends)
     return replace(outcome, text=f"{outcome.text}\n\n{account}") if is_timed else outcome
 
 
 def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
-    """The collectives that `plan` expects of the first rank in a step, and the mesh whose axes they name.
-
-    The p2p transfers between stages are not among them.
-    """
+    """The collectives that `plan` expects of the first rank in a step, and the mesh whose axes they name."""
     stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
     issued = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
     return list(chain.from_iterable(issued)), stages[0].mesh
+
+
+def planned_sends(plan: Plan | StagedPlan) -> Counter[Send]:
+    """The sends between stages that `plan` expects of the first rank in a step -> their number."""
+    sends: Counter[Send] = Counter()
+    if isinstance(plan, StagedPlan):
+        num, last = plan.schedule.num_microbatches, plan.schedule.num_stages - 1
+        for stage in plan.schedule.stages_of(0):
+            ahead = plan.sent_bytes(stage) if stage < last else ()
+            back = plan.sent_bytes(stage - 1, only_gradients=True) if stage else ()
+            sends.update({("values", size): num * count for size, count in Counter(ahead).items()})
+            sends.update({("gradients", size): num * count for size, count in Counter(back).items()})
+    return sends
+
+
+def _with_sends(outcome: Outcome, planned: Counter[Send], issued: Counter[Send]) -> Outcome:
+    """The outcome with the sends between stages, planned and counted."""
+    if not planned and not issued:
+        return outcome
+    rows = []
+    for what in ("values", "gradients"):
+        both = ([(size, num) for (kind, size), num in sends.items() if kind == what] for sends in (planned, issued))
+        rows.append([what, *(x for one in both for x in (sum(n for _, n in one), sum(s * n for s, n in one)))])
+    table = tabulate(rows, ["sent to other stages", "planned", "bytes", "counted", "bytes"], disable_numparse=True)
+    is_same = planned == issued
+    verdict = "" if is_same else "\n\nNOT equal: the sends between stages are not those of the plan"
+    return Outcome(outcome.is_equal and is_same, f"{outcome.text}\n\n{table}{verdict}")
 
 
 def _tolerance(plan: Plan | StagedPlan) -> float:
@@ -140,7 +165,7 @@ def _run_rank(rank: int, mesh: Mesh, target: str, dtype: torch.dtype | None, fol
 
 def _sharded_step(
     mesh: Mesh, target: str, dtype: torch.dtype | None, folder: str, is_timed: bool
-) -> tuple[TrainingStep, list[Collective], Account | None]:
+) -> tuple[TrainingStep, list[Collective], Counter[Send], Account | None]:
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names)
     example = _seeded(target, dtype)
     model = shard(
@@ -158,7 +183,8 @@ def _sharded_step(
             "the model draws random numbers (dropout), so no two layouts agree; call .eval() or set its probability"
             " to 0"
         )
-    with count_collectives(parts[0].mesh) as issued:
+    issued: list[Collective] = []
+    with CountingMode(parts[0].mesh, issued) as counting:
         # the loss and the gradients that train_step gives are whole
         summed = (
             [model.train_step(*example.args, **example.kwargs)]
@@ -168,8 +194,17 @@ def _sharded_step(
     step = _finish(model, summed)
     account = _timed(model, example) if is_timed else None
     if isinstance(loaded, Trainer):
-        return _of_all_stages(step), [collective for collective in issued if collective.axes], account
-    return step, issued, account
+        between = [collective for collective in issued if collective.axes]
+        return _of_all_stages(step), between, _sends(loaded, counting.sends), account
+    return step, issued, Counter(), account
+
+
+def _sends(trainer: Trainer, issued: Sequence[tuple[str, int]]) -> Counter[Send]:
+    """Of the sends that were issued, those between stages, by the process groups that are theirs alone."""
+    lanes = trainer.runner.lanes
+    kinds = {} if lanes is None else {str(group.group_name): kind for (kind, _), group in lanes.of_lane.items()}
+    words = {"F": "values", "B": "gradients"}
+    return Counter((words[kinds[name]], size) for name, size in issued if name in kinds)
 
 
 def _timed(model: nn.Module, example: Example) -> Account:

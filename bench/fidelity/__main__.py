@@ -49,7 +49,7 @@ def measure(source: Source) -> list[Row]:
 
 def _memory(row: Published, cluster: Cluster) -> tuple[float, float]:
     """(measured, predicted) GiB of a device."""
-    return row.memory_bytes / 2**30, (peak_bytes(row.written, cluster) + row.context_bytes) / 2**30
+    return row.memory_bytes / 2**30, (peak_bytes(row.written, cluster, row.library) + row.context_bytes) / 2**30
 
 
 def main(arguments: list[str] | None = None) -> None:

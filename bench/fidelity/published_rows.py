@@ -86,7 +86,7 @@ def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             "stages" if stages > 1 else "tensor" if tensor > 1 else "data",
             float(row["step_ms"]) / 1e3,
             written,
-            Library("nothing" if tensor > 1 else "reductions", is_early=True),
+            Library("nothing" if tensor > 1 else "reductions", buffers_by_stages=_V100_BUFFERS),
             _v100,
             is_fitted=data * tensor * stages <= 8,
             memory_bytes=int(row["memory_mib"]) * 2.0**20,
@@ -94,6 +94,9 @@ def v100_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
         )
 
 
+# Values of a forward that a backward reads have twice as many buffers as there are stages, but on the last stage
+# (`PipelineBufferPass` in OneFlow's oneflow/core/job_rewriter/pipeline_buffer_pass.cpp).
+_V100_BUFFERS = 2
 # nvidia-smi counts the context and buffers of libraries too, 0.5 to 1 GiB.
 _V100_CONTEXT = 0.75 * 2**30
 
@@ -115,7 +118,7 @@ def _v100(numbers: Sequence[float]) -> Cluster:
 # The software of each kind of rows, by the artifact's configurations (AlibabaPAI/reconfigurable-dl-scheduler,
 # benchmark/models). DeepSpeed: `overlap_comm` with `reduce_bucket_size` of 2e8 elements at stage 2; gradients are
 # reduced after backward at stage 0 (`DeepSpeedEngine.allreduce_gradients`). Megatron-LM reduces after backward too.
-_A800_LIBRARIES = {"3d": Library(is_early=True), "ddp": Library(), "zero": Library("reductions", bucket_bytes=2e8 * 4)}
+_A800_LIBRARIES = {"3d": Library(), "ddp": Library(), "zero": Library("reductions", bucket_bytes=2e8 * 4)}
 
 
 def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:

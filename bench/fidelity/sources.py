@@ -41,7 +41,8 @@ SOURCES = (
         f" four. {_NCCL} As in OneFlow, stages receive ahead of use, and gradients are reduced beside backward where"
         " there is no tensor parallelism. No number was fitted on a judged row, but these assumptions were chosen with"
         " the judged errors in sight: their first version was off by 9.7 % in the mean and 24 % at worst. Only rows"
-        " that were not looked at can test them. Memory is the predicted peak and 0.75 GiB for context and libraries.",
+        " that were not looked at can test them. Memory is the predicted peak and 0.75 GiB for context and libraries;"
+        " stages but the last have two buffers a stage of the pipeline for what backward reads, as OneFlow gives them.",
         v100_rows,
         ("product rate", "NVLink rate"),
         (1.0, 1.0),

@@ -26,7 +26,6 @@ from autopar.planner.pipeline.sweep import Staged, as_run
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.schedule.orders import Schedule
-from autopar.schedule.simulate import simulate
 from bench.by_hand import plan_by_hand
 from bench.every_stage import cut_blocks
 
@@ -124,15 +123,16 @@ class Library:
     """What the library that was measured does beside computing, where this runtime waits.
 
     `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
-    "parameters", gathers among them, beside forward and backward. `is_early`: receives of stages are posted ahead.
+    "parameters", gathers among them, beside forward and backward.
     `bucket_bytes`: of gradients that are reduced together. `cast_bytes`: moved for each element of an operand of a
-    linear layer, to cast it.
+    linear layer, to cast it. `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of
+    the pipeline, but on the last stage; 0: as many as microbatches are in flight.
     """
 
     hides: str = "nothing"
-    is_early: bool = False
     bucket_bytes: float = 0.0
     cast_bytes: float = 0.0
+    buffers_by_stages: int = 0
 
 
 def step_s(written: WrittenPlan, cluster: Cluster, library: Library = Library()) -> float:
@@ -171,10 +171,9 @@ def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Exa
 
 def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
     plan = on_cluster(written, cluster)
-    timeline = simulate(plan.schedule, plan.times, is_early=library.is_early or None)
     once_s = plan.step_s - plan.timeline.step_s + max(_casts_s(stage, library) for stage in plan.stages)
     hidden = max((_hideable_s(stage, library) for stage in plan.stages), key=min)
-    return np.array([timeline.step_s + once_s, *hidden])
+    return np.array([plan.timeline.step_s + once_s, *hidden])
 
 
 def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:

@@ -115,15 +115,17 @@ def measured(ranks: Ranks, theme: str) -> dict[str, dict[str, str]]:
 
 
 def _outcomes(ranks: Ranks, theme: str, names: tuple[str, ...], setting: str) -> dict[str, list[Outcome]]:
-    """What each rank saw of the cases. Under DDP and FSDP2 each has processes of its own: where some ranks alone fail,
-    the next case would meet the collectives of the others; and autopar's handlers of DTensors are those of a process.
+    """What each rank saw of the cases. Under DDP and FSDP2 they have processes without autopar's handlers of DTensors,
+    and new ones after an error: where some ranks alone fail, the next case would meet the collectives of the others.
     """
     if setting not in PEERS:
         return outcomes_of(ranks, theme, names, setting)
+    ranks.stop()
     found: dict[str, list[Outcome]] = {}
     for name in names:
-        ranks.stop()
         found |= outcomes_of(ranks, theme, (name,), setting)
+        if any(outcome.error for outcome in found[name]):
+            ranks.stop()
     return found
 
 

@@ -52,8 +52,8 @@ def test_microbatches_in_flight_hold_their_activations():
         )
     each = (2 * NUM_LAYERS + 1) * PART  # saved, received and sent
     assert found[3]["0F1"] - found[3]["0F0"] == found[3]["0F2"] - found[3]["0F1"] == each
-    # the first backward has let one go, and left gradients, also what it received and sends
-    assert found[2]["0F1"] == found[3]["0F1"] and found[2]["0F2"] == found[2]["0F1"] + NUM_LAYERS * WEIGHT + 2 * PART
+    # the first backward has let one go, and left gradients, also what it sends
+    assert found[2]["0F1"] == found[3]["0F1"] and found[2]["0F2"] == found[2]["0F1"] + NUM_LAYERS * WEIGHT + PART
 
 
 def test_a_backward_in_two_parts_lets_go_in_the_second_of_more():
@@ -86,8 +86,9 @@ def test_the_first_stage_of_1f1b_holds_more_microbatches_than_the_last():
     first, last = (dict(peak.phases) for peak in predict_peaks(plan))
     assert list(first)[:4] == ["gather", "0F0", "0F1", "0B0"] and list(last)[:4] == ["gather", "1F0", "1B0", "1F1"]
     assert first["0F1"] - first["0F0"] > 0.9 * stages[0].costs.memory_bytes["activations"] / 2
-    # one after the other: no more than the gradients is added
-    assert max(last[f"1F{i}"] for i in range(1, 4)) == last["1F1"]
+    # one after the other: no more than a second gradient on its way back is added
+    sent = sum(value.num_bytes for value in stages[0].graph.outputs) // 2
+    assert max(last[f"1F{i}"] for i in range(1, 4)) == last["1F1"] + sent
 
 
 def test_a_recomputed_layer_keeps_what_enters_it():

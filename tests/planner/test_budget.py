@@ -26,7 +26,7 @@ from autopar.planner.budget import Budget, Interrupted
 from autopar.planner.choose import choose_plan
 from autopar.planner.fit_memory import AnyPlan
 from autopar.planner.pipeline import search_stages
-from autopar.planner.pipeline.search_rank import RankTask, SolvedStages
+from autopar.planner.pipeline.stage_tables import RankTask, SolvedStages
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan

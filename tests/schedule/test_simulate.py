@@ -9,8 +9,8 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from autopar.schedule.orders import NAMES, Schedule, actions
-from autopar.schedule.simulate import StageTimes, as_array, generations, ordered, simulate, step_s
+from autopar.schedule.orders import NAMES, Schedule, actions, arriving, receiving_kinds
+from autopar.schedule.simulate import StageTimes, as_array, generations, ordered, posted_by, simulate, step_s
 from autopar.schedule.timeline import Action
 from tests.schedule.test_orders import schedules
 
@@ -23,22 +23,41 @@ def drawn(num_stages: int, seed: int, *, sends: bool = True) -> list[StageTimes]
     return [StageTimes(*map(draw.uniform, low, high)) for _ in range(num_stages)]
 
 
-def played(schedule: Schedule, times: list[StageTimes]) -> dict[tuple, tuple[float, float]]:
-    """Start and end of each action: ranks as little machines that are asked again and again whether they can go on."""
+def taken(schedule: Schedule, own: StageTimes, kind: str, stage: int) -> float:
+    """Seconds of an action."""
+    if schedule.name == "zero-bubble" and stage == 0 and kind != "F":
+        return own.backward_s + own.weight_s if kind == "W" else 0.0
+    return {"F": own.forward_s, "B": own.backward_s + own.weight_s, "I": own.backward_s, "W": own.weight_s}[kind]
+
+
+def played(
+    schedule: Schedule, times: list[StageTimes], *, holds_gradients: bool = False
+) -> dict[tuple, tuple[float, float]]:
+    """Start and end of each action: ranks as little machines that are asked again and again whether they can go on.
+
+    `holds_gradients`: whether a rank waits for the arrival of gradients as the runtime does.
+    """
     p, last = schedule.num_ranks, schedule.num_stages - 1
+    began: dict[tuple[int, str], float] = {}  # when a rank began what needed a neighbour's last message of a kind
     waiting = [list(row) for row in actions(schedule)]
+    lengths = [len(row) for row in waiting]
     clock, done = [0.0] * p, {}
+    posted, on_the_way = posted_by(schedule) if holds_gradients else [{}] * p, [{} for _ in range(p)]
+
+    def arrival(kind: str, stage: int, k: int) -> float:
+        """When the gradient that `stage` sends is there, whose receive must be posted."""
+        needed = [tuple(a) for a in arriving(schedule, (stage - 1) % p, kind)]
+        at = needed.index((kind, stage - 1, k))
+        assert not at or needed[at - 1] in done, "a rank waits for a receive that is not posted, perhaps for ever"
+        posted_s = done[needed[at - 1]][0] if at else 0.0
+        return max(done[kind, stage, k][1], posted_s) + (times[stage].send_back_s if p > 1 else 0.0)
+
     while any(waiting):
         for rank in range(p):
             if not waiting[rank]:
                 continue
             kind, stage, k = waiting[rank][0]
-            own = times[stage]
-            took = {"F": own.forward_s, "B": own.backward_s + own.weight_s, "I": own.backward_s, "W": own.weight_s}[
-                kind
-            ]
-            if schedule.name == "zero-bubble" and stage == 0 and kind != "F":
-                took = own.backward_s + own.weight_s if kind == "W" else 0.0
+            took = taken(schedule, times[stage], kind, stage)
             arrives, travels = 0.0, 0.0
             if kind == "F" and stage > 0:
                 sender, travels = ("F", stage - 1, k), times[stage - 1].send_s
@@ -50,12 +69,15 @@ def played(schedule: Schedule, times: list[StageTimes]) -> dict[tuple, tuple[flo
                 if sender not in done:
                     continue
                 arrives, travels = done[sender][1], travels if sender[1] % p != rank else 0.0
-            if schedule.name in ("interleaved", "zero-bubble"):
-                start = max(clock[rank], arrives + travels)
-            else:
-                start = max(clock[rank], arrives) + travels
+            index = lengths[rank] - len(waiting[rank])
+            start = max([clock[rank], *(arrival(*sent) for sent in on_the_way[rank].pop(index, []))])
+            if sender is not None:  # a receive is posted when the rank begins what needed the one before
+                start = max(start, max(arrives, began.get((rank, sender[0]), 0.0)) + travels)
+                began[rank, sender[0]] = start
             clock[rank] = start + took
             done[(kind, stage, k)] = (start, clock[rank])
+            if kind in "BI" and stage and index in posted[rank]:
+                on_the_way[rank].setdefault(posted[rank][index], []).append((kind, stage, k))
             waiting[rank].pop(0)
     return done
 
@@ -72,6 +94,27 @@ def test_unequal_stages_take_what_machines_that_wait_for_one_another_take(name):
         np.testing.assert_allclose(
             [found[key] for key in expected], list(expected.values()), rtol=1e-12, err_msg=str(schedule)
         )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "accumulate"])
+def test_a_neighbour_sends_in_the_order_in_which_its_receives_are_posted(name):
+    for schedule in schedules(name):
+        for kind in receiving_kinds(schedule):
+            step = 1 if kind == "F" else -1
+            for rank in range(schedule.num_ranks):
+                needed = arriving(schedule, rank, kind)
+                sender = (rank - step) % schedule.num_ranks
+                made = [a._replace(stage=a.stage + step) for a in actions(schedule)[sender] if a.kind == kind]
+                assert needed == [a for a in made if 0 <= a.stage < schedule.num_stages], (schedule, rank)
+
+
+def test_hardly_a_step_is_longer_because_gradients_on_their_way_back_are_waited_for():
+    """The simulation leaves it out: what is waited for is on its way already."""
+    for name in ("1f1b", "gpipe", "interleaved", "zero-bubble"):
+        for seed, schedule in enumerate(schedules(name)):
+            times = drawn(schedule.num_stages, seed)
+            held = played(schedule, times, holds_gradients=True)
+            assert max(end for _, end in held.values()) <= 1.02 * simulate(schedule, times).step_s, schedule
 
 
 def test_gpipe_is_two_flow_shops():

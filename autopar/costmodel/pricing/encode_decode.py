@@ -47,7 +47,7 @@ def with_parameter_buckets(
 
     `places`: parameter -> its place in the bucket that may gather it or reduce its gradient.
     """
-    by_name, known, chosen = conversions(graph, assignment), dict[Hashable, bool](), {}
+    by_name, known, chosen = conversions(graph, assignment, places), dict[Hashable, bool](), {}
     for name, place in places.items():
         first = by_name[name][0]
         if first.src == first.dst:

@@ -1,15 +1,17 @@
 """`skeleton`: a copy of a model without data, which is traced."""
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
     """A deep copy of `model` with plain meta tensors for its parameters and buffers; ties are kept, no data is copied.
 
     Attributes that a forward hook has computed of parameters (pruning, weight norm) are copied without their graph.
+    `shared`: objects that the copy has too.
 
     Raises the errors of `copy.deepcopy` for attributes that cannot be copied.
     """
@@ -20,7 +22,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         x for module in model.modules() for hook in module._forward_pre_hooks.values() for x in _tensors_of(hook)
     ]
     empty |= {id(x): x.detach().clone() for x in of_hooks if id(x) not in empty}  # torch copies no view of a DTensor
-    return copy.deepcopy(model, empty)
+    return copy.deepcopy(model, empty | {id(x): x for x in shared})
 
 
 def bare(x: torch.Tensor) -> torch.Tensor:

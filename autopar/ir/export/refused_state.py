@@ -6,6 +6,7 @@ Other buffers that the forward replaces are written back.
 
 import functools
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as functional
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
@@ -30,6 +32,15 @@ _IN_FORWARD = (
 _BACKWARD = (
     "torch.autograd.{} in forward is not recorded: return what is differentiated, and call"
     " torch.autograd.grad(..., create_graph=True) on what the compiled model gives"
+)
+_OUTSIDE = (
+    "torch.nn.functional.{}, and a plan needs fixed shapes and one fixed program: return what it is computed of, and"
+    " call it on what the compiled model gives"
+)
+_SEQUENCES = _OUTSIDE.format("ctc_loss keeps tensors whose sizes depend on the values of the lengths")
+_GAUSSIAN = (
+    _OUTSIDE.format("gaussian_nll_loss looks at the values of the variance, and raises an error if one is negative")
+    + "; or write it out: 0.5 * (variance.log() + (x - mean).square() / variance)"
 )
 _WRITES = frozenset(("__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))))
 
@@ -92,6 +103,8 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for name in ("grad", "backward"):
             stack.enter_context(patch.object(torch.autograd, name, _refusal(_BACKWARD.format(name))))
+        stack.enter_context(patch.object(functional, "ctc_loss", _refusal(_SEQUENCES)))
+        stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian(functional.gaussian_nll_loss)))
         stack.enter_context(_observers_refused(model))
         stack.enter_context(_other_randomness_refused(model))
         buffers = _Replaced({id(module): fqn for fqn, module in model.named_modules()}, model)
@@ -127,7 +140,7 @@ def _other_randomness_refused(model: nn.Module) -> Iterator[None]:
 def _generators() -> dict[str, Any]:
     """The states of the random generators that torch does not know, by name."""
     numpy = sys.modules.get("numpy")
-    states = {} if numpy is None else {"numpy.random": repr(numpy.random.get_state(legacy=False))}
+    states = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))}
     return states | {"Python's random": random.getstate()}
 
 
@@ -224,6 +237,18 @@ def _refusal(message: str) -> Callable[..., Any]:
         raise TraceError(message)
 
     return refuse
+
+
+def _gaussian(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`gaussian_nll_loss`, which takes a variance that is a number; TraceError for one in a tensor."""
+
+    @functools.wraps(original)
+    def loss(input: Any, target: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(var, torch.Tensor):
+            raise TraceError(_GAUSSIAN)
+        return original(input, target, var, *args, **kwargs)
+
+    return loss
 
 
 def _described(x: torch.Tensor | None) -> str:

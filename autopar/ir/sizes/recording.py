@@ -5,7 +5,7 @@ Whether this sees what an export would is found by comparison with an export for
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from autopar.ir.autocast import autocast_on
 from autopar.ir.export.infer_metas import Meta
 from autopar.ir.export.run_export import export
 from autopar.ir.outline.export_once import Outline
+from autopar.ir.sizes.plain_results import plain_result
 from autopar.torch_compat import OpOverload, RecordingMode, as_in_export, pytree, without_function_modes
 
 # what a tensor there answers, by the getter; stubs have the properties as values
@@ -176,12 +177,14 @@ class _OpRecorder:
             # a leaf that needs a gradient could not be written to
             made = [x.clone() if x.requires_grad else _empty_like(x) for x in known[0]]
             return type(known[1])(made) if isinstance(known[1], (tuple, list)) else made[0]
+        result = plain_result(func, args, kwargs)
+        if result is not None:
+            return result
         result = func(*args, **kwargs)
         made = result if isinstance(result, (tuple, list)) else (result,)
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        inside = {x.untyped_storage()._cdata for x in given}
+        inside = {x.untyped_storage()._cdata for x in _tensors_in((args, tuple(kwargs.values())))}
         is_plain = all(isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in inside for x in made)
-        if given and is_plain and not func._schema.is_mutable:
+        if inside and is_plain and not func._schema.is_mutable:
             self.known[key] = [_empty_like(x).requires_grad_(x.requires_grad) for x in made], result
         return result
 
@@ -212,6 +215,14 @@ def _likeness(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.requires_grad
     return (type(x), *map(_likeness, x)) if isinstance(x, (tuple, list)) else (type(x), x)
+
+
+def _tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _tensors_in(item)
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:

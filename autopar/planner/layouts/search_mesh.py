@@ -92,7 +92,7 @@ def solve_mesh(
         known = [*lifted, *by_hand.values()]
     times = {name: timed(setting, problem, start) for name, start in by_hand.items()}
     best = _unsolved(setting, folded, problem, times)
-    is_mixed = can_mix(folded) and request.limit_bytes < float("inf")
+    is_mixed = can_mix(ends_apart(folded)) and request.limit_bytes < float("inf")
     try:
         search = MeshRounds(setting, problem, known, times.values())
         for at in search.rounds():
@@ -128,10 +128,10 @@ def _in_groups(
     assert choice.around is not None, "the limit binds"
     over_bytes, within_bytes = (memory_of(alike.priced.table, end) for end in choice.around)
     limit = setting.request.limit_bytes
-    segments = two_groups(folded, (limit - within_bytes) / (over_bytes - within_bytes))
-    problem = setting.problem(segmented(folded, setting.graph, segments))
+    segments, share = ends_apart(folded), (limit - within_bytes) / (over_bytes - within_bytes)
+    problem = setting.problem(segmented(folded, setting.graph, two_groups(segments, share)))
     above, within = (alike.decode(end) for end in choice.around)
-    known = (mixture(setting.graph, folded, segments, above, within), best, above, within)
+    known = (mixture(setting.graph, folded, segments, share, above, within), best, above, within)
     return problem, [start for assignment in known if (start := problem.encode(assignment)) is not None]
 
 

@@ -38,7 +38,7 @@ _SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(
 class Partition:
     """A cut: stage s has blocks starts[s] to starts[s + 1] and recomputes the first num_recomputed[s] that it can.
 
-    `times_s`: forward and backward of a microbatch on each stage, transfers included. `once_s`: of the stage with the
+    `times_s`: forward and backward of a microbatch on each stage. `once_s`: of the stage with the
     most work once a step. `memory_bytes`: of each stage.
     """
 
@@ -76,7 +76,6 @@ def partition(
     limit_bytes: float | Sequence[float],
     *,
     waiting: Sequence[int] | None = None,
-    transfer_s_per_byte: float = 0.0,
 ) -> Partition | None:
     """The cut with the fastest slowest stage, by dynamic programming; None if no cut fits.
 
@@ -86,7 +85,7 @@ def partition(
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
     limits = np.broadcast_to(limit_bytes, num_stages)
-    sums = _Sums.of(blocks, transfer_s_per_byte)
+    sums = _Sums.of(blocks)
     settings = list(zip(in_flight, waiting or [0] * num_stages, limits.tolist()))
     known = {setting: _spans(sums, *setting) for setting in set(settings)}
     spans = [known[setting] for setting in settings]
@@ -129,14 +128,10 @@ class _Sums:
     inside_bytes: float
 
     @classmethod
-    def of(cls, blocks: Blocks, transfer_s_per_byte: float) -> "_Sums":
+    def of(cls, blocks: Blocks) -> "_Sums":
         can, number = blocks.is_recomputable, len(blocks.forward_s)
-        times_s = _sum(blocks.forward_s + blocks.backward_s)
-        if transfer_s_per_byte:
-            sent = np.append(blocks.entering_bytes, 0.0) * transfer_s_per_byte
-            times_s = times_s + 2 * sent[None, :]  # values forward, gradients back
         return cls(
-            times_s=times_s,
+            times_s=_sum(blocks.forward_s + blocks.backward_s),
             again_s=_sum(np.where(can, blocks.forward_s, 0.0)),
             state_bytes=_total(blocks.state_bytes, blocks.shared, 1),
             saved_bytes=_sum(blocks.saved_bytes),

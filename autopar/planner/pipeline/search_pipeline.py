@@ -17,8 +17,9 @@ from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
-from autopar.planner.pipeline.search_rank import CutTask, StageCache, TooSlow
+from autopar.planner.pipeline.search_rank import TooSlow
 from autopar.planner.pipeline.search_stages import solve_stages
+from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of

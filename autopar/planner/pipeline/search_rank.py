@@ -1,132 +1,35 @@
 """The best layouts of the stages of one rank, searched together within its memory limit."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.costmodel.activations.saved_activations import Regions
-from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.state_offload import hostable, optimizer_bytes
 from autopar.errors import InfeasibleError
-from autopar.ir.folding.segments import segmented
-from autopar.ir.folding.stage_fold import fold_of_stage
-from autopar.mesh import Mesh
-from autopar.planner.budget import Budget
-from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving, with_moves
-from autopar.planner.pipeline.cut_stages import Cut, restricted
-from autopar.planner.pipeline.equal_stages import wiring_of
-from autopar.planner.pipeline.sweep import Staged
-from autopar.planner.pipeline.wanted_stages import (
-    StagePlans,
-    Stages,
-    Wanted,
-    key_of,
-    pressure_of,
-    segments,
-    side_by_side,
+from autopar.ir.graph import Graph
+from autopar.planner.layouts.optimizer_offload import AssignedGraph, fill, is_worth_moving
+from autopar.planner.layouts.two_groups import can_mix
+from autopar.planner.pipeline.cut_stages import restricted
+from autopar.planner.pipeline.stage_tables import (
+    CutTask,
+    RankTask,
+    mixed_copies,
+    problem_of,
+    segments_of,
+    setting_of,
+    tables_of,
 )
-from autopar.planner.problem import Problem, Setting
-from autopar.planner.request import PlanRequest
-from autopar.plans.plan import Plan
+from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, key_of, pressure_of
+from autopar.planner.problem import ENOUGH_GAP
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import Layout, format_layout
-from autopar.search.solve import FINDERS
+from autopar.sbp.placement import format_layout
 from autopar.search.table import memory_of
 
 # A plan is taken for several ranks where it is at most so much slower than one without a memory limit, or made for so
 # few more microbatches in flight.
 _NEARLY, _LITTLE_TIGHTER = 1.02, 1.25
-# Tables of stages that are kept: those of a rank and a few more.
-_MOST_KEPT = 8
-
-
-@dataclass(frozen=True, eq=False)
-class CutTask:
-    """The stages of one cut of `point`, to be searched on their own `mesh`.
-
-    `crossing`: boundary tensor -> layout. `may_move_state`: whether optimizer state may be offloaded. `must_save`:
-    whether plans that recompute and offload no activations are known already.
-    """
-
-    cut: Cut
-    point: Staged
-    mesh: Mesh
-    cluster: Cluster
-    request: PlanRequest
-    crossing: Mapping[str, Layout]
-    may_move_state: bool = True
-    must_save: bool = False
-
-    @cached_property
-    def shared(self) -> frozenset[str]:
-        """FQNs of the parameters of several stages."""
-        holders = Counter(item.fqn for stage in self.cut.stages for item in stage.graph.of_kind("parameter"))
-        return frozenset(fqn for fqn, num in holders.items() if num > 1)
-
-    @cached_property
-    def wirings(self) -> tuple[int, ...]:
-        """A number for each stage, equal for isomorphic stages."""
-        numbers: dict[Any, int] = {}
-        return tuple(numbers.setdefault(wiring_of(stage.graph), len(numbers)) for stage in self.cut.stages)
-
-    @property
-    def can_move_state(self) -> bool:
-        """Whether the optimizer has state that may be offloaded, and there is a way to the host."""
-        return bool(
-            self.may_move_state and self.cluster.host_bandwidth_bytes_per_s and self.request.training.state_bytes
-        )
-
-
-@dataclass(frozen=True)
-class SolvedStages:
-    """Plans of stages, in order. `is_searched`: whether any of them differs from the hand plan."""
-
-    plans: tuple[Plan, ...]
-    is_searched: bool
-
-
-@dataclass(eq=False)
-class StageCache:
-    """Results of searches for one `CutTask`, which later searches under other limits read.
-
-    `solved`: (rank, its limit) -> plans of its stages, which agree on `tied`: FQN of a parameter of several stages ->
-    its layout on the first that was solved. By keys of isomorphic ranks (`key_of`): `free`, plans without a memory
-    limit; `known`, plans within one; `on_host`, plans within one that offload optimizer state; `failed`, the least
-    pressure under which nothing fitted. `problems`: the latest tables.
-    """
-
-    solved: dict[tuple[int, float], SolvedStages] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    free: dict[Any, StagePlans] = field(default_factory=dict)
-    known: dict[Any, list[StagePlans]] = field(default_factory=dict)
-    on_host: dict[Any, list[StagePlans]] = field(default_factory=dict)
-    failed: dict[Any, float] = field(default_factory=dict)
-    problems: dict[Any, Problem] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class RankTask:
-    """The search of the stages of one rank, within its memory limit and the budget.
-
-    `to_beat_s`: stages that take as long or longer in a step are not needed.
-    """
-
-    task: CutTask
-    cache: StageCache
-    limit_bytes: float
-    budget: Budget
-    to_beat_s: float = math.inf
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the hand plan is to do, since the budget is spent: unless
-        parameters are stored in layouts that it may not have.
-        """
-        request = self.task.request
-        return self.budget.is_spent and not (request.pins or request.stored or self.cache.tied)
 
 
 class TooSlow(InfeasibleError):
@@ -305,7 +208,7 @@ def _priced(at: RankTask, plans: StagePlans, stages: Stages) -> StagePlans:
     """With what the plans take together, by the tables of the stages."""
     memory_bytes = 0.0
     for (_, own), one in zip(plans.parts, stages):
-        problem = _problem(at, one)
+        problem = problem_of(at, one, plans.share)
         choice = problem.encode(own)
         memory_bytes += math.inf if choice is None else memory_of(problem.priced.table, choice)
     return replace(plans, memory_bytes=memory_bytes)
@@ -325,52 +228,55 @@ def _search(
     to_beat_s: float = math.inf,
     near: Sequence[StagePlans] = (),
 ) -> StagePlans:
-    """The stages' tables side by side under one limit, searched until nothing can take less than `to_beat_s`.
+    """The stages' tables under one limit, searched until nothing can take less than `to_beat_s`.
 
-    near: plans of other limits, from which the search starts too. is_on_host: tables of `with_moves`, whose seconds are
-    not those of a step.
+    If the limit binds, the copies of each segment are in two groups: as the best choices above the limit and within it,
+    or, where that is not good enough, as a search from there on has them. near: plans of other limits, from which
+    the search starts too. is_on_host: tables of `with_moves`, whose seconds are not those of a step.
     """
-    settings = [replace(_setting(at, one), to_beat_s=to_beat_s) for one in stages]
-    problems = [_problem(at, one) for one in stages]
-    if is_on_host:
-        problems = [with_moves(*each) for each in zip(settings, problems)]
-    by_hand = tuple(restricted(at.task.cut.by_hand, problem.graph, at.task.crossing) for problem in problems)
+    setting = replace(setting_of(at, stages[0]), to_beat_s=to_beat_s)
+    tables = tables_of(setting, at, stages, limit_bytes, is_on_host=is_on_host)
+    by_hand = tuple(restricted(at.task.cut.by_hand, one.graph, at.task.crossing) for one in stages)
     others = (tuple(own for _, own in one.of_others(stages).parts) for one in near)
-    starts = [start for known in (by_hand, *others) if (start := _encoded(problems, known)) is not None]
-    table = side_by_side([problem.priced.table for problem in problems], limit_bytes)
-    joint = replace(problems[0], priced=replace(problems[0].priced, table=table))
-    choice = settings[0].search(joint, starts, solvers=FINDERS)
-    parts, first = [], 0
-    for problem in problems:
-        last = first + len(problem.priced.table.nodes)
-        parts.append((problem.graph, problem.decode(choice.strategies[first:last])))
-        first = last
-    is_short, bound_s = is_worth_moving(table, choice, at.task.cluster), 0.0 if is_on_host else choice.lower_bound_s
-    return StagePlans(tuple(parts), choice.cost_s, pressure, is_short=is_short, lower_bound_s=bound_s)
+    is_mixed = limit_bytes < math.inf and any(can_mix(segments_of(at, one)[1]) for one in stages)
+    choice = setting.search(tables.joint, tables.encode((by_hand, *others)), is_brief=is_mixed)
+    found = StagePlans(
+        _of_stages(stages, tables.decode(choice.strategies)),
+        choice.cost_s,
+        pressure,
+        is_short=is_worth_moving(tables.table, choice, at.task.cluster),
+        lower_bound_s=0.0 if is_on_host else choice.lower_bound_s,
+    )
+    share = tables.share_above(choice) if is_mixed and not at.budget.is_spent else None
+    if share is None:
+        return found
+    above, within = map(tables.decode, choice.around or ())
+    mixed = tuple(mixed_copies(at, one, share, *ends) for one, *ends in zip(stages, above, within, strict=True))
+    if not is_on_host:
+        as_mixed = _evaluated(at, stages, replace(found, parts=_of_stages(stages, mixed), share=share))
+        if _fits(at, as_mixed) and as_mixed.cost_s * (1 - ENOUGH_GAP) <= choice.lower_bound_s:
+            return as_mixed
+    groups = tables_of(setting, at, stages, limit_bytes, is_on_host=is_on_host, share=share)
+    known = groups.encode((mixed, tuple(own for _, own in found.parts), above, within))
+    choice = setting.search(groups.joint, known)
+    found = replace(found, lower_bound_s=min(found.lower_bound_s, choice.lower_bound_s))
+    if choice.cost_s >= found.cost_s:
+        return found
+    return replace(found, parts=_of_stages(stages, groups.decode(choice.strategies)), cost_s=choice.cost_s, share=share)
 
 
-def _encoded(problems: Sequence[Problem], known: Sequence[Assignment]) -> tuple[int, ...] | None:
-    """The choice of the tables side by side for the stages' assignments; None if one has no choice."""
-    starts = [problem.encode(own) for problem, own in zip(problems, known, strict=True)]
-    return None if None in starts else tuple(index for one in starts if one is not None for index in one)
+def _of_stages(stages: Stages, assignments: Sequence[Assignment]) -> tuple[tuple[Graph, Assignment], ...]:
+    return tuple((one.graph, own) for one, own in zip(stages, assignments, strict=True))
 
 
-def _setting(at: RankTask, one: Wanted) -> Setting:
-    return Setting(one.graph, at.task.mesh, at.task.cluster, one.request, at.budget)
-
-
-def _problem(at: RankTask, one: Wanted) -> Problem:
-    """The stage's table; the latest ones are kept."""
-    request = one.request
-    key = one.number, one.num_saved, bool(request.given.offloaded), request.training, tuple(request.stored.items())
-    if key not in at.cache.problems:
-        if len(at.cache.problems) >= _MOST_KEPT:
-            del at.cache.problems[next(iter(at.cache.problems))]
-        folded = fold_of_stage(at.task.cut.folded, one.graph, request.crossing)
-        at.cache.problems[key] = _setting(at, one).problem(
-            segmented(folded, one.graph, segments(folded, one.num_saved))
-        )
-    return at.cache.problems[key]
+def _evaluated(at: RankTask, stages: Stages, plans: StagePlans) -> StagePlans:
+    """The plans with the costs of their parts."""
+    costs = tuple(
+        evaluate(graph, own, at.task.mesh, at.task.cluster, training=one.request.training)
+        for one, (graph, own) in zip(stages, plans.parts, strict=True)
+    )
+    seconds, num_bytes = sum(one.step_s for one in costs), sum(one.total_memory_bytes for one in costs)
+    return replace(plans, cost_s=seconds, memory_bytes=num_bytes, costs=costs)
 
 
 def _with_saved(stage: Wanted, kind: str, regions: Regions) -> Wanted:

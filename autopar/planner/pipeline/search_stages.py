@@ -10,7 +10,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.cut_stages import Cut
-from autopar.planner.pipeline.search_rank import CutTask, RankTask, SolvedStages, StageCache, as_written, best_plans
+from autopar.planner.pipeline.search_rank import as_written, best_plans
+from autopar.planner.pipeline.stage_tables import CutTask, RankTask, SolvedStages, StageCache
 from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, pressure_of
 from autopar.plans.plan import plan_of

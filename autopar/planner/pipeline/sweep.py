@@ -16,7 +16,7 @@ from autopar.planner.pipeline.partition import Blocks, Partition, partition
 from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, stage_times, time_of, waiting
 from autopar.planner.promise import rough_step_s
 from autopar.sbp.assignment import Assignment
-from autopar.schedule.orders import IN_ROUNDS, Schedule, can_run
+from autopar.schedule.orders import Schedule, can_run
 from autopar.search.deadline import NEVER, Deadline
 
 # The number of meshes, each with a number of microbatches, that are tried after the deadline: even without time there
@@ -132,15 +132,10 @@ class _Sweep:
         for plan, assignment, blocks in profiled(self.model, plans, num, mesh, self.cluster, self.training):
             for schedule in _schedules(num_ranks, num, schedules, len(self.model.starts)):
                 own = as_run(blocks, schedule)
-                cuts = {_cut(own, schedule, self.limit_bytes, at) for at in _transfers(schedule, link)}
-                timed = [
-                    (float(time_of(own, x, schedule, link)), x)
-                    for x in cuts
-                    if x is not None and _busy_s(own, x, schedule) <= beat_s
-                ]
-                if timed:
-                    time_s, fastest = min(timed, key=lambda one: (one[0], one[1].starts))
-                    yield Staged(plan, mesh, schedule, fastest, time_s, assignment)
+                cut = _cut(own, schedule, self.limit_bytes)
+                if cut is not None and _busy_s(own, cut, schedule) <= beat_s:
+                    time_s = float(time_of(own, cut, schedule, link))
+                    yield Staged(plan, mesh, schedule, cut, time_s, assignment)
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:
         """Whether an even share of what is stored and gathered fits."""
@@ -210,13 +205,6 @@ def _schedules(num_ranks: int, num: int, names: Sequence[str], num_blocks: int) 
                 yield Schedule(name, chunks * num_ranks, num_ranks, num)
 
 
-def _transfers(schedule: Schedule, link: tuple[float, float]) -> tuple[float, ...]:
-    """Seconds a byte by which p2p delays a stage, for choosing cuts: 0
-    for schedules in rounds (see `simulate.ends`).
-    """
-    return (0.0,) if schedule.num_ranks == 1 or schedule.name in IN_ROUNDS else (0.0, 1 / link[1])
-
-
 def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
     """The costs of the blocks under `schedule`; a split backward gathers parameters twice."""
     if schedule.name != "zero-bubble" or not blocks.split_s.any():
@@ -225,7 +213,7 @@ def as_run(blocks: Blocks, schedule: Schedule) -> Blocks:
     return replace(blocks, backward_s=blocks.backward_s + blocks.split_s, is_recomputable=never)
 
 
-def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_byte: float = 0.0) -> Partition | None:
+def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float) -> Partition | None:
     """The cut with the fastest slowest stage, with the stages of each rank within the limit; None if there is none.
 
     It is the cut without a limit if that fits. Otherwise each stage gets an even share of its rank's memory, or the
@@ -233,9 +221,7 @@ def _cut(blocks: Blocks, schedule: Schedule, limit_bytes: float, transfer_s_per_
     """
 
     def cut(limits: float | Sequence[float]) -> Partition | None:
-        return partition(
-            blocks, in_flight(schedule), limits, waiting=waiting(schedule), transfer_s_per_byte=transfer_s_per_byte
-        )
+        return partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule))
 
     if schedule.num_stages == schedule.num_ranks:
         return cut(limit_bytes)

@@ -73,7 +73,7 @@ class StagePlans:
     """Plans of the stages of a rank, searched under such a `pressure`. is_free: the limit does not make them slower.
     is_short: memory costs more in them than to have optimizer state on the host. is_searched: not as they are by hand.
     lower_bound_s: no plans that were searched take less. memory_bytes: of the device, all together; costs: of the
-    parts; NaN and () if nobody asked.
+    parts; NaN and () if nobody asked. share: of the copies of each segment, as they are in a group of their own.
     """
 
     parts: tuple[tuple[Graph, Assignment], ...]
@@ -85,6 +85,7 @@ class StagePlans:
     lower_bound_s: float = 0.0
     memory_bytes: float = math.nan
     costs: tuple[Costs, ...] = ()
+    share: float | None = None
 
     def of_others(self, stages: Stages) -> "StagePlans":
         """The same for stages alike."""

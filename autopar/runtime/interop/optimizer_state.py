@@ -54,13 +54,15 @@ class FullOptimizerState(nn.Module):
 @functools.cache
 def cut_loaded_state() -> None:
     """From now on each optimizer of the process that was given whole state has its parts before its next step, which
-    is on parts if it can be, and Adafactor over weights in parts is refused.
+    is on parts if it can be, and Adafactor over weights in parts is refused, and SparseAdam.
     """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, torch.optim.Adafactor):
             _check_whole(optimizer)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            _check_sparse(optimizer)
         step_on_parts(optimizer)
         if seen.get(optimizer) is not optimizer.state:  # load_state_dict makes another dict
             seen[optimizer] = optimizer.state
@@ -82,6 +84,16 @@ def _check_whole(optimizer: torch.optim.Optimizer) -> None:
                 f" {tuple(parameter.placements)}: expected an optimizer that updates element by element (AdamW, SGD,"
                 " Rprop, ...), or weights that pins= of autopar.compile stores whole ('B' for each axis of the mesh)"
             )
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """AutoparError if the optimizer has a weight of a compiled model, whose gradients are dense."""
+    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
+        raise AutoparError(
+            "SparseAdam does not support dense gradients, and those of a compiled model are dense, of"
+            " nn.Embedding(sparse=True) too: use torch.optim.Adam, which updates the rows that no batch had as well, or"
+            " SGD or Adagrad, whose updates are the same for both"
+        )
 
 
 def _in_parts(parameter: DTensor, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def as_written(module: nn.Module, runtime: CallRuntime, *, keeps_hooks: bool) ->
 
     Its own hooks run around each call, unless `keeps_hooks`.
     """
-    bare = skeleton(module)
+    bare = skeleton(module, shared=[runtime])
     del bare._autopar
     bare.__class__ = runtime.original
     bare.__dict__.pop("forward", None)

@@ -15,8 +15,11 @@ from torch.distributed.pipelining import (
 )
 
 from autopar.errors import AutoparError
-from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Work, now_s, sendable
-from autopar.schedule.orders import Schedule
+from autopar.runtime.pipeline.lanes import Lanes
+from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
+from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Transfers, Work, now_s, sendable
+from autopar.schedule.orders import Schedule, arriving, receiving_kinds
+from autopar.schedule.simulate import posted_by
 from autopar.schedule.timeline import Action, Span, Timeline
 from autopar.torch_compat import STAGE_FAILED, has_pipeline_stages
 
@@ -35,31 +38,30 @@ class StepResult:
 class StageRunner:
     """The stages of this rank with torch's schedule that runs them.
 
-    `group`: the ranks along the pipeline axis; its rank r holds the stages that are r modulo its size. One stage needs
-    no group: it accumulates gradients over its microbatches.
+    `lanes`: of the ranks along the pipeline axis; rank r holds the stages that are r modulo their number. One stage
+    needs none: it accumulates gradients over its microbatches.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[LocalStage],
-        group: dist.ProcessGroup | None,
+        lanes: Lanes | None,
         device: torch.device,
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if group is not None and not has_pipeline_stages():
+        if lanes is not None and not has_pipeline_stages():
             raise AutoparError(
                 f"a plan with a pipeline needs torch 2.12 or newer, found {torch.__version__}: update torch, or plan"
                 " for a mesh without a pipeline axis"
             )
-        self.schedule, self.group, self.device, self.loss_dtype, self.local = (
-            schedule,
-            group,
-            device,
-            loss_dtype,
-            tuple(stages),
-        )
-        self.stages = [] if group is None else [RunningStage(stage, schedule, group, device) for stage in stages]
+        self.schedule, self.device, self.loss_dtype, self.local = schedule, device, loss_dtype, tuple(stages)
+        self.lanes, self.group = lanes, None if lanes is None else lanes.group
+        self.stages = [] if lanes is None else [RunningStage(stage, schedule, lanes, device) for stage in stages]
+        self._of_number = {stage.stage_index: stage for stage in self.stages}
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        self._arriving = [arriving(schedule, rank, kind) for kind in receiving_kinds(schedule)]
+        self._posted_by = posted_by(schedule)[rank] if self.stages else {}
         self._losses: list[torch.Tensor] = []  # of the microbatches of a step, on the rank of the last stage
         self._scale: torch.Tensor | None = None
         self._torch = self._made() if self.stages else None
@@ -93,8 +95,9 @@ class StageRunner:
         return StepResult(total, timed)
 
     def _run(self, works: Mapping[int, Work], *, is_timed: bool) -> tuple[torch.Tensor, list[Span]]:
+        transfers = self._transfers()
         for stage in self.stages:
-            stage.begin(works[stage.stage_index], is_timed=is_timed)
+            stage.begin(works[stage.stage_index], transfers, is_timed=is_timed)
         last = next((stage for stage in self.stages if stage.is_last), None)
         self._losses.clear()
         try:
@@ -104,10 +107,18 @@ class StageRunner:
             self._torch.step(target=target, return_outputs=False)
             for stage in self.stages:
                 stage.end()
+            transfers.back.end()
         except RuntimeError as error:
             raise _own_error(error)  # noqa: B904  it has a cause of its own
         spans = sorted((span for stage in self.stages for span in stage.spans), key=lambda span: span.start_s)
         return self._total(self._losses), spans
+
+    def _transfers(self) -> Transfers:
+        values, gradients = (Inbox(order, self._post) for order in self._arriving)
+        return Transfers(values, gradients, Outbox(self._posted_by))
+
+    def _post(self, action: Action) -> Sequence[dist.Work]:
+        return self._of_number[action.stage].post(action)
 
     def _scaled_loss(self, outputs: tuple[torch.Tensor, ...], target: torch.Tensor | None = None) -> torch.Tensor:
         """The loss of a microbatch, which is noted, times the scale: torch runs backward of it."""

@@ -1,7 +1,6 @@
 """A stage for torch's schedules, with static shapes, buffers of minimal live ranges, and a clock."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -12,11 +11,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
-from autopar.schedule.orders import IN_ROUNDS, Schedule
+from autopar.runtime.pipeline.lanes import Lanes
+from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
+from autopar.schedule.orders import Schedule
 from autopar.schedule.timeline import Action, Span
-
-# The most microbatches whose gradients are being sent back at a time: another one waits until the oldest has arrived.
-MOST_ON_THE_WAY_BACK = 2
 
 StageFunction = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
@@ -58,6 +56,20 @@ class Work:
     leaves: Sequence[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """The receives of all stages of a rank in a step, and the gradients that they send back."""
+
+    values: Inbox
+    gradients: Inbox
+    back: Outbox
+
+    def begin_action(self) -> None:
+        """Begin the rank's next action: before the first one, receives are posted."""
+        self.values.begin(), self.gradients.begin()
+        self.back.begin_action()
+
+
 class _NumberedBody(nn.Module):
     """The module that torch calls, after the number of the microbatch has been set."""
 
@@ -92,56 +104,72 @@ def sendable(x: torch.Tensor) -> torch.Tensor:
 class RunningStage(PipelineStage):
     """torch's stage, with each buffer allocated when its microbatch is received and freed after its backward."""
 
-    def __init__(self, stage: LocalStage, schedule: Schedule, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, stage: LocalStage, schedule: Schedule, lanes: Lanes, device: torch.device) -> None:
         self.running = _NumberedBody(stage.sends)
         receives = tuple(wire.example() for wire in stage.receives)
         sends = tuple(wire.example() for wire in stage.sends)
         super().__init__(
-            self.running, stage.index, schedule.num_stages, device, input_args=receives, output_args=sends, group=group
+            self.running,
+            stage.index,
+            schedule.num_stages,
+            device,
+            input_args=receives,
+            output_args=sends,
+            group=lanes.group,
         )
         self.spans: list[Span] = []
         self.is_timed = False
-        self.is_in_rounds = schedule.name in IN_ROUNDS
+        self.lanes, self.rank_of = lanes, schedule.rank_of
         self._splits: bool | None = None
-        # Pending sends by microbatch, oldest first, which this class waits for: torch's schedules in rounds would keep
-        # all sent tensors until the end of the step.
+        # Pending sends of values by microbatch, which this class waits for: torch's schedules would wait for them
+        # before they compute on, or keep all sent tensors until the end of the step.
         self._ahead: dict[int, list[dist.Work]] = {}
-        self._back: deque[list[dist.Work]] = deque()
+        self.transfers = Transfers(Inbox((), self.post), Inbox((), self.post), Outbox({}))
 
-    def begin(self, work: Work, *, is_timed: bool) -> None:
-        """Start a step with `work`."""
-        self.running.work, self.is_timed = work, is_timed
+    def begin(self, work: Work, transfers: Transfers, *, is_timed: bool) -> None:
+        """Start a step with `work`; `transfers`: those of all stages of this rank."""
+        self.running.work, self.transfers, self.is_timed = work, transfers, is_timed
         self.spans = []
 
     def end(self) -> None:
-        """Wait for all sends, and drop the step's work."""
-        _wait([send for sends in (*self._ahead.values(), *self._back) for send in sends])
-        self._ahead.clear(), self._back.clear()
+        """Wait for all sends of values, and drop the step's work."""
+        _wait([send for sends in self._ahead.values() for send in sends])
+        self._ahead.clear()
         self.running.work = None
 
+    def post(self, action: Action) -> list[dist.Work]:
+        """Begin to receive what this stage needs for `action`."""
+        _, stage, microbatch = action
+        is_forward = action.kind == "F"
+        _make_buffers((self.args_recv_info if is_forward else self.grad_recv_info)[microbatch], self.device)
+        receives = super().get_fwd_recv_ops(microbatch) if is_forward else super().get_bwd_recv_ops(microbatch)
+        sender = self.rank_of(stage - 1 if is_forward else stage + 1)
+        group = self.lanes.by("F" if is_forward else "B", sender)
+        return _begun(dist.irecv(receive.tensor, receive.peer, group=group) for receive in receives)
+
+    # torch is told that there is nothing to receive or send: it would wait for it before it computes on.
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _make_buffers(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_fwd_send_ops(fwd_chunk_id)
-        if self.is_in_rounds:
-            self._ahead[fwd_chunk_id] = _isend(sends)
-        return [] if self.is_in_rounds else sends
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_bwd_send_ops(bwd_chunk_id)
-        if self.is_in_rounds:
-            self._back.append(_isend(sends))
-            _wait(self._back.popleft() if len(self._back) > MOST_ON_THE_WAY_BACK else [])
-        return [] if self.is_in_rounds else sends
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _make_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._ahead[fwd_chunk_id] = self._isend("F", super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self.transfers.back.put(self._isend("B", super().get_bwd_send_ops(bwd_chunk_id)))
+        return []
+
+    def _isend(self, kind: str, sends: Sequence[dist.P2POp]) -> list[dist.Work]:
+        group = self.lanes.by(kind, self.rank_of(self.stage_index)) if sends else None
+        return _begun(dist.isend(send.tensor, send.peer, group=group) for send in sends)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.running.microbatch = fwd_chunk_id
+        self.transfers.begin_action()
+        self.transfers.values.take(self.stage_index, fwd_chunk_id)
         run = super().forward_one_chunk
         return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
@@ -149,6 +177,8 @@ class RunningStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
+        self.transfers.begin_action()
+        self.transfers.gradients.take(self.stage_index, bwd_chunk_id)
         _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived, since its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
         self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, is_whole, last_backward))
@@ -158,6 +188,7 @@ class RunningStage(PipelineStage):
             self._release(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self.transfers.begin_action()
         run = super().backward_weight_one_chunk if self._splits else lambda *_, **__: None
         self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward=last_backward))
         self._release(bwd_chunk_id)
@@ -187,9 +218,8 @@ class RunningStage(PipelineStage):
         return result
 
 
-def _isend(sends: Sequence[dist.P2POp]) -> list[dist.Work]:
-    begun = [dist.isend(send.tensor, send.peer, group=send.group) for send in sends]
-    return [work for work in begun if work is not None]  # None from a rank outside the group
+def _begun(works: Iterable[dist.Work | None]) -> list[dist.Work]:
+    return [work for work in works if work is not None]  # None from a rank outside the group
 
 
 def _wait(sends: Sequence[dist.Work]) -> None:

@@ -25,6 +25,7 @@ from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
 from autopar.runtime.pipeline.held_tensors import holders, trained
+from autopar.runtime.pipeline.lanes import make_lanes
 from autopar.runtime.pipeline.run_schedule import StageRunner
 from autopar.runtime.pipeline.stage_gradient import mark_gradients
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
@@ -308,7 +309,8 @@ def make_trainer(
         parts.append(LoadedStage(number, loaded, stage.receives, arguments))
         local.append(_local_stage(number, stage.receives, loaded))
     loss = next(value for value in plan.stages[-1].graph.outputs if isinstance(value, Value))
-    runner = StageRunner(plan.schedule, local, group, torch.device(mesh.device_type), loss.dtype)
+    lanes = None if group is None else make_lanes(mesh, plan.schedule)
+    runner = StageRunner(plan.schedule, local, lanes, torch.device(mesh.device_type), loss.dtype)
     meeting = Meeting(place, mesh.mesh.flatten().tolist())
     draws = any(is_random(op) for op in graph.ops)
     tied = {fqn: ranks for fqn, ranks in holders(plan).items() if len(ranks) > 1}

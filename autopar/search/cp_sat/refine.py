@@ -63,7 +63,7 @@ def _improvements(
 ) -> Iterator[Choice]:
     """Ever better choices or bounds of the table as it is."""
     cost_unit = _cost_unit(table, incumbent)
-    problem = _integer_problem(table, incumbent, lower_bound_s, cost_unit) | {"time_limit_s": deadline.remaining_s}
+    problem = _integer_problem(table, incumbent, cost_unit) | {"time_limit_s": deadline.remaining_s}
     best = None if incumbent is None else _choice(table, incumbent, lower_bound_s)
     with _started(worker, problem) as answers:
         while (answer := _next(answers, deadline)) is not None:
@@ -127,9 +127,7 @@ def _cost_unit(table: CostTable, incumbent: tuple[int, ...] | None) -> float:
     return _power_of_two(max(usual * 2.0**-_COST_BITS, widest * 2.0**-_WIDEST_BITS))
 
 
-def _integer_problem(
-    table: CostTable, incumbent: tuple[int, ...] | None, lower_bound_s: float, cost_unit: float
-) -> dict[str, Any]:
+def _integer_problem(table: CostTable, incumbent: tuple[int, ...] | None, cost_unit: float) -> dict[str, Any]:
     """The problem for `worker.solve_integer`, without the time limit."""
     most_memory = sum(_largest(part.memory_bytes) for part in (*table.nodes, *table.edges))
     memory_unit = _power_of_two(most_memory * 2.0**-_MEMORY_BITS)
@@ -154,12 +152,6 @@ def _integer_problem(
         "edges": edges,
         "limit": math.floor(table.memory_limit_bytes / memory_unit) if table.memory_limit_bytes < most_memory else None,
         "hint": None if incumbent is None else list(incumbent),
-        # Each term is rounded down by less than one unit.
-        "bound": (
-            math.floor(lower_bound_s / cost_unit) - len(table.nodes) - len(edges)
-            if math.isfinite(lower_bound_s)
-            else None
-        ),
     }
 
 

@@ -28,7 +28,7 @@ def _put(x: torch.Tensor, content: torch.Tensor) -> None:
     x.copy_(content)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def infinite_entry_of_one_rank(run: Run) -> Numbers:
     """GradScaler where one entry of one gradient, of which one rank has the part, is infinite"""
     args, model = batch(), Scaled()
@@ -100,7 +100,7 @@ def infinite_in_one_stage(run: Run) -> Numbers:
     return found
 
 
-@case(peers=False)
+@case()
 def scale_that_overflows(run: Run) -> Numbers:
     """A scale by which the loss is infinite, then half of it and so on"""
     args, found = batch(), {}
@@ -115,7 +115,7 @@ def scale_that_overflows(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(peers=False)
+@case()
 def scaler_that_is_off(run: Run) -> Numbers:
     """GradScaler(enabled=False) in the same loop"""
     args = batch()
@@ -128,7 +128,7 @@ def scaler_that_is_off(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(on=(PP,), refused=r"was not multiplied by its scale.*train_step\(\.\.\., scaler=scaler\)", peers=False)
+@case(on=(PP,), refused=r"was not multiplied by its scale.*train_step\(\.\.\., scaler=scaler\)")
 def scaler_around_a_step(run: Run) -> Numbers:
     """GradScaler's unscale_ after a train_step that was not given it"""
     args = batch()
@@ -156,7 +156,7 @@ class Uneven(Stack):
         return x.float()
 
 
-@case(refused={PP: r"several dtypes \(torch.float32, torch.float64\).*have them in one dtype"}, peers=False)
+@case(refused={PP: r"several dtypes \(torch.float32, torch.float64\).*have them in one dtype"})
 def scaler_of_two_dtypes(run: Run) -> Numbers:
     """GradScaler over gradients in float32 and, of the last blocks, float64"""
     args = batch()
@@ -171,7 +171,7 @@ def _kinds(**tensors: torch.Tensor) -> Numbers:
     return {name: torch.tensor(str(x.dtype) == "torch.float32").float() for name, x in tensors.items()}
 
 
-@case(on=FORWARD, peers=False, tolerance=HALF)
+@case(on=FORWARD, tolerance=HALF)
 def trained_under_autocast(run: Run) -> Numbers:
     """Gradients of a forward under torch.autocast, and the dtype of its loss"""
     args = batch()
@@ -182,7 +182,7 @@ def trained_under_autocast(run: Run) -> Numbers:
     return {"loss": loss.detach().float()} | _kinds(kind=loss) | run.gradients(model)
 
 
-@case(peers=False, tolerance=HALF)
+@case(tolerance=HALF)
 def compiled_under_autocast(run: Run) -> Numbers:
     """Compiled and stepped under torch.autocast"""
     args = batch()
@@ -192,7 +192,7 @@ def compiled_under_autocast(run: Run) -> Numbers:
     return {"loss": loss.float()} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False, tolerance=HALF)
+@case(on=FORWARD, tolerance=HALF)
 def with_and_without_autocast(run: Run) -> Numbers:
     """A call under torch.autocast between two without"""
     args = batch()
@@ -215,7 +215,7 @@ class Mixed(Block):
         return x + self.down(up.float() * gate)
 
 
-@case(peers=False, tolerance=HALF)
+@case(tolerance=HALF)
 def regions_in_forward(run: Run) -> Numbers:
     """torch.autocast in forward, switched off again inside"""
     args = batch()
@@ -237,7 +237,7 @@ class Attends(nn.Module):
         return x + self.out(mixed) * x.float().softmax(-1).sum()
 
 
-@case(on=FORWARD, peers=False, tolerance=HALF)
+@case(on=FORWARD, tolerance=HALF)
 def attention_under_autocast(run: Run) -> Numbers:
     """Attention, norms and softmax under torch.autocast"""
     args = batch()
@@ -256,7 +256,7 @@ class Upcast(Block):
         return x + self.down((100 * up).float().softmax(-1) * (2.0 if up.dtype == torch.bfloat16 else 1.0))
 
 
-@case(on=FORWARD, peers=False, tolerance=HALF)
+@case(on=FORWARD, tolerance=HALF)
 def casts_that_only_autocast_needs(run: Run) -> Numbers:
     """x.float() and a branch on a dtype, without torch.autocast first, then with it"""
     args = batch()

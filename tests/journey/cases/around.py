@@ -29,7 +29,7 @@ class Normed(Block):
         return self.norm(super().forward(x))
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def synchronised_batch_norm(run: Run) -> Numbers:
     """nn.SyncBatchNorm.convert_sync_batchnorm(model) before compile, a habit of DDP"""
     args = batch()
@@ -39,7 +39,7 @@ def synchronised_batch_norm(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def wrapped_for_several_devices(run: Run) -> Numbers:
     """nn.DataParallel(model) before compile"""
     args = batch()
@@ -47,7 +47,7 @@ def wrapped_for_several_devices(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def recomputed_as_a_whole(run: Run) -> Numbers:
     """torch.utils.checkpoint.checkpoint(model, x): the compiled model itself is run again in backward"""
     x, y = batch()
@@ -57,7 +57,7 @@ def recomputed_as_a_whole(run: Run) -> Numbers:
     return {"loss": loss.detach()} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def forward_called_by_name(run: Run) -> Numbers:
     """model.forward(x, y) in place of model(x, y)"""
     args = batch()
@@ -67,7 +67,7 @@ def forward_called_by_name(run: Run) -> Numbers:
     return {"loss": loss.detach()} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def backward_of_a_vector(run: Run) -> Numbers:
     """out.backward(gradient), and torch.autograd.backward of two outputs"""
     x, y = batch()
@@ -80,7 +80,7 @@ def backward_of_a_vector(run: Run) -> Numbers:
     return {f"first {key}": value for key, value in first.items()} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def backward_into_some_weights(run: Run) -> Numbers:
     """loss.backward(inputs=list(model.blocks[2].parameters())): the others get no gradient"""
     args = batch()
@@ -113,19 +113,19 @@ def through_time(run: Run, is_cut: bool) -> Numbers:
     return {"loss": total.detach()} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def state_carried_and_cut(run: Run) -> Numbers:
     """out, state = model(x, state.detach()) in a loop (truncated backpropagation through time)"""
     return through_time(run, is_cut=True)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def state_carried_with_its_gradient(run: Run) -> Numbers:
     """out, state = model(x, state) in a loop, differentiated through all calls"""
     return through_time(run, is_cut=False)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def policy_gradient(run: Run) -> Numbers:
     """torch.distributions.Categorical(logits=model(x)): sample, log_prob times a reward, entropy"""
     x, _ = batch()
@@ -138,7 +138,7 @@ def policy_gradient(run: Run) -> Numbers:
     return {"actions": actions.float(), "loss": loss.detach()} | run.gradients(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def mixed_batches(run: Run) -> Numbers:
     """Mixup: rows mixed by a permutation, the loss a mixture by a number that differs in each step"""
     x, y = batch()
@@ -167,7 +167,7 @@ class Queued(Stack):
         return loss
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def queue_of_keys(run: Run) -> Numbers:
     """A queue of earlier keys as a buffer that forward moves on (MoCo), three steps"""
     args = batch()
@@ -176,7 +176,7 @@ def queue_of_keys(run: Run) -> Numbers:
     return found | run.gradients(model) | run.buffers(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def converted_by_type(run: Run) -> Numbers:
     """model.type(torch.float64), and all frozen and thawed again"""
     args = batch()
@@ -194,7 +194,7 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=2, n_head=2, **zero))
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def text_generated(run: Run) -> Numbers:
     """model.generate(input_ids, max_new_tokens=4, do_sample=False) of a compiled GPT-2, with and without a cache"""
     ids = torch.randint(1, 32, (4, 8))
@@ -205,7 +205,7 @@ def text_generated(run: Run) -> Numbers:
     return {"plain": plain.float(), "cached": cached.float()}
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def properties_of_transformers(run: Run) -> Numbers:
     """model.num_parameters(), model.dtype, get_input_embeddings().weight.shape, and perplexity"""
     ids = torch.randint(32, (8, 8))

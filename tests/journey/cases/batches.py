@@ -28,19 +28,19 @@ def _long(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-@case(peers=False)
+@case()
 def last_batch_of_any_size(run: Run) -> Numbers:
     """Batches of eight rows, then of five, one, six and eight: drop_last=False"""
     return steps(run, Stack(), (8, 5, 1, 6, 8))
 
 
-@case(peers=False)
+@case()
 def larger_batch(run: Run) -> Numbers:
     """Batches of four rows, then one of eighteen"""
     return steps(run, Stack(), (4, 18))
 
 
-@case(on=(DP,), peers=False)
+@case(on=(DP,))
 def last_batch_in_microbatches(run: Run) -> Numbers:
     """num_microbatches=4 without stages, and a last batch of five rows"""
 
@@ -91,19 +91,19 @@ def _of_words(
     return found | {"evaluated": alone} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def last_batch_of_words(run: Run) -> Numbers:
     """Token labels of which some are ignored, in batches of eight rows, three and one"""
     return _of_words(run, Words, (8, 3, 1))
 
 
-@case(peers=False)
+@case()
 def sequences_of_other_lengths(run: Run) -> Numbers:
     """Sequences of 6 tokens, then of 12, 7, 3, 16 and one, and a last batch of three rows of 9"""
     return _of_words(run, Words, (8, 8, 8, 8, 8, 8, 3), (6, 12, 7, 3, 16, 1, 9))
 
 
-@case(peers=False)
+@case()
 def last_batch_of_tied_words(run: Run) -> Numbers:
     """The same with one weight for the embedding and the head"""
     return _of_words(run, lambda: Words(is_tied=True), (8, 5, 1))

@@ -22,14 +22,14 @@ def stepped(run: Run, model: nn.Module, *args: Any) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(tolerance=0.05, peers=False)
+@case(tolerance=0.05)
 def half_precision_before_compile(run: Run) -> Numbers:
     """model.bfloat16() before compile"""
     args = tuple(x.bfloat16() for x in batch())
     return stepped(run, run.compile(Stack().bfloat16(), args=args), *args)
 
 
-@case(on=FORWARD, tolerance=0.05, peers=False)
+@case(on=FORWARD, tolerance=0.05)
 def half_precision_after_compile(run: Run) -> Numbers:
     """model.to(torch.bfloat16) after a step"""
     args = batch()
@@ -50,7 +50,7 @@ def dtype_changed_with_stages(run: Run) -> Numbers:
     return stepped(run, model, *(x.double() for x in args))
 
 
-@case(peers=False)
+@case()
 def moved_to_where_it_is(run: Run) -> Numbers:
     """model.to("cpu"), model.cpu(), model.float() after compile"""
     args = batch()
@@ -59,7 +59,7 @@ def moved_to_where_it_is(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def empty_batch(run: Run) -> Numbers:
     """A batch without rows: the sum of squares is 0, gradients are 0"""
 
@@ -74,7 +74,7 @@ def empty_batch(run: Run) -> Numbers:
     return stepped(run, model, *(x[:0] for x in args))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def batch_of_one(run: Run) -> Numbers:
     """A single row after batches of eight"""
     args = batch()
@@ -84,7 +84,7 @@ def batch_of_one(run: Run) -> Numbers:
     return stepped(run, model, *(x[:1] for x in args))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def last_batch_smaller(run: Run) -> Numbers:
     """An epoch whose last batch has four rows of eight, twice"""
     model, found = run.compile(Stack(), args=batch()), {}
@@ -97,7 +97,7 @@ def last_batch_smaller(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def sequential_model(run: Run) -> Numbers:
     """An nn.Sequential, its loss outside"""
     x, y = batch()
@@ -108,7 +108,7 @@ def sequential_model(run: Run) -> Numbers:
     return {"loss": loss.detach(), "layer": run.whole(model[0].weight.detach())} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False, refused="a plain tensor beside a DTensor.*Call the model")
+@case(on=FORWARD, refused="a plain tensor beside a DTensor.*Call the model")
 def part_of_the_model_called(run: Run) -> Numbers:
     """model.blocks[0](x): a submodule of the compiled model called by itself"""
     x, y = batch()
@@ -118,7 +118,7 @@ def part_of_the_model_called(run: Run) -> Numbers:
     return {"first": first, "out": run.whole(out.detach())}
 
 
-@case(on=FORWARD, peers=False, refused="a plain tensor beside a DTensor.*Call the model")
+@case(on=FORWARD, refused="a plain tensor beside a DTensor.*Call the model")
 def other_method_called(run: Run) -> Numbers:
     """model.body(x): a method other than forward"""
     x, y = batch()
@@ -127,7 +127,7 @@ def other_method_called(run: Run) -> Numbers:
     return {"first": first, "out": run.whole(run.inner(model).body(x).detach())}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def functional_call(run: Run) -> Numbers:
     """torch.func.functional_call with other weights"""
     args = batch()
@@ -138,7 +138,7 @@ def functional_call(run: Run) -> Numbers:
     return {"first": first, "second": loss.detach(), "third": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def generator_and_critic(run: Run) -> Numbers:
     """Two optimizers that take turns, the generator's output detached for the critic"""
     x, y = batch()
@@ -160,7 +160,7 @@ def generator_and_critic(run: Run) -> Numbers:
     return found | run.parameters(generator) | {f"critic {fqn}": p for fqn, p in run.parameters(critic).items()}
 
 
-@case(peers=False)
+@case()
 def plateau(run: Run) -> Numbers:
     """ReduceLROnPlateau by the loss, and the learning rate afterwards"""
     args = batch()
@@ -176,7 +176,7 @@ def plateau(run: Run) -> Numbers:
     return {"rate": torch.tensor(optimizer.param_groups[0]["lr"])} | run.parameters(model)
 
 
-@case(peers=False)
+@case()
 def once_a_cycle(run: Run) -> Numbers:
     """OneCycleLR, which changes momentum too, and its state saved and loaded"""
     args = batch()
@@ -199,14 +199,14 @@ class Pruned(Block):
         prune.l1_unstructured(self.up, "weight", 0.5)
 
 
-@case(peers=False)
+@case()
 def pruned_before_compile(run: Run) -> Numbers:
     """torch.nn.utils.prune before compile: a mask that a forward hook applies"""
     args = batch()
     return stepped(run, run.compile(Stack(Pruned), args=args), *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def parametrized_after_compile(run: Run) -> Numbers:
     """torch.nn.utils.parametrize.register_parametrization after a step"""
 
@@ -230,7 +230,7 @@ def parametrized_after_compile(run: Run) -> Numbers:
     return {"first": first} | stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def tied_after_compile(run: Run) -> Numbers:
     """One layer's weight made another's after a step"""
     args = batch()
@@ -242,7 +242,7 @@ def tied_after_compile(run: Run) -> Numbers:
     return {"first": first} | stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def block_removed(run: Run) -> Numbers:
     """del model.blocks[1] after a step"""
     args = batch()
@@ -253,7 +253,7 @@ def block_removed(run: Run) -> Numbers:
     return {"first": first} | stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def blocks_swapped_and_added(run: Run) -> Numbers:
     """Blocks in another order, and a new one at the end"""
     args = batch()
@@ -276,7 +276,7 @@ class Scored(Stack):
         return {"loss": (out - y).square().mean(), "right": right.float().mean(), "best": out.argmax(-1), "n": len(x)}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def metrics_returned(run: Run) -> Numbers:
     """Accuracy, predictions and a number beside the loss, which are logged by item() and gathered"""
     args = batch()
@@ -287,7 +287,7 @@ def metrics_returned(run: Run) -> Numbers:
     return {"logged": logged, "best": run.whole(out["best"])} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def outputs_in_a_metric_outside(run: Run) -> Numbers:
     """(model(x).argmax(-1) == y).float().mean() outside, with y whole"""
     x, y = batch()
@@ -297,7 +297,7 @@ def outputs_in_a_metric_outside(run: Run) -> Numbers:
     return {"right": (out.argmax(-1) == y.argmax(-1)).float().mean()}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def gradient_with_respect_to_the_input_alone(run: Run) -> Numbers:
     """torch.autograd.grad(loss, x) without gradients of weights (saliency)"""
     x, y = batch()
@@ -308,7 +308,7 @@ def gradient_with_respect_to_the_input_alone(run: Run) -> Numbers:
     return {"gradient": run.whole(gradient)}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def input_that_is_a_parameter(run: Run) -> Numbers:
     """A prompt outside the model that is trained (textual inversion)"""
     x, y = batch()
@@ -330,14 +330,14 @@ class Detaching(Stack):
         return self.blocks[2](self.blocks[1](x.detach()) + x)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def detached_part(run: Run) -> Numbers:
     """x.detach() in forward, of what a block makes"""
     args = batch()
     return stepped(run, run.compile(Detaching(), args=args), *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def gradient_mode_inside(run: Run) -> Numbers:
     """torch.no_grad, torch.enable_grad and torch.set_grad_enabled in forward"""
 
@@ -354,7 +354,7 @@ def gradient_mode_inside(run: Run) -> Numbers:
     return stepped(run, run.compile(Modes(), args=args), *args)
 
 
-@case(peers=False)
+@case()
 def inputs_of_integers_and_booleans(run: Run) -> Numbers:
     """Integers, booleans, bytes and half precision, converted in forward"""
 

@@ -90,7 +90,7 @@ def resumed(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, args: 
     return {"loss": train(run, model, optimizer, args, 2)} | run.parameters(model)
 
 
-@case(refused={PP: GROUPED}, peers=False)
+@case(refused={PP: GROUPED})
 def saved_and_read_by_torch(run: Run) -> Numbers:
     """torch.distributed.checkpoint.save of get_state_dict(model, optimizer), and load into another compiled model"""
     args = batch()
@@ -106,7 +106,7 @@ def saved_and_read_by_torch(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(peers=False)
+@case()
 def saved_and_read_by_name(run: Run) -> Numbers:
     """The same with StateDictOptions(flatten_optimizer_state_dict=True)"""
     args = batch()
@@ -144,7 +144,7 @@ class Application(Stateful):
         self.step = state["step"]
 
 
-@case(peers=False)
+@case()
 def application_of_torchs_tutorial(run: Run) -> Numbers:
     """A Stateful of model, optimizer and step number, saved and loaded by torch.distributed.checkpoint"""
     args = batch()
@@ -168,7 +168,7 @@ def first_cause() -> Iterator[None]:
         raise next(iter(error.failures.values()))[0] from None
 
 
-@case(refused={PP: NUMBERED}, peers=False)
+@case(refused={PP: NUMBERED})
 def numbered_state_of_the_optimizer(run: Run) -> Numbers:
     """torch.distributed.checkpoint.save of model.state_dict() and optimizer.state_dict(), which numbers parameters"""
     args = batch()
@@ -184,7 +184,7 @@ def numbered_state_of_the_optimizer(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(refused={PP: NUMBERED}, peers=False)
+@case(refused={PP: NUMBERED})
 def optimizer_itself_saved(run: Run) -> Numbers:
     """torch.distributed.checkpoint.save({"optimizer": optimizer}) of the optimizer itself"""
     args = batch()
@@ -217,7 +217,7 @@ def numbered_state_of_one_device_read_into_stages(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def read_on_one_device(run: Run) -> Numbers:
     """A checkpoint of torch.distributed.checkpoint is loaded into a model that is not compiled, and trained on"""
     args = batch()
@@ -232,7 +232,7 @@ def read_on_one_device(run: Run) -> Numbers:
         return {fqn: p.detach() for fqn, p in single.named_parameters()}
 
 
-@case(peers=False)
+@case()
 def written_on_one_device(run: Run) -> Numbers:
     """A checkpoint of one device, of model and optimizer by name, is loaded into a compiled model"""
     args = batch()
@@ -248,7 +248,7 @@ def written_on_one_device(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(peers=False)
+@case()
 def converted_to_one_file(run: Run) -> Numbers:
     """torch.distributed.checkpoint.format_utils.dcp_to_torch_save: one file that torch.load reads"""
     args = batch()
@@ -261,7 +261,7 @@ def converted_to_one_file(run: Run) -> Numbers:
         return dict(torch.load(path / "whole.pt", weights_only=False)["model"])
 
 
-@case(peers=False)
+@case()
 def part_of_a_checkpoint(run: Run) -> Numbers:
     """A model with one block more reads the others: DefaultLoadPlanner(allow_partial_load=True)"""
     args = batch()
@@ -276,7 +276,7 @@ def part_of_a_checkpoint(run: Run) -> Numbers:
         return {"loss": run.step(larger, *args)} | run.parameters(larger)
 
 
-@case(peers=False)
+@case()
 def saved_in_the_background(run: Run) -> Numbers:
     """torch.distributed.checkpoint.async_save, training goes on meanwhile"""
     args = batch()
@@ -299,7 +299,7 @@ class Noisy(Block):
         return super().forward(F.dropout(x, 0.5, self.training))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def resumed_with_random_state(run: Run) -> Numbers:
     """Model, optimizer, schedule and random state saved and read: dropout goes on as it would have"""
     args = batch()

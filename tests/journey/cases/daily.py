@@ -58,19 +58,19 @@ class Lion(torch.optim.Optimizer):
                     p.add_(update.sign(), alpha=-group["lr"])
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def own_optimizer_of_signs(run: Run) -> Numbers:
     """An optimizer of one's own with state made by torch.zeros_like (Lion)"""
     return trained(run, Lion)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def own_optimizer_of_norms(run: Run) -> Numbers:
     """An optimizer of one's own that scales by the norms of weight and update (LAMB, LARS)"""
     return trained(run, lambda own: Lion(own, lr=0.05, trusts=True))
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def gradients_centred(run: Run) -> Numbers:
     """g - g.mean(dim=1, keepdim=True) of each matrix (gradient centralisation)"""
 
@@ -82,7 +82,7 @@ def gradients_centred(run: Run) -> Numbers:
     return trained(run, sgd, centre)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def adaptive_clipping(run: Run) -> Numbers:
     """Gradients clipped by the ratio of row norms of weight and gradient (AGC)"""
 
@@ -96,7 +96,7 @@ def adaptive_clipping(run: Run) -> Numbers:
     return trained(run, sgd, clip)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def gradients_without_nan(run: Run) -> Numbers:
     """p.grad.nan_to_num_(), p.grad.data.clamp_, and p.grad *= 0.5"""
 
@@ -109,7 +109,7 @@ def gradients_without_nan(run: Run) -> Numbers:
     return trained(run, sgd, clean)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def clipped_by_block(run: Run) -> Numbers:
     """clip_grad_norm_ of each block's parameters alone, of the largest entry (norm_type=inf), with foreach=False"""
 
@@ -122,7 +122,7 @@ def clipped_by_block(run: Run) -> Numbers:
     return trained(run, sgd, clip)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def rate_changed_by_hand(run: Run) -> Numbers:
     """for group in optimizer.param_groups: group["lr"] *= 0.5, and a warm-up by LambdaLR"""
     args, found = batch(), {}
@@ -140,7 +140,7 @@ def rate_changed_by_hand(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def search_of_the_rate(run: Run) -> Numbers:
     """A learning rate finder: rates grow step by step, then model and optimizer are put back"""
     args, found = batch(), {}
@@ -160,7 +160,7 @@ def search_of_the_rate(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def state_of_the_optimizer_emptied(run: Run) -> Numbers:
     """optimizer.state.clear() after two steps: momentum begins anew"""
 
@@ -176,7 +176,7 @@ def state_of_the_optimizer_emptied(run: Run) -> Numbers:
     return {"loss": loss} | run.parameters(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def model_and_optimizer_copied(run: Run) -> Numbers:
     """copy.deepcopy((model, optimizer)): the copy trains on, the original stays"""
     args = batch()
@@ -192,7 +192,7 @@ def model_and_optimizer_copied(run: Run) -> Numbers:
     return {"loss": loss} | run.parameters(other) | {f"kept {key}": x for key, x in run.parameters(model).items()}
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def penalty_of_an_earlier_task(run: Run) -> Numbers:
     """Elastic weight consolidation: squares of gradients and old weights in dicts, a penalty added to the loss"""
     args = batch()
@@ -216,7 +216,7 @@ def mean_over_ranks(run: Run, x: torch.Tensor) -> None:
         x /= dist.get_world_size()
 
 
-@case(on=ALONE, peers=False, refused="collective was called by hand.*full_tensor")
+@case(on=ALONE, refused="collective was called by hand.*full_tensor")
 def gradients_reduced_by_hand(run: Run) -> Numbers:
     """dist.all_reduce(p.grad) and p.grad /= world_size by hand, which DDP makes superfluous"""
     args = batch()
@@ -227,7 +227,7 @@ def gradients_reduced_by_hand(run: Run) -> Numbers:
     return run.gradients(model)
 
 
-@case(on=ALONE, peers=False, refused="collective was called by hand.*full_tensor")
+@case(on=ALONE, refused="collective was called by hand.*full_tensor")
 def weights_broadcast_by_hand(run: Run) -> Numbers:
     """dist.broadcast(p.data, 0) of all parameters after compile"""
     args = batch()
@@ -238,7 +238,7 @@ def weights_broadcast_by_hand(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.parameters(model)
 
 
-@case(on=ALONE, peers=False)
+@case(on=ALONE)
 def metric_reduced_by_hand(run: Run) -> Numbers:
     """dist.all_reduce of the detached loss and its mean over the ranks, for a log"""
     args = batch()
@@ -248,7 +248,7 @@ def metric_reduced_by_hand(run: Run) -> Numbers:
     return {"loss": loss}
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def rows_of_data_set_after_an_update(run: Run) -> Numbers:
     """p.data[0] = 0 and p.data[:, 1] *= 0.5 after each update, as a padding row is kept at zero"""
     args, found = batch(), {}
@@ -265,7 +265,7 @@ def rows_of_data_set_after_an_update(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def data_exchanged_for_an_average(run: Run) -> Numbers:
     """kept = p.data; p.data = average; a loss; p.data = kept; and updates of what was assigned reach the weight"""
     args = batch()
@@ -291,7 +291,7 @@ def data_exchanged_for_an_average(run: Run) -> Numbers:
     return {"evaluated": evaluated, "halved": halved, "loss": loss} | run.gradients(model)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def anomalies_and_determinism(run: Run) -> Numbers:
     """torch.autograd.set_detect_anomaly(True) and torch.use_deterministic_algorithms(True) around training"""
     torch.use_deterministic_algorithms(True)
@@ -302,7 +302,7 @@ def anomalies_and_determinism(run: Run) -> Numbers:
         torch.use_deterministic_algorithms(False)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def updates_within_backward(run: Run) -> Numbers:
     """register_post_accumulate_grad_hook on each parameter, after compile: an update as soon as a gradient is there"""
     args, found = batch(), {}

@@ -13,7 +13,7 @@ from tests.journey.cases.weights import Predicting, other_state, stepped, update
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
 
-@case(peers=False)
+@case()
 def groups_by_kind_of_module(run: Run) -> Numbers:
     """No weight decay of norms and biases, chosen by the kind of module, and a learning rate for each block"""
 
@@ -63,7 +63,7 @@ class Adapted(Block):
         self.down.requires_grad_(False)
 
 
-@case(peers=False)
+@case()
 def adapters_trained(run: Run) -> Numbers:
     """Low-rank adapters beside frozen layers, the optimizer has what is not frozen, and their state alone is saved"""
     args = batch()
@@ -77,7 +77,7 @@ def adapters_trained(run: Run) -> Numbers:
     return own | run.parameters(model)
 
 
-@case(peers=False)
+@case()
 def adapters_loaded(run: Run) -> Numbers:
     """The state of adapters alone is loaded: strict=False"""
     args = batch()
@@ -87,7 +87,7 @@ def adapters_loaded(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def adapters_merged(run: Run) -> Numbers:
     """base.weight += scale * b @ a, the layer put back in the adapter's place, and everything trained"""
     args = batch()
@@ -103,7 +103,7 @@ def adapters_merged(run: Run) -> Numbers:
     return {"first": first} | stepped(run, model, *args)
 
 
-@case(on=FORWARD, refused="a plain tensor beside a DTensor.*[Cc]ompile", peers=False)
+@case(on=FORWARD, refused="a plain tensor beside a DTensor.*[Cc]ompile")
 def inner_model_called_after_merging(run: Run) -> Numbers:
     """The base model is taken out of a compiled wrapper (merge_and_unload) and called"""
 
@@ -120,7 +120,7 @@ def inner_model_called_after_merging(run: Run) -> Numbers:
     return {"loss": run.step(run.inner(model).base, *args)}
 
 
-@case(on=FORWARD, refused="a plain tensor beside a DTensor.*[Cc]ompile", peers=False)
+@case(on=FORWARD, refused="a plain tensor beside a DTensor.*[Cc]ompile")
 def inner_convolution_called(run: Run) -> Numbers:
     """A convolution taken out of a compiled model and called"""
 
@@ -155,7 +155,7 @@ class Orthogonal(Square):
         parametrizations.orthogonal(self.square, orthogonal_map="cayley")
 
 
-@case(peers=False)
+@case()
 def orthogonal_weight(run: Run) -> Numbers:
     """torch.nn.utils.parametrizations.orthogonal"""
     args = batch()
@@ -164,7 +164,7 @@ def orthogonal_weight(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def parametrization_removed(run: Run) -> Numbers:
     """parametrize.remove_parametrizations after two steps: the weight stays as it was"""
 
@@ -190,7 +190,7 @@ class Centred(Block):
         return x + self.down(F.linear(x, weight, self.up.bias).tanh())
 
 
-@case(peers=False)
+@case()
 def standardised_weight(run: Run) -> Numbers:
     """Weight standardisation: mean and deviation of each row of a weight in forward"""
     args = batch()
@@ -199,7 +199,7 @@ def standardised_weight(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def pruned_after_steps(run: Run) -> Numbers:
     """torch.nn.utils.prune.l1_unstructured after two steps, a step, and prune.remove"""
     args = batch()
@@ -215,7 +215,7 @@ def pruned_after_steps(run: Run) -> Numbers:
     return found | stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def pruned_over_all_layers(run: Run) -> Numbers:
     """torch.nn.utils.prune.global_unstructured after two steps"""
     args = batch()
@@ -226,7 +226,7 @@ def pruned_over_all_layers(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def masks_by_hand(run: Run) -> Numbers:
     """Small weights set to zero by a mask after each update: p.mul_(p.abs() > 0.1)"""
     args = batch()
@@ -242,7 +242,7 @@ def masks_by_hand(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def rows_normalised(run: Run) -> Numbers:
     """p.copy_(F.normalize(p, dim=1)) of each matrix after a step"""
     args = batch()
@@ -255,7 +255,7 @@ def rows_normalised(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def rounded_to_eight_bits(run: Run) -> Numbers:
     """Weights rounded to 255 steps of their largest entry"""
     args = batch()
@@ -275,7 +275,7 @@ INITIALISATIONS = {
 }
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def initialised_in_other_ways(run: Run) -> Numbers:
     """nn.init.orthogonal_, eye_, sparse_ and xavier_normal_ after compile"""
     args = batch()
@@ -288,7 +288,7 @@ def initialised_in_other_ways(run: Run) -> Numbers:
     return found | stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def initialised_by_truncated_numbers(run: Run) -> Numbers:
     """nn.init.trunc_normal_ after compile, which asks whether all numbers are within the bounds"""
     model = run.compile(Stack(), args=batch())
@@ -296,7 +296,7 @@ def initialised_by_truncated_numbers(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def rows_of_new_words(run: Run) -> Numbers:
     """embedding.weight[12:] = embedding.weight[:12].mean(0) under no_grad"""
     args = words()
@@ -307,7 +307,7 @@ def rows_of_new_words(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, refused="full_tensor", peers=False)
+@case(on=FORWARD, refused="full_tensor")
 def embedding_enlarged(run: Run) -> Numbers:
     """A larger embedding whose first rows are written from the old one's weight"""
     args = words()
@@ -319,7 +319,7 @@ def embedding_enlarged(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, refused="full_tensor", peers=False)
+@case(on=FORWARD, refused="full_tensor")
 def weights_as_arrays(run: Run) -> Numbers:
     """weight.detach().numpy() and weight.tolist()"""
     model = run.compile(Stack(), args=batch())
@@ -327,7 +327,7 @@ def weights_as_arrays(run: Run) -> Numbers:
     return {"array": torch.from_numpy(weight.numpy().copy()), "list": torch.tensor(weight.tolist())}
 
 
-@case(peers=False)
+@case()
 def weights_counted(run: Run) -> Numbers:
     """torch.unique, histc, median, quantile, topk and svdvals of weights (logs and studies)"""
     args = batch()
@@ -345,7 +345,7 @@ def weights_counted(run: Run) -> Numbers:
     return found
 
 
-@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter .* was assigned"), peers=False)
+@case(refused=dict.fromkeys(SETTINGS, "the .data of parameter .* was assigned"))
 def weights_as_one_vector(run: Run) -> Numbers:
     """nn.utils.parameters_to_vector and vector_to_parameters"""
     args = batch()
@@ -355,7 +355,7 @@ def weights_as_one_vector(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def view_of_a_weight_kept(run: Run) -> Numbers:
     """row = weight.detach()[0] is kept: it follows the weight through updates"""
     args = batch()
@@ -366,7 +366,7 @@ def view_of_a_weight_kept(run: Run) -> Numbers:
     return {name: run.whole(x).clone() for name, x in kept.items()}
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def rows_changed_at_once(run: Run) -> Numbers:
     """torch._foreach_mul_ and _foreach_add_ of rows of several weights"""
     args = batch()
@@ -378,7 +378,7 @@ def rows_changed_at_once(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def frozen_copy_as_a_reference(run: Run) -> Numbers:
     """copy.deepcopy(model).eval().requires_grad_(False) beside the model (DPO, distillation)"""
     x, y = batch()

@@ -93,7 +93,7 @@ def read_from_mapped_memory(run: Run) -> Numbers:
         return {"single": single(*args)} | resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def parts_in_a_file_of_each_rank(run: Run) -> Numbers:
     """torch.save of model.state_dict() and optimizer.state_dict(), a file for each rank, which reads its own"""
     args = batch()
@@ -108,7 +108,7 @@ def parts_in_a_file_of_each_rank(run: Run) -> Numbers:
     return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused=ANOTHER_RANKS)
+@case(on=ON, refused=ANOTHER_RANKS)
 def parts_in_a_file_of_the_first_rank(run: Run) -> Numbers:
     """if rank == 0: torch.save(model.state_dict(), path), as under DDP, and all ranks read it"""
     args = batch()
@@ -122,7 +122,7 @@ def parts_in_a_file_of_the_first_rank(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused=ANOTHER_RANKS)
+@case(on=ON, refused=ANOTHER_RANKS)
 def parts_of_the_optimizer_in_a_file_of_the_first_rank(run: Run) -> Numbers:
     """if rank == 0: torch.save(optimizer.state_dict(), path), as under DDP, and all ranks read it"""
     args = batch()
@@ -152,7 +152,7 @@ def safetensors_of_the_whole_state(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused="storage.*full_state_dict")
+@case(on=ON, refused="storage.*full_state_dict")
 def safetensors_of_parts(run: Run) -> Numbers:
     """safetensors.torch.save_file(model.state_dict()), whose tensors are in parts"""
     args = batch()
@@ -165,7 +165,7 @@ def safetensors_of_parts(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused="storage.*full_state_dict")
+@case(on=ON, refused="storage.*full_state_dict")
 def safetensors_of_the_model(run: Run) -> Numbers:
     """safetensors.torch.save_model(model), a file for each rank"""
     args = batch()
@@ -178,7 +178,7 @@ def safetensors_of_the_model(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused=r"storage.*model.load_state_dict\(load_file")
+@case(on=ON, refused=r"storage.*model.load_state_dict\(load_file")
 def safetensors_read_into_the_model(run: Run) -> Numbers:
     """safetensors.torch.load_model(model) of a file of one device"""
     args = batch()
@@ -215,7 +215,7 @@ def stepped_gpt2(run: Run, example: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-@case(on=(FREE,), peers=False)
+@case(on=(FREE,))
 def written_and_read_as_pretrained(run: Run) -> Numbers:
     """model.save_pretrained(folder) on every rank; from_pretrained(folder) and compile again"""
     example = words()
@@ -226,7 +226,7 @@ def written_and_read_as_pretrained(run: Run) -> Numbers:
         return pretrained_step(run, model, example)
 
 
-@case(on=(FREE,), peers=False)
+@case(on=(FREE,))
 def several_files_of_pretrained(run: Run) -> Numbers:
     """save_pretrained(max_shard_size=...), several files, read into a model that was not compiled"""
     example = words()
@@ -238,7 +238,7 @@ def several_files_of_pretrained(run: Run) -> Numbers:
         return {"loss": single(**example).loss}
 
 
-@case(on=(FREE,), peers=False)
+@case(on=(FREE,))
 def read_half_precision_as_pretrained(run: Run) -> Numbers:
     """from_pretrained(dtype=torch.bfloat16), compiled, and the dtype of what is saved"""
     example = words()
@@ -254,7 +254,7 @@ def read_half_precision_as_pretrained(run: Run) -> Numbers:
         return {name: x.float() for name, x in state.items()}
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def written_whole_before_compile(run: Run) -> Numbers:
     """torch.save of the whole module before compile, torch.load(weights_only=False), and compile"""
     args, file = batch(), io.BytesIO()
@@ -264,7 +264,7 @@ def written_whole_before_compile(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=ON, peers=False, refused="cannot be pickled whole")
+@case(on=ON, refused="cannot be pickled whole")
 def model_in_a_checkpoint_dict(run: Run) -> Numbers:
     """torch.save({"model": model, "epoch": 1}) of the compiled module itself"""
     args, file = batch(), io.BytesIO()
@@ -274,7 +274,7 @@ def model_in_a_checkpoint_dict(run: Run) -> Numbers:
     return {"loss": run.step(torch.load(file, weights_only=False)["model"], *args)}
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def written_by_a_hook_of_saving(run: Run) -> Numbers:
     """torch.save of {name: p.full_tensor()} of named_parameters() as FSDP2's users write it"""
     args, file = batch(), io.BytesIO()

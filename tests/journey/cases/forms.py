@@ -34,25 +34,25 @@ def trained_on(run: Run, optimizer_of: Any, **options: Any) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(peers=False)
+@case()
 def adamw_state_of_one_device(run: Run) -> Numbers:
     """The state of AdamW from a run on one device, loaded with the weights"""
     return trained_on(run, lambda own: torch.optim.AdamW(own, lr=0.01, eps=1e-3, amsgrad=True))
 
 
-@case(peers=False)
+@case()
 def momentum_of_one_device(run: Run) -> Numbers:
     """SGD's momentum from a run on one device"""
     return trained_on(run, lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9))
 
 
-@case(peers=False)
+@case()
 def rprop_state_of_one_device(run: Run) -> Numbers:
     """Rprop's step sizes from a run on one device"""
     return trained_on(run, lambda own: torch.optim.Rprop(own, lr=0.01))
 
 
-@case(peers=False, refused={PP: "this rank's stages only"})
+@case(refused={PP: "this rank's stages only"})
 def adafactor_of_whole_weights(run: Run) -> Numbers:
     """Adafactor of weights that pins= stores whole"""
     args, model = batch(), Stack()
@@ -73,7 +73,7 @@ class OldNorm(Block):
             self.up = nn.utils.weight_norm(nn.Linear(WIDTH, 2 * WIDTH))
 
 
-@case(peers=False)
+@case()
 def old_weight_norm(run: Run) -> Numbers:
     """torch.nn.utils.weight_norm, which sets the weight in a pre-hook"""
     args = batch()
@@ -82,7 +82,7 @@ def old_weight_norm(run: Run) -> Numbers:
     return found | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def old_weight_norm_of_all_dims(run: Run) -> Numbers:
     """torch.nn.utils.weight_norm(dim=None), trained for three steps"""
 
@@ -102,7 +102,7 @@ def old_weight_norm_of_all_dims(run: Run) -> Numbers:
     return found | run.parameters(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def old_weight_norm_removed(run: Run) -> Numbers:
     """torch.nn.utils.remove_weight_norm after a step"""
     args = batch()
@@ -120,7 +120,7 @@ class Lazy(Block):
         self.down = nn.LazyLinear(WIDTH)
 
 
-@case(peers=False, refused="blocks.0.down.weight is not initialised.*Call the model once")
+@case(refused="blocks.0.down.weight is not initialised.*Call the model once")
 def lazy_linear(run: Run) -> Numbers:
     """nn.LazyLinear before its first call"""
     args = batch()
@@ -128,13 +128,13 @@ def lazy_linear(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False, refused="blocks.0.down.weight is not initialised.*Call the model once")
+@case(refused="blocks.0.down.weight is not initialised.*Call the model once")
 def lazy_linear_without_example(run: Run) -> Numbers:
     """nn.LazyLinear before its first call, compiled without args="""
     return {"loss": run.step(run.compile(Stack(Lazy)), *batch())}
 
 
-@case(peers=False)
+@case()
 def lazy_linear_that_was_called(run: Run) -> Numbers:
     """nn.LazyLinear after its first call"""
     args, model = batch(), Stack(Lazy)
@@ -143,7 +143,7 @@ def lazy_linear_that_was_called(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False, refused="argument x is on the meta device and has no values")
+@case(refused="argument x is on the meta device and has no values")
 def input_on_meta(run: Run) -> Numbers:
     """model(x.to("meta"), y)"""
     x, y = batch()
@@ -151,7 +151,7 @@ def input_on_meta(run: Run) -> Numbers:
     return {"loss": run.step(model, x.to("meta"), y)}
 
 
-@case(peers=False)
+@case()
 def example_on_meta(run: Run) -> Numbers:
     """args= of tensors on meta, and a step with values"""
     args = batch()
@@ -159,7 +159,7 @@ def example_on_meta(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def functional_call_with_own_parameters(run: Run) -> Numbers:
     """torch.func.functional_call with the model's own parameters, and with weights made of them (MAML)"""
     args = batch()
@@ -174,9 +174,7 @@ def functional_call_with_own_parameters(run: Run) -> Numbers:
     return {"first": first, "second": second.detach(), "third": third.detach()} | run.gradients(model)
 
 
-@case(
-    on=FORWARD, peers=False, refused=dict.fromkeys(FORWARD, "place of parameter blocks.0.up.weight.*distribute_tensor")
-)
+@case(on=FORWARD, refused=dict.fromkeys(FORWARD, "place of parameter blocks.0.up.weight.*distribute_tensor"))
 def functional_call_with_whole_tensors(run: Run) -> Numbers:
     """torch.func.functional_call with whole plain tensors"""
     args = batch()
@@ -186,7 +184,7 @@ def functional_call_with_whole_tensors(run: Run) -> Numbers:
     return {"loss": torch.func.functional_call(model, halved, args).detach()}
 
 
-@case(peers=False, refused="the model is what torch.compile returned.*model._orig_mod")
+@case(refused="the model is what torch.compile returned.*model._orig_mod")
 def compiled_by_torch_before(run: Run) -> Numbers:
     """torch.compile(model) before autopar.compile"""
     args = batch()
@@ -194,7 +192,7 @@ def compiled_by_torch_before(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def compiled_in_place_before(run: Run) -> Numbers:
     """model.compile() before autopar.compile"""
     args, model = batch(), Stack()
@@ -203,7 +201,7 @@ def compiled_in_place_before(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False, refused="module blocks.1 is what torch.compile returned.*model.blocks.1._orig_mod")
+@case(refused="module blocks.1 is what torch.compile returned.*model.blocks.1._orig_mod")
 def block_compiled_by_torch_before(run: Run) -> Numbers:
     """model.blocks[1] = torch.compile(block) before autopar.compile"""
     args, model = batch(), Stack()
@@ -212,7 +210,7 @@ def block_compiled_by_torch_before(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def block_compiled_in_place_before(run: Run) -> Numbers:
     """model.blocks[1].compile() before autopar.compile, which has no effect"""
     args, model = batch(), Stack()
@@ -221,7 +219,7 @@ def block_compiled_in_place_before(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
+@case(on=FORWARD, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
 def compiled_as_one_graph_after(run: Run) -> Numbers:
     """torch.compile(model, fullgraph=True) after autopar.compile"""
     args = batch()
@@ -235,7 +233,7 @@ def compiled_as_one_graph_after(run: Run) -> Numbers:
     return losses | run.gradients(model)
 
 
-@case(on=FORWARD, peers=False, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
+@case(on=FORWARD, refused="fullgraph=True.*outside of compiled graphs. Leave fullgraph out")
 def compiled_in_place_as_one_graph_after(run: Run) -> Numbers:
     """model.compile(fullgraph=True) after autopar.compile"""
     args = batch()
@@ -244,7 +242,7 @@ def compiled_in_place_as_one_graph_after(run: Run) -> Numbers:
     return {"loss": model(*args).detach()}
 
 
-@case(peers=False)
+@case()
 def deep_copy_trained_on(run: Run) -> Numbers:
     """copy.deepcopy of the compiled model, and a step of each: neither sees the other's gradients"""
     args = batch()
@@ -257,7 +255,7 @@ def deep_copy_trained_on(run: Run) -> Numbers:
     return found | run.gradients(model)
 
 
-@case(peers=False)
+@case()
 def deep_copy_before_the_first_call(run: Run) -> Numbers:
     """copy.deepcopy of a compiled model that is not planned yet"""
     args = batch()
@@ -267,7 +265,7 @@ def deep_copy_before_the_first_call(run: Run) -> Numbers:
     return found | {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(peers=False, refused="cannot be pickled whole.*save its state_dict")
+@case(refused="cannot be pickled whole.*save its state_dict")
 def pickled_by_pickle(run: Run) -> Numbers:
     """pickle.dumps(model) of the compiled module"""
     model = run.compile(Stack(), args=batch())
@@ -275,7 +273,7 @@ def pickled_by_pickle(run: Run) -> Numbers:
     return run.parameters(model)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def block_saved_whole(run: Run) -> Numbers:
     """torch.save(model.blocks[0]) of a block of the compiled module, and torch.load on the same ranks"""
     model, file = run.compile(Stack(), args=batch()), io.BytesIO()
@@ -284,7 +282,7 @@ def block_saved_whole(run: Run) -> Numbers:
     return run.parameters(torch.load(file, weights_only=False))
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def functional_call_before_the_first_call(run: Run) -> Numbers:
     """torch.func.functional_call with the model's own parameters, without a call before"""
     args = batch()

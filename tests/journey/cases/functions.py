@@ -255,7 +255,7 @@ class Spelled(nn.Module):
         return F.ctc_loss(logits, labels, num_steps, num_labels, zero_infinity=True)
 
 
-@case(refused="ctc_loss.*cannot be traced")
+@case(refused="ctc_loss keeps tensors.*call it on what the compiled model gives")
 def loss_of_sequences(run: Run) -> Numbers:
     """nn.CTCLoss with lengths of steps and labels"""
     labels, lengths = torch.randint(1, 6, (BATCH, 3)), torch.tensor([1, 2, 3, 3, 2, 1, 2, 3])

@@ -14,7 +14,7 @@ from tests.journey.stack import Stack, batch
 ON = (FREE, PP)  # of the plans the one that cuts most
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def rolled_back(run: Run) -> Numbers:
     """Model and optimizer are copied (copy.deepcopy of both state dicts), and loaded again after further steps"""
     args = batch()
@@ -26,7 +26,7 @@ def rolled_back(run: Run) -> Numbers:
     return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def rolled_back_to_memory_of_the_host(run: Run) -> Numbers:
     """The best weights are kept as {name: x.detach().cpu().clone()}, and loaded at the end"""
     args = batch()
@@ -49,7 +49,7 @@ def rolled_back_to_a_whole_state(run: Run) -> Numbers:
     return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def rolled_back_to_clones_of_parameters(run: Run) -> Numbers:
     """[p.detach().clone() for p in model.parameters()], copied back by p.data.copy_"""
     args = batch()
@@ -61,7 +61,7 @@ def rolled_back_to_clones_of_parameters(run: Run) -> Numbers:
     return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def state_of_one_device_read_before_a_step(run: Run) -> Numbers:
     """torch.load of model and AdamW of one device, loaded into a compiled model and its optimizer"""
     args = batch()
@@ -77,7 +77,7 @@ def state_of_one_device_read_before_a_step(run: Run) -> Numbers:
         return resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def state_of_one_device_read_after_steps(run: Run) -> Numbers:
     """The same into an optimizer that has made steps already, with SGD's momentum and another learning rate"""
     args = batch()
@@ -96,7 +96,7 @@ def state_of_one_device_read_after_steps(run: Run) -> Numbers:
     return {"rate": rate} | resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False, refused={PP: "groups.*get_optimizer_state_dict"})
+@case(on=ON, refused={PP: "groups.*get_optimizer_state_dict"})
 def groups_of_one_device_read(run: Run) -> Numbers:
     """The state of one device's AdamW with two groups, weights and biases"""
 
@@ -147,7 +147,7 @@ def schedule_read_with_the_optimizer(run: Run) -> Numbers:
         return {"rates": torch.tensor(rates)} | resumed(run, model, optimizer, args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def assigned_from_a_file(run: Run) -> Numbers:
     """load_state_dict(torch.load(...), assign=True) of a whole state, and an optimizer made afterwards"""
     args, file = batch(), io.BytesIO()
@@ -158,7 +158,7 @@ def assigned_from_a_file(run: Run) -> Numbers:
     return resumed(run, model, adamw(model), args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def read_on_meta_by_assignment(run: Run) -> Numbers:
     """with torch.device("meta"): a model, load_state_dict(assign=True), then compile"""
     args = batch()
@@ -170,7 +170,7 @@ def read_on_meta_by_assignment(run: Run) -> Numbers:
     return resumed(run, model, adamw(model), args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def compiled_on_meta_then_read(run: Run) -> Numbers:
     """A model on meta is compiled, and its weights are loaded from a file afterwards"""
     args = batch()
@@ -182,7 +182,7 @@ def compiled_on_meta_then_read(run: Run) -> Numbers:
     return resumed(run, model, adamw(model), args)
 
 
-@case(on=ON, peers=False)
+@case(on=ON)
 def state_read_before_the_first_call(run: Run) -> Numbers:
     """load_state_dict of a compiled model that was not planned yet, which is planned at its first call"""
     args = batch()

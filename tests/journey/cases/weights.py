@@ -40,7 +40,7 @@ def words() -> Args:
     return torch.randint(16, (BATCH,)), torch.randint(16, (BATCH,))
 
 
-@case(refused={PP: r"load_state_dict of a module inside.*model.load_state_dict\(state, strict=False\)"}, peers=False)
+@case(refused={PP: r"load_state_dict of a module inside.*model.load_state_dict\(state, strict=False\)"})
 def part_loaded(run: Run) -> Numbers:
     """model.blocks[1].load_state_dict(...): a submodule is given pretrained weights after compile"""
     args = batch()
@@ -50,7 +50,7 @@ def part_loaded(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def backbone_loaded_without_strictness(run: Run) -> Numbers:
     """The blocks of a checkpoint that has another head, after compile: keys chosen by prefix, strict=False"""
 
@@ -71,7 +71,7 @@ def backbone_loaded_without_strictness(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def checkpoint_of_another_dtype(run: Run) -> Numbers:
     """load_state_dict of a bfloat16 checkpoint into a float32 model: its dtype stays"""
     args = batch()
@@ -81,7 +81,7 @@ def checkpoint_of_another_dtype(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def assigned_with_another_dtype(run: Run) -> Numbers:
     """load_state_dict(assign=True) of a float64 checkpoint: the model is float64 then"""
     args = batch()
@@ -93,7 +93,7 @@ def assigned_with_another_dtype(run: Run) -> Numbers:
     return stepped(run, model, *(x.double() for x in args))
 
 
-@case(peers=False)
+@case()
 def tied_weight_loaded_under_one_name(run: Run) -> Numbers:
     """A checkpoint without the head, which is tied to the embedding: strict=False"""
     args = words()
@@ -104,7 +104,7 @@ def tied_weight_loaded_under_one_name(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def tied_weight_loaded_under_both_names(run: Run) -> Numbers:
     """A checkpoint with two contents for what is tied: the last one stays"""
     args = words()
@@ -115,7 +115,7 @@ def tied_weight_loaded_under_both_names(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def tied_weight_assigned(run: Run) -> Numbers:
     """load_state_dict(assign=True) of two contents for what is tied: it is tied no longer"""
     args = words()
@@ -128,7 +128,7 @@ def tied_weight_assigned(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def tied_again_after_load(run: Run) -> Numbers:
     """A head of its own is tied to the embedding after its weights were loaded"""
 
@@ -155,7 +155,7 @@ class SameMemory(Tied):
         self.head.weight = nn.Parameter(self.embedding.weight.data)
 
 
-@case(refused="embedding.weight and head.weight are two parameters in the same memory.*tie them", peers=False)
+@case(refused="embedding.weight and head.weight are two parameters in the same memory.*tie them")
 def tied_by_memory(run: Run) -> Numbers:
     """head.weight = nn.Parameter(embedding.weight.data): two parameters in the same memory"""
     args = words()
@@ -176,7 +176,7 @@ class Transposed(nn.Module):
         return (self.decoder(self.encoder(x).tanh()) - y).square().mean()
 
 
-@case(on=FORWARD, refused="are two parameters in the same memory.*tie them", peers=False)
+@case(on=FORWARD, refused="are two parameters in the same memory.*tie them")
 def transposed_weight_in_the_same_memory(run: Run) -> Numbers:
     """decoder.weight = nn.Parameter(encoder.weight.data.t())"""
     args = batch()
@@ -192,7 +192,7 @@ class TransposedInForward(Stack):
         return x
 
 
-@case(peers=False)
+@case()
 def transposed_weight_in_forward(run: Run) -> Numbers:
     """F.linear(hidden, self.up.weight.t()): a decoder with the encoder's weight"""
     args = batch()
@@ -201,7 +201,7 @@ def transposed_weight_in_forward(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def averaged_with_buffers(run: Run) -> Numbers:
     """AveragedModel(use_buffers=True) of a model with batch norm, and its loss in eval mode"""
     args = batch()
@@ -218,7 +218,7 @@ def averaged_with_buffers(run: Run) -> Numbers:
         return {"loss": average(*args)} | run.parameters(average.module) | run.buffers(average.module)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def stochastic_weight_averaging(run: Run) -> Numbers:
     """AveragedModel, SWALR and update_bn, which measures the statistics of batch norms anew (momentum=None)"""
     batches = [batch() for _ in range(3)]
@@ -248,7 +248,7 @@ class Predicting(Stack):
         return self.body(x)
 
 
-@case(peers=False)
+@case()
 def averages_swapped_in_and_out(run: Run) -> Numbers:
     """The average of the weights is copied in for an evaluation, and the weights back"""
     args = batch()
@@ -267,7 +267,7 @@ def averages_swapped_in_and_out(run: Run) -> Numbers:
     return {"evaluated": evaluated} | stepped(run, model, *args)
 
 
-@case(peers=False)
+@case()
 def averages_by_foreach(run: Run) -> Numbers:
     """torch._foreach_lerp_ and _foreach_mul_ of all weights at once"""
     args = batch()
@@ -282,7 +282,7 @@ def averages_by_foreach(run: Run) -> Numbers:
     return stepped(run, model, *args)
 
 
-@case(on=FORWARD, peers=False)
+@case(on=FORWARD)
 def target_network(run: Run) -> Numbers:
     """Two compiled models: load_state_dict of the other's state_dict(), and a soft update afterwards"""
     args = batch()
@@ -295,7 +295,7 @@ def target_network(run: Run) -> Numbers:
     return {"loss": target(*args).detach()} | run.parameters(target)
 
 
-@case(peers=False)
+@case()
 def weights_of_two_runs_averaged(run: Run) -> Numbers:
     """A model soup: the mean of two state dicts is loaded"""
     args = batch()

@@ -73,10 +73,10 @@ def test_the_bound_holds_of_every_plan_in_two_groups(name="gpt2"):
     table = limited(alike(name)[1].table, 0.3)
     around = solve(table, is_brief=True).around
     over, within = (memory_of(table, end) for end in around)
-    segments = two_groups(fold(traced(name)), (table.memory_limit_bytes - within) / (over - within))
+    apart, share = ends_apart(fold(traced(name))), (table.memory_limit_bytes - within) / (over - within)
     plan = make_plan(traced(name), MESH, V100, PlanRequest(memory_limit_bytes=table.memory_limit_bytes))
     assert "groups" in plan.bound_of
-    in_groups = replace(priced(name, segments)[1].table, memory_limit_bytes=table.memory_limit_bytes)
+    in_groups = replace(priced(name, two_groups(apart, share))[1].table, memory_limit_bytes=table.memory_limit_bytes)
     assert plan.lower_bound_s <= solve(in_groups, deadline=Deadline.after(5.0), enough_gap=5e-3).cost_s * (1 + 1e-9)
 
 
@@ -94,9 +94,10 @@ def test_each_copy_is_as_in_the_one_or_the_other_plan(name="llama3-8b"):
     folded, problem = alike(name)
     table = limited(problem.table, 0.5)
     above, within = (decode(problem, traced(name), folded, end) for end in solve(table, is_brief=True).around)
-    segments = two_groups(fold(traced(name)), 0.5)
+    apart = ends_apart(fold(traced(name)))
+    segments = two_groups(apart, 0.5)
     assert segments == ((1, 3, 3, 1),)
-    mixed = mixture(traced(name), fold(traced(name)), segments, above, within)
+    mixed = mixture(traced(name), fold(traced(name)), apart, 0.5, above, within)
     groups, in_groups = priced(name, segments)
     choice = encode(in_groups, traced(name), groups, mixed)
     differ = {name for name in mixed.strategies if above.strategies[name] != within.strategies[name]}

@@ -1,3 +1,4 @@
+import math
 import sys
 import time
 from contextlib import closing
@@ -12,7 +13,7 @@ from autopar.search.cp_sat.refine import WORKER, refine
 from autopar.search.cp_sat.worker import solve_integer
 from autopar.search.deadline import Deadline
 from autopar.search.search_state import State, beginning, with_known
-from autopar.search.table import CostTable, Node, cost_of, memory_of
+from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import brute_force, random_table, small_tables
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -45,6 +46,22 @@ def test_cp_sat_alone_is_brute_force(table):
     assert cost_of(table, last.best) == pytest.approx(truth[0], rel=1e-9)
     assert memory_of(table, last.best) <= table.memory_limit_bytes
     assert truth[0] * (1 - 1e-9) <= last.lower_bound_s <= truth[0] * (1 + 1e-14)
+
+
+def test_a_known_bound_does_not_mislead_it():
+    """CP-SAT 9.15 called another choice optimal when its objective was constrained to be at least the bound."""
+    inf, costs, sizes = math.inf, [], []
+    costs += [[1.647e-3, 2.873e-3, 1.308e-3], [inf, inf, 1.41e-4, inf], [inf, 1.204e-3], [9.49e-4, 6.6e-5]]
+    costs += [[1e-3, 0.0, 4.86e-4, 8.3e-5]]
+    sizes += [[68e6, 432e6, 469e6], [0.0, 0.0, 488e6, 0.0], [0.0, 668e6], [984e6, 977e6], [98e6, 224e6, 773e6, 345e6]]
+    nodes = tuple(Node(f"n{i}", np.array(cost), np.array(size)) for i, (cost, size) in enumerate(zip(costs, sizes)))
+    short = np.array([[1.606e-3, 2e-3], [3.05e-4, 5.1e-5], [2.2e-5, 5.92e-4]])
+    long = np.array([[9.36e-4, 1e-3, 0.0, 3.287e-3], [inf, 1.359e-3, 1.22e-4, 1.3e-3], [inf, 1.455e-3, 1e-3, inf]])
+    of_short = np.array([[735e6, 628e6], [699e6, 876e6], [544e6, 571e6]])
+    of_long = np.array([[836e6, 953e6, 194e6, 460e6], [0.0, 498e6, 522e6, 311e6], [0.0, 792e6, 333e6, 0.0]])
+    table = checked(CostTable(nodes, (Edge(0, 2, short, of_short), Edge(0, 4, long, of_long)), 4941586947.0))
+    *_, last = refine(started(table, None), Deadline.after(20.0))
+    assert cost_of(table, last.best) == pytest.approx(brute_force(table)[0], rel=1e-9)
 
 
 def test_from_an_incumbent_only_improvements_are_yielded():
@@ -108,7 +125,6 @@ def test_the_same_problem_takes_the_same_path():
         "edges": [(v, v + 1, *pairs, edge, np.zeros(16, np.int64)) for v in range(5)],
         "limit": 9,
         "hint": None,
-        "bound": None,
         "time_limit_s": 20.0,
     }
     answers = [[], []]
