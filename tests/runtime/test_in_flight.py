@@ -1,0 +1,142 @@
+"""Gradients that are summed while backward goes on: all are complete when somebody sees them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.folding.fold import fold
+from autopar.ir.trace import trace
+from autopar.mesh import Mesh
+from autopar.planner.handwritten.hand_plan import hand_plans
+from autopar.plans.plan import plan_of
+from autopar.sbp import in_flight
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.candidates import annotate
+from tests.workers import Ranks, device_mesh
+
+pytestmark = pytest.mark.multirank
+
+DEPTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(DEPTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def data_parallel(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The model with whole weights, each layer's gradients in a bucket of its own, and the batch split."""
+    graph, mesh, cluster = trace(skeleton(model), (x,), {}), Mesh((4,), ("dp",)), load_cluster("free-links")
+    folded = fold(graph)
+    by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)["ddp"]
+    places = parameter_buckets(graph, folded, 1e9)
+    assert len({place.num_bytes for place in places.values()}) < len(places)
+    plan = plan_of(graph, replace(by_hand, parameter_buckets=places), mesh, cluster)
+    return autopar.compile(model, device_mesh((4,), ("dp",)), args=(x,), plan=plan)
+
+
+def on_ranks(use: Callable[[nn.Module, torch.Tensor], list[torch.Tensor]]) -> None:
+    """`use` of a model gives the same tensors sharded as on one device."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    model = Net().double()
+    alone = Net().double()
+    alone.load_state_dict(model.state_dict())
+    expected = use(alone, x)
+    started: list[str] = []
+    all_reduce, landed = dist.all_reduce, in_flight.InFlight.landed
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        started.append("start" if kwargs.get("async_op") else "in turn")
+        return all_reduce(*args, **kwargs)
+
+    def noted_landing(one: in_flight.InFlight) -> torch.Tensor:
+        started.append("landing")
+        return landed(one)
+
+    sharded = data_parallel(model, x)
+    dist.all_reduce, in_flight.InFlight.landed = noted, noted_landing  # type: ignore[method-assign]
+    try:
+        made = use(sharded, x)
+    finally:
+        dist.all_reduce, in_flight.InFlight.landed = all_reduce, landed  # type: ignore[method-assign]
+    for one, other in zip(made, expected, strict=True):
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+        torch.testing.assert_close(whole, other)
+    if use is once:
+        first = started.index("landing")
+        assert started[:first].count("start") == started.count("start") >= 1
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).backward()
+    return gradients(model)
+
+
+def accumulated(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).backward()
+    model(2 * x).backward()
+    return gradients(model)
+
+
+def twice_through(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+def of_some(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    some = list(model.parameters())[2:5]
+    return list(torch.autograd.grad(model(x), some))
+
+
+def of_gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    found = torch.autograd.grad(model(x), list(model.parameters()), create_graph=True)
+    sum(one.square().sum() for one in found).backward()
+    return gradients(model)
+
+
+def seen_by_hooks(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    seen: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
+    model(x).backward()
+    return [seen[name] for name, _ in model.named_parameters()] + gradients(model)
+
+
+def after_a_failure(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    handle = next(model.parameters()).register_hook(fails)
+    with pytest.raises(ValueError, match="in backward"):
+        model(x).backward()
+    handle.remove()
+    model.zero_grad()
+    model(x).backward()
+    return gradients(model)
+
+
+USES = (once, accumulated, twice_through, of_some, of_gradients, seen_by_hooks, after_a_failure)
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_same_gradients_as_on_one_device(ranks4: Ranks, use: Callable) -> None:
+    ranks4.run(on_ranks, use)
