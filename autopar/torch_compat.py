@@ -68,7 +68,6 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "function_modes",
     "functions_applied_by",
-    "gradient_like",
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
     "has_hooks_of_all_modules",
     "has_pipeline_stages",
@@ -102,29 +101,26 @@ __all__ = [
 # Members of torch's objects that torch does not document, which the package reads or writes where it needs them; why.
 MEMBERS = {
     "_parameters": "the tables of a module: named_parameters() leaves out what is tied and what is None",
-    "_buffers": "as _parameters",
-    "_modules": "as _parameters; a module that is traced with a loss has the other's children and no others",
+    **dict.fromkeys(("_buffers", "_modules"), "as _parameters"),
     "_non_persistent_buffers_set": "which buffers state_dict leaves out; a module only tells by leaving them out",
     "_compiled_call_impl": "whether a module was compiled in place by module.compile()",
     "_call_impl": "a call with hooks that tracing does not take for a call of another module",
     "_check_input_dim": "whether a batch norm was given what it expects, as its own forward asks",
     "_flat_weights": "recurrent modules keep their parameters here once more",
-    "_flat_weights_names": "as _flat_weights",
-    "_flat_weight_refs": "as _flat_weights, weakly",
+    **dict.fromkeys(("_flat_weights_names", "_flat_weight_refs"), "as _flat_weights"),
     "_expr": "the symbol that an export gives the size of an argument, before it is replaced by an equal one",
     "_base": "the tensor that a view is of, for autograd",
     "_is_view": "whether autograd takes a tensor for a view, which detach_() refuses",
     "_version": "how often a tensor was written to; autograd checks what it saved by it",
     "_cdata": "identity of a storage: two Python objects may stand for one",
     "_forward_hooks": "which hooks a module has; torch only adds and removes them",
-    "_forward_pre_hooks": "as _forward_hooks",
-    "_backward_hooks": "as _forward_hooks, of modules and of tensors",
-    "_backward_pre_hooks": "as _forward_hooks",
+    **dict.fromkeys(("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"), "as _forward_hooks"),
     "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
-    "_scaled_dot_product_efficient_attention": "the fused kernels, of which only the private ops say what they keep",
+    "_scaled_dot_product_efficient_attention": "fused kernels, of which only the private ops say what they keep",
     "_scaled_dot_product_flash_attention": "as _scaled_dot_product_efficient_attention",
     "_amp_foreach_non_finite_check_and_unscale_": "the op by which GradScaler looks at all gradients at once",
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
+    "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
     "_schema": "argument names and aliases of an op",
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
@@ -266,23 +262,6 @@ def over_all_gradients() -> tuple[Any, Any]:
     return torch._foreach_norm, torch._amp_foreach_non_finite_check_and_unscale_
 
 
-def gradient_like(x: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """The function from a local gradient to a DTensor that lies as `x` does.
-
-    DTensor.from_local, which differentiates and checks, takes 0.3 ms on a busy core, for each gradient of a step; it is
-    used where the gradient is to be differentiated.
-    """
-    spec = x._spec
-
-    def made(local: torch.Tensor) -> DTensor:
-        if not torch.is_grad_enabled():
-            return DTensor(local, spec, requires_grad=False)
-        ends = {"shape": spec.shape, "stride": spec.stride}
-        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
-
-    return made
-
-
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether more than the package's own hook runs around a step; torch only adds and removes hooks."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -290,16 +269,12 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wants_whole_state() -> str:
-    """The function of torch.distributed.checkpoint.state_dict that is asked for a full state dict and calls us; "" if
-    none is. Its options are not handed to the module, so they are read from its frame.
-    """
+    """The function of torch.distributed.checkpoint.state_dict that asks us for a full state dict, by its frame; ""."""
     return _asked_for_state(lambda options: options.full_state_dict)
 
 
 def wants_grouped_state() -> bool:
-    """Whether torch.distributed.checkpoint.state_dict, which calls us, is asked for an optimizer's state in groups of
-    parameters rather than by name. Read as in `wants_whole_state`.
-    """
+    """Whether such a function is asked for an optimizer's state in groups of parameters rather than by name."""
     return bool(_asked_for_state(lambda asked: asked.handle_optim and not asked.flatten_optimizer_state_dict))
 
 

@@ -12,16 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar import torch_compat
 from autopar.errors import AutoparError
 from autopar.ir.sizes.size_range import conditions_on_sizes
+from autopar.mesh import Mesh
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.pipeline import run_schedule
 from autopar.schedule.orders import Schedule
 from autopar.torch_compat import pytree
+from bench.simulated import one_rank_of
 
 
 class Ops(torch_compat.TorchDispatchMode):
@@ -307,6 +309,21 @@ def test_batch_norms_look_at_their_input() -> None:
 def test_the_op_of_grad_scaler() -> None:
     schema = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default._schema
     assert [argument.name for argument in schema.arguments] == ["self", "found_inf", "inv_scale"]
+
+
+def test_a_dtensor_made_of_a_layout() -> None:
+    with one_rank_of(Mesh((4,), ("dp",))) as mesh:
+        like = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        made = DTensor(torch.zeros(2, 3), like._spec, requires_grad=False)
+    assert made.shape == like.shape == (8, 3) and made.placements == like.placements
+    assert torch.equal(made.to_local(), torch.zeros(2, 3))
+
+
+def test_step_hooks_of_others() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert not torch_compat.has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert torch_compat.has_step_hooks(optimizer)
 
 
 def test_every_member_is_here() -> None:

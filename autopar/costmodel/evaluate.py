@@ -9,7 +9,7 @@ from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shar
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.memory import input_bytes, update_bytes, update_time
-from autopar.costmodel.overlap.lanes import AtOp, Handover, backward_time, lane_of
+from autopar.costmodel.overlap.backward_lanes import AtOp, Handover, backward_time, lane_of
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training

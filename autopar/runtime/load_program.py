@@ -30,7 +30,6 @@ from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, mov
 from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.placement import I, Layout, P, R, S
-from autopar.torch_compat import gradient_like
 
 _numbers = itertools.count()
 
@@ -99,14 +98,18 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        ctx.made = gradient_like(x)
+        ctx.spec = x._spec
         ctx.in_flight = list[InFlight]()
         part = x.to_local()
         return part.view_as(part)  # autograd makes the tensor returned a result of this
 
     @staticmethod
     def backward(ctx, *gradients):
-        return ctx.made(arrived(ctx.in_flight, gradients[0]))
+        local, spec = arrived(ctx.in_flight, gradients[0]), ctx.spec
+        if not torch.is_grad_enabled():
+            return DTensor(local, spec, requires_grad=False)
+        ends = {"shape": spec.shape, "stride": spec.stride}
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
 
 
 def load(program: Program, **fields: Any) -> Loaded:

@@ -5,7 +5,8 @@ placeholder, zero, and the sum arrives at the next node (`arrived`), which must 
 nodes that are ready in the reverse order of their making: a node that was made early in forward waits late in backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,25 @@ class InFlight:
         return self.part.to(self.dtype)
 
 
+_num_in_turn = 0  # scopes that are open; one for all threads, for autograd has its own
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """A scope in which backward waits for each sum where it starts it, as for timing it."""
+    global _num_in_turn
+    _num_in_turn += 1
+    try:
+        yield
+    finally:
+        _num_in_turn -= 1
+
+
 def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """The nodes of autograd that made `tensors`; () unless each of them waits for what is in flight to it."""
+    """The nodes of autograd that made `tensors`; () unless each waits for what is in flight to it, or `in_turn`."""
     nodes = tuple(x.grad_fn for x in tensors)
-    return nodes if all(hasattr(node, "in_flight") for node in nodes) else ()
+    is_waited_for = not _num_in_turn and all(hasattr(node, "in_flight") for node in nodes)
+    return nodes if is_waited_for else ()
 
 
 def placeholder(gradient: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.serialise import write
 from autopar.runtime.rank_agreement import gather
 from autopar.runtime.sharded_module import ShardedModule
+from autopar.sbp.in_flight import in_turn
 from autopar.sbp.redistribute import Collective
 from autopar.units import format_seconds
 from autopar.verify.count_collectives import CountingMode
@@ -72,7 +73,7 @@ class Account:
         worst_s = format_seconds(abs(self.worst.measured_s - self.worst.predicted_s))
         return (
             f"{table}\n\nMost off: {self.worst.term}, by {worst_s}. Terms are of steps in which each op is timed,"
-            f" {format_seconds(self.timed_s)} each."
+            f" {format_seconds(self.timed_s)} each; nothing is hidden in these."
         )
 
 
@@ -121,7 +122,7 @@ class Ledger:
                 _synchronize(device)
                 plain_s.append(time.perf_counter() - start)
             else:
-                with _TimingMode(self.model._autopar.mesh, device) as mode:
+                with in_turn(), _TimingMode(self.model._autopar.mesh, device) as mode:
                     yield number
                 timed.append((time.perf_counter() - start, mode.finished()))
         self._account = _account(self.model, plain_s[1:], timed)
@@ -221,7 +222,7 @@ def _of_step(ranks: Sequence[list[Item]]) -> dict[str, float]:
 
 
 def predicted_terms(plan: Plan, mesh: DeviceMesh) -> dict[str, float]:
-    """Term -> predicted seconds of a step of `plan`; their sum is that of the step."""
+    """Term -> predicted seconds of a step of `plan`; their sum is that of the step with nothing hidden."""
     costs, terms = plan.costs, dict[str, float]()
     step = step_cost(plan.graph, plan.assignment, plan.mesh, plan.cluster, plan.training)
     again = region_of_ops(plan.assignment.recomputed)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.overlap.lanes import AtOp, Handover, backward_time
+from autopar.costmodel.overlap.backward_lanes import AtOp, Handover, backward_time
 from autopar.costmodel.overlap.path_weights import Paths
 from autopar.costmodel.pricing.encode_decode import decode, encode
 from autopar.costmodel.pricing.price import price

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costmodel.overlap.lanes import BySeconds, Handover
+from autopar.costmodel.overlap.backward_lanes import BySeconds, Handover
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 

@@ -15,7 +15,7 @@ from autopar.costmodel.conversion_cost import (
     only_reduces_gradient,
     parameter_times,
 )
-from autopar.costmodel.overlap.lanes import lane_of
+from autopar.costmodel.overlap.backward_lanes import lane_of
 from autopar.costmodel.overlap.path_weights import PathWeights, RunWeights
 from autopar.costmodel.pricing.flows import Flow, Flows
 from autopar.costmodel.pricing.options import Offered

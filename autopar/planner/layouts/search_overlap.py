@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.evaluate import Costs
+from autopar.costmodel.overlap.backward_lanes import Handover, backward_time, path_length
 from autopar.costmodel.overlap.best_shares import best_shares
-from autopar.costmodel.overlap.lanes import Handover, backward_time, path_length
 from autopar.costmodel.overlap.path_weights import Paths
 from autopar.planner.layouts.optimizer_offload import Solution
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting

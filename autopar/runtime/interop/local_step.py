@@ -24,17 +24,18 @@ _ELEMENTWISE = frozenset(
 _MARK = "_autopar_local_step"
 
 
-def step_on_parts(optimizer: torch.optim.Optimizer) -> None:
+def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.optim.Optimizer], None]) -> None:
     """From its next step on, `optimizer` updates parts, if it is one of torch's that go element by element.
 
-    One whose `step` was replaced by `offload_optimizer`, which knows parameters by their identity, stays as it is.
+    `before` is called first, with the DTensors in their place. One whose `step` was replaced by `offload_optimizer`,
+    which knows parameters by their identity, stays as it is.
     """
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer, "_autopar_step") or hasattr(optimizer.step, _MARK):
         return
-    optimizer.step = MethodType(_on_parts(optimizer.step), optimizer)
+    optimizer.step = MethodType(_on_parts(optimizer.step, before), optimizer)
 
 
-def _on_parts(step: Callable[..., Any]) -> Callable[..., Any]:
+def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
     @wraps(step)
     def on_parts(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         # a closure computes gradients of the parameters, and hooks may ask for their norms
@@ -43,6 +44,7 @@ def _on_parts(step: Callable[..., Any]) -> Callable[..., Any]:
         )
         if is_whole:
             return step() if closure is None else step(closure)
+        before(self)
         with _parts(self):
             return step()
 

@@ -58,18 +58,21 @@ def cut_loaded_state() -> None:
     """
     seen: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer, torch.optim.Adafactor):
-            _check_whole(optimizer)
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            _check_sparse(optimizer)
-        step_on_parts(optimizer)
+    def cut(optimizer: torch.optim.Optimizer) -> None:
         if seen.get(optimizer) is not optimizer.state:  # load_state_dict makes another dict
             seen[optimizer] = optimizer.state
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if isinstance(parameter, DTensor) and parameter in optimizer.state:
                         optimizer.state[parameter] = _in_parts(parameter, optimizer.state[parameter])
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, torch.optim.Adafactor):
+            _check_whole(optimizer)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            _check_sparse(optimizer)
+        step_on_parts(optimizer, cut)
+        cut(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
 
