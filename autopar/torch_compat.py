@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import dict_version
+from torch._C._functorch import peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _compiling_state_context
 from torch._ops import HigherOrderOperator, OpOverload
@@ -80,6 +81,7 @@ __all__ = [
     "local_of_caller",
     "module_of_caller",
     "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
+    "peek_interpreter_stack",  # None, but inside torch.func, which is refused by name
     # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
     # in all torch versions that autopar supports
     "pytree",
@@ -351,8 +353,7 @@ def watch_saved(check: Callable[[DTensor, str], None], pickled: Callable[[DTenso
         return chunks(self)
 
     def checked_reduce(self: DTensor, protocol: Any) -> Any:
-        frame = sys._getframe(1)
-        if frame.f_globals.get("__name__") == "torch.serialization":
+        if sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             pickled(self)
         return reduce(self, protocol)
 

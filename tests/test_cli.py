@@ -242,8 +242,21 @@ def test_verify_times_the_terms_of_a_step(file, capsys):
     assert measured and float(measured[1]) > 0
     assert main(target) == 2
     assert "give --cluster" in capsys.readouterr().err
-    assert main(["verify", f"{file}:deep", "--mesh", "pp=2,dp=2", "--cluster", "cpu", "--time"]) == 2
-    assert "explain --trace" in capsys.readouterr().err
+
+
+@pytest.mark.multirank
+def test_verify_times_the_terms_of_each_rank_of_a_pipeline(file, capsys, tmp_path):
+    saved = str(tmp_path / "plan.json")
+    assert explain_stages(file, "--save", saved) == 0
+    capsys.readouterr()
+    target = ["verify", f"{file}:deep", "--mesh", "pp=2,dp=2", "--plan", saved, "--dtype", "float32", "--time"]
+    assert main(target) == 0
+    out = capsys.readouterr().out
+    for rank in (0, 1):
+        for term in ("products, forward", "products, backward", "waiting for other stages", "update"):
+            name = f"rank {rank} of the pipeline: {term}"
+            row = re.search(rf"^{name} +([0-9.]+) [mun]?s +([0-9.]+) [mun]?s +[0-9.]+$", out, re.MULTILINE)
+            assert row and float(row[1]) > 0 and float(row[2]) > 0, (name, out)
 
 
 @pytest.mark.multirank

@@ -50,6 +50,18 @@ def test_everything_is_named() -> None:
     assert set(torch_compat.__all__) <= set(vars(torch_compat))
 
 
+def test_function_transforms() -> None:
+    seen = list[bool]()
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_compat.peek_interpreter_stack() is not None)
+        return x * x
+
+    for transform in (torch.func.grad, torch.vmap, torch.func.jacfwd, lambda function: function):
+        transform(square)(torch.ones(()) if transform is not torch.vmap else torch.ones(2))
+    assert seen == [True, True, True, False]
+
+
 def test_ops() -> None:
     with Ops() as ops:
         torch.ones(2) + 1

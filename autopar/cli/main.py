@@ -219,11 +219,6 @@ def _verify(options: argparse.Namespace) -> int:
             )
         plan = _plan(options, example, tell)
         tell(f"run on {plan.mesh.num_devices} processes")
-        if options.time and isinstance(plan, StagedPlan):
-            raise AutoparError(
-                "verify --time: a plan in stages has no account of its terms; explain --trace writes its timeline, or"
-                " give a mesh without a pp axis"
-            )
         if options.time and plan.cluster == load_cluster("free-links"):
             raise AutoparError(
                 "verify --time: links that cost nothing predict no time of collectives; give --cluster cpu, or the file"

@@ -73,7 +73,7 @@ from autopar.runtime.rank_agreement import (
     peers_alive,
     take_from_first,
 )
-from autopar.runtime.run_program import check_no_hooks, is_more_than_forward, on_device, run
+from autopar.runtime.run_program import check_no_hooks, check_no_transform, is_more_than_forward, on_device, run
 from autopar.runtime.sizes.call_kind import CallKind, shapes_of
 from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
 from autopar.runtime.sizes.number_kind import NumberKind
@@ -236,6 +236,7 @@ class Runtime:
     @torch.compiler.disable(reason="autopar looks at each call outside of compiled graphs")
     def prepare(self, module: nn.Module, args: tuple, kwargs: dict, *, trains: bool = False) -> None:
         """Make `current()` the program for these arguments and the module's mode, which all ranks must share."""
+        check_no_transform()
         self.calls.num_begun += 1
         is_new = self._notice_changes(module)
         call, mode = describe_call(self.changes.modes(module), args, kwargs, self.mesh.device_type)

@@ -16,7 +16,7 @@ from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout
-from autopar.torch_compat import has_hooks_of_all_modules, pytree
+from autopar.torch_compat import has_hooks_of_all_modules, peek_interpreter_stack, pytree
 
 
 def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, is_whole: bool) -> Any:
@@ -56,6 +56,17 @@ def check_no_hooks(module: nn.Module) -> None:
         raise AutoparError(
             "the module has hooks of its own, which train_step with stages or microbatches does not run; register"
             " them on its submodules before autopar.compile, or do in the loop what they do"
+        )
+
+
+def check_no_transform() -> None:
+    """AutoparError inside torch.func, whose transforms know no collectives."""
+    if peek_interpreter_stack() is not None:
+        raise AutoparError(
+            "the model was called inside torch.func.grad, vmap or jvp, or what is built of them (jacrev, hessian):"
+            " they know no collectives. Call it plainly, and differentiate its output by torch.autograd.grad or"
+            " torch.autograd.functional.jacobian, or apply torch.func inside forward, or to the model before"
+            " autopar.compile"
         )
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -19,8 +20,11 @@ from autopar.costmodel.cluster.measured_terms import MemoryShare, memory_share
 from autopar.costmodel.roofline import local_shapes, op_flops
 from autopar.costmodel.step_cost import step_cost
 from autopar.errors import AutoparError
+from autopar.mesh import PIPELINE
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import write
+from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.trainer import Trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import gather
 from autopar.runtime.sharded_module import ShardedModule
 from autopar.sbp.in_flight import in_turn
@@ -37,6 +41,9 @@ PRODUCTS, OTHER_OPS, UPDATE, WAITING, BETWEEN = (
     "waiting for other ranks",
     "between ops",
 )
+# Of stages: the time until what another stage sends is there, bubbles too, and that of starting sends and receives.
+STAGE_WAIT, SENDS = "waiting for other stages", "starting sends and receives"
+_OWN = (PRODUCTS, OTHER_OPS, UPDATE, STAGE_WAIT, SENDS)  # of one rank alone, where collectives are of several
 Item = tuple[str, str, float]  # term, phase, seconds
 
 
@@ -92,7 +99,8 @@ class Ledger:
         print(ledger.account)
 
     The first step is not counted, half of the others run as ever, and in the last ones each op and collective is timed.
-    Every rank of the mesh takes part. A module that is not measured runs the same code as before.
+    With stages (`model.train_step`), each rank of the pipeline has terms of its own. Every rank of the mesh takes part.
+    A module that is not measured runs the same code as before.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
@@ -122,10 +130,31 @@ class Ledger:
                 _synchronize(device)
                 plain_s.append(time.perf_counter() - start)
             else:
-                with in_turn(), _TimingMode(self.model._autopar.mesh, device) as mode:
+                timing = _TimingMode(_own_mesh(self.model), device)
+                with in_turn(), timing as mode, _timed_waits(self.model, mode.items):
                     yield number
                 timed.append((time.perf_counter() - start, mode.finished()))
         self._account = _account(self.model, plain_s[1:], timed)
+
+
+def _own_mesh(model: ShardedModule) -> DeviceMesh:
+    """The mesh of a rank's program: without stages the model's, else that of its stages."""
+    loaded = model._autopar.current()
+    return loaded.parts[0].loaded.mesh if isinstance(loaded, Trainer) else model._autopar.mesh
+
+
+@contextmanager
+def _timed_waits(model: ShardedModule, items: list[Item]) -> Iterator[None]:
+    """A context in which the waits of this rank's stages for others are added to `items`."""
+    loaded = model._autopar.current()
+    if not isinstance(loaded, Trainer):
+        yield
+        return
+    loaded.runner.waited = lambda seconds: items.append((STAGE_WAIT, "", seconds))
+    try:
+        yield
+    finally:
+        loaded.runner.waited = None
 
 
 def _synchronize(device: torch.device) -> None:
@@ -152,7 +181,8 @@ class _TimingMode(CountingMode):
             return out
         _synchronize(self.device)
         name = func._schema.name.partition("::")[2]
-        term = PRODUCTS if any(part in name for part in _PRODUCTS) else OTHER_OPS
+        is_product = any(part in name for part in _PRODUCTS)
+        term = SENDS if func.namespace == "c10d" else PRODUCTS if is_product else OTHER_OPS
         self.items.append((term, self.phase(), time.perf_counter() - start))
         return out
 
@@ -168,10 +198,8 @@ class _TimingMode(CountingMode):
         self._end_pending()
         backward = [position for position, item in enumerate(self.items) if item[1] == "backward"]
         last = backward[-1] if backward else len(self.items)
-        return [
-            (UPDATE, "update", seconds) if position > last else (term, phase, seconds)
-            for position, (term, phase, seconds) in enumerate(self.items)
-        ]
+        behind = [position > last and item[0] not in (STAGE_WAIT, SENDS) for position, item in enumerate(self.items)]
+        return [(UPDATE, "update", item[2]) if is_late else item for is_late, item in zip(behind, self.items)]
 
 
 def _name(collective: Collective, mesh: DeviceMesh) -> str:
@@ -181,23 +209,29 @@ def _name(collective: Collective, mesh: DeviceMesh) -> str:
 
 def _account(model: ShardedModule, plain_s: Sequence[float], timed: Sequence[tuple[float, list[Item]]]) -> Account:
     plan, mesh = model.plan, model._autopar.mesh
-    if not isinstance(plan, Plan):
-        raise AutoparError("measure: a plan in stages is measured by its timeline (explain --trace), not term by term")
-    ranks = gather(mesh, (list(plain_s), list(timed)))
-    step_s = median(max(rank[0][step] for rank in ranks) for step in range(len(plain_s)))
-    timed_s = median(max(rank[1][step][0] for rank in ranks) for step in range(len(timed)))
-    steps = [_of_step([rank[1][step][1] for rank in ranks]) for step in range(len(timed))]
-    names = dict.fromkeys(name for step in steps for name in step)
-    measured = {name: median(step.get(name, 0.0) for step in steps) for name in names}
-    measured[BETWEEN] = max(0.0, timed_s - sum(measured.values()))
-    predicted = predicted_terms(plan, mesh)
-    terms = [
-        Entry(name, predicted.get(name, 0.0), measured.get(name, 0.0))
-        for name in dict.fromkeys((*predicted, *measured))
-    ]
+    place = pipeline_mesh(mesh)[2] if isinstance(plan, StagedPlan) else 0
+    ranks = gather(mesh, (place, list(plain_s), list(timed)))
+    step_s = median(max(rank[1][step] for rank in ranks) for step in range(len(plain_s)))
+    timed_s = median(max(rank[2][step][0] for rank in ranks) for step in range(len(timed)))
+    terms: list[Entry] = []
+    for number in sorted({rank[0] for rank in ranks}):
+        of_place = [rank[2] for rank in ranks if rank[0] == number]
+        measured = _measured(of_place, timed_s)
+        predicted = predicted_terms(plan, _own_mesh(model), number)
+        start = f"rank {number} of the pipeline: " if PIPELINE in (mesh.mesh_dim_names or ()) else ""
+        names = dict.fromkeys((*predicted, *measured))
+        terms += (Entry(start + name, predicted.get(name, 0.0), measured.get(name, 0.0)) for name in names)
     account = Account(Entry("step", plan.step_s, step_s), tuple(terms), timed_s)
     model.__dict__["_autopar_account"] = account
     return account
+
+
+def _measured(ranks: Sequence[Sequence[tuple[float, list[Item]]]], timed_s: float) -> dict[str, float]:
+    """Term -> seconds of a step of `timed_s`, from the timed steps of ranks that run the same program."""
+    steps = [_of_step([rank[step][1] for rank in ranks]) for step in range(len(ranks[0]))]
+    names = dict.fromkeys(name for step in steps for name in step)
+    measured = {name: median(step.get(name, 0.0) for step in steps) for name in names}
+    return measured | {BETWEEN: max(0.0, timed_s - sum(measured.values()))}
 
 
 def _of_step(ranks: Sequence[list[Item]]) -> dict[str, float]:
@@ -208,11 +242,11 @@ def _of_step(ranks: Sequence[list[Item]]) -> dict[str, float]:
     sums = [defaultdict[str, float](float) for _ in ranks]
     for total, items in zip(sums, ranks):
         for term, phase, seconds in items:
-            if term in (PRODUCTS, OTHER_OPS, UPDATE):
-                total[term if term == UPDATE else f"{term}, {phase}"] += seconds
+            if term in _OWN:
+                total[f"{term}, {phase}" if term in (PRODUCTS, OTHER_OPS) else term] += seconds
     for name in dict.fromkeys(name for total in sums for name in total):
         terms[name] = median(total[name] for total in sums)
-    collectives = [[item for item in items if item[0] not in (PRODUCTS, OTHER_OPS, UPDATE)] for items in ranks]
+    collectives = [[item for item in items if item[0] not in _OWN] for items in ranks]
     for same in zip(*collectives):
         least = min(seconds for _, _, seconds in same)
         term, phase, _ = same[0]
@@ -221,8 +255,23 @@ def _of_step(ranks: Sequence[list[Item]]) -> dict[str, float]:
     return dict(terms)
 
 
-def predicted_terms(plan: Plan, mesh: DeviceMesh) -> dict[str, float]:
-    """Term -> predicted seconds of a step of `plan`; their sum is that of the step with nothing hidden."""
+def predicted_terms(plan: Plan | StagedPlan, mesh: DeviceMesh, rank: int = 0) -> dict[str, float]:
+    """Term -> predicted seconds of a step of `plan`; their sum is that of the step with nothing hidden.
+
+    `mesh`: that of a program, whose axes the collectives name. `rank`: of the pipeline, whose stages are meant.
+    """
+    if isinstance(plan, Plan):
+        return _terms_of(plan, mesh)
+    terms: dict[str, float] = defaultdict(float)
+    for stage in plan.schedule.stages_of(rank):
+        for name, seconds in _terms_of(plan.stages[stage], mesh).items():
+            terms[name] += seconds
+    if plan.schedule.num_ranks > 1:
+        terms[STAGE_WAIT] = plan.step_s - sum(terms.values())
+    return dict(terms)
+
+
+def _terms_of(plan: Plan, mesh: DeviceMesh) -> dict[str, float]:
     costs, terms = plan.costs, dict[str, float]()
     step = step_cost(plan.graph, plan.assignment, plan.mesh, plan.cluster, plan.training)
     again = region_of_ops(plan.assignment.recomputed)
@@ -255,7 +304,7 @@ def calibrate_from(model: ShardedModule, path: str | os.PathLike | None = None) 
     cluster: Cluster = model.plan.cluster
     by_kind: dict[str, list[Entry]] = defaultdict(list)
     for entry in account.terms:
-        name = entry.term.split(",")[0].split(" on ")[0]
+        name = entry.term.rpartition(": ")[2].split(",")[0].split(" on ")[0]
         by_kind[OTHER_OPS if name == BETWEEN else name].append(entry)
     times = {
         name: measured_s / predicted_s

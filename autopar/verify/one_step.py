@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -192,7 +192,8 @@ def _sharded_step(
             else backward(model, example)
         )
     step = _finish(model, summed)
-    account = _timed(model, example) if is_timed else None
+    run = model.train_step if isinstance(loaded, Trainer) else None
+    account = _timed(model, example, run) if is_timed else None
     if isinstance(loaded, Trainer):
         between = [collective for collective in issued if collective.axes]
         return _of_all_stages(step), between, _sends(loaded, counting.sends), account
@@ -207,13 +208,13 @@ def _sends(trainer: Trainer, issued: Sequence[tuple[str, int]]) -> Counter[Send]
     return Counter((words[kinds[name]], size) for name, size in issued if name in kinds)
 
 
-def _timed(model: nn.Module, example: Example) -> Account:
-    """The terms of further steps beside their prediction."""
+def _timed(model: nn.Module, example: Example, run: Callable[..., Any] | None) -> Account:
+    """The terms of further steps beside their prediction; `run`: makes forward and backward of stages."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # no step changes what the next one computes
     ledger = Ledger(model, NUM_TIMED)
     for _ in ledger:
         optimizer.zero_grad()
-        backward(model, example)
+        run(*example.args, **example.kwargs) if run is not None else backward(model, example)
         optimizer.step()
     return ledger.account
 

@@ -43,6 +43,9 @@ THEMES = (
     "amp",
     "batches",
     "forms",
+    "recipes",
+    "tricks",
+    "derived",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

@@ -11,7 +11,7 @@ import autopar
 from autopar.costmodel.cluster.load_cluster import LinkLevel, load_cluster
 from autopar.errors import AutoparError
 from autopar.plans.plan import plan_of
-from autopar.verify.ledger import UPDATE, WAITING, Account, Entry, predicted_terms
+from autopar.verify.ledger import STAGE_WAIT, UPDATE, WAITING, Account, Entry, predicted_terms
 from tests.workers import device_mesh
 
 # so that it pays to split so small a model
@@ -63,6 +63,49 @@ def test_all_ranks_have_one_account_and_waiting_is_a_term(ranks4):
     assert issued and all(first[name][1] > 0 for name in issued)
     # three of four ranks wait for the slow one, which sleeps 50 ms
     assert first[WAITING][1] > 0.02 and first["step"][1] > 0.05
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def measured_in_stages(slow_rank: int) -> dict[str, tuple[float, float]]:
+    torch.manual_seed(0)
+    mesh, x = device_mesh((2, 2), ("pp", "dp")), torch.randn(64, 64)
+    options = {"num_microbatches": 4, "schedule": "1f1b", "cluster": FAST}
+    model = autopar.compile(Deep(), mesh, args=(x,), **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ledger = model.measure(steps=7)
+    for _ in ledger:
+        if torch.distributed.get_rank() == slow_rank:
+            time.sleep(0.05)
+        model.train_step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    account = ledger.account
+    for rank in (0, 1):
+        own = [entry for entry in account.terms if entry.term.startswith(f"rank {rank} of the pipeline: ")]
+        assert sum(entry.predicted_s for entry in own) == pytest.approx(model.plan.step_s, rel=1e-9)
+        assert sum(entry.measured_s for entry in own) == pytest.approx(account.timed_s, rel=0.3)
+    assert "corrected by steps of a model" in autopar.calibrate_from(model).source
+    return {entry.term: (entry.predicted_s, entry.measured_s) for entry in (*account.terms, account.step)}
+
+
+@pytest.mark.multirank
+def test_each_rank_of_a_pipeline_has_terms_and_waits_for_the_slow_one(ranks4):
+    first, *others = ranks4.run(measured_in_stages, 0)  # of the first stage
+    assert all(other == first for other in others)
+    for rank in (0, 1):
+        kinds = ("products, forward", "products, backward", "other ops, backward", UPDATE, STAGE_WAIT)
+        assert all(min(first[f"rank {rank} of the pipeline: {kind}"]) > 0 for kind in kinds)
+    assert first[f"rank 1 of the pipeline: {STAGE_WAIT}"][1] > 0.02 and first["step"][1] > 0.05
 
 
 def refusals() -> list[str]:

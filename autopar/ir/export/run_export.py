@@ -165,6 +165,8 @@ def _separate(leaf: Any) -> Any:
 
 
 def _remedy(error: Exception) -> str:
+    if type(error).__name__ == "DataDependentOutputException":
+        return "; the op looks at the values of a tensor, which a plan cannot: write it by ops that do not"
     if type(error).__name__ != "FakeTensorDeviceMismatchError":
         return ""
     return (

@@ -211,11 +211,20 @@ def describe(module: nn.Module) -> ModuleState:
     for path, each in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         state[path or "the module"] = Same(each)
-        state |= {f"{prefix}{name}": _value(x) for name, x in each.__dict__.items() if name not in _COMMON}
+        read = {name: x for name, x in each.__dict__.items() if name not in _COMMON}
+        if each is module:
+            read = {name: x for name, x in read.items() if not _is_around(name, x, module)}
+        state |= {f"{prefix}{name}": _value(x) for name, x in read.items()}
         hooks = {f"{prefix}{name}": tuple(map(Same, each.__dict__[name].values())) for name in _HOOKS if path}
         state |= {name: x for name, x in hooks.items() if x}
     first: dict[int, str] = {}  # what is tied lies under its first name
     return state | {fqn: (first.setdefault(id(x), fqn), *_tensor(x)) for fqn, x in _tensors(module)}
+
+
+def _is_around(name: str, x: Any, module: nn.Module) -> bool:
+    """Whether an attribute of `module` is what trainers put around its forward, or that forward under another name."""
+    is_own = getattr(x, "__self__", None) is module and getattr(x, "__func__", None) is type(module).forward
+    return name == "forward" or is_own
 
 
 def differences(before: ModuleState, now: ModuleState) -> list[str]:

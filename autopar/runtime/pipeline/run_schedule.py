@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 from autopar.errors import AutoparError
 from autopar.runtime.pipeline.lanes import Lanes
 from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
-from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Transfers, Work, now_s, sendable
+from autopar.runtime.pipeline.torch_stage import LocalStage, RunningStage, Transfers, Waited, Work, now_s, sendable
 from autopar.schedule.orders import Schedule, arriving, receiving_kinds
 from autopar.schedule.simulate import posted_by
 from autopar.schedule.timeline import Action, Span, Timeline
@@ -64,6 +64,7 @@ class StageRunner:
         self._posted_by = posted_by(schedule)[rank] if self.stages else {}
         self._losses: list[torch.Tensor] = []  # of the microbatches of a step, on the rank of the last stage
         self._scale: torch.Tensor | None = None
+        self.waited: Waited | None = None  # told how long each wait of this rank's stages takes
         self._torch = self._made() if self.stages else None
 
     def _made(self) -> Any:
@@ -115,7 +116,7 @@ class StageRunner:
 
     def _transfers(self) -> Transfers:
         values, gradients = (Inbox(order, self._post) for order in self._arriving)
-        return Transfers(values, gradients, Outbox(self._posted_by))
+        return Transfers(values, gradients, Outbox(self._posted_by), self.device, self.waited)
 
     def _post(self, action: Action) -> Sequence[dist.Work]:
         return self._of_number[action.stage].post(action)

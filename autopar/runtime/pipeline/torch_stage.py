@@ -16,6 +16,7 @@ from autopar.runtime.pipeline.receive_ahead import Inbox, Outbox
 from autopar.schedule.orders import Schedule
 from autopar.schedule.timeline import Action, Span
 
+Waited = Callable[[float], None]
 StageFunction = Callable[[int, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
@@ -58,16 +59,27 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """The receives of all stages of a rank in a step, and the gradients that they send back."""
+    """The receives of all stages of a rank in a step, and the gradients that they send back.
+
+    `waited`: called with the seconds of each wait, if somebody measures them.
+    """
 
     values: Inbox
     gradients: Inbox
     back: Outbox
+    device: torch.device
+    waited: Waited | None = None
 
-    def begin_action(self) -> None:
-        """Begin the rank's next action: before the first one, receives are posted."""
-        self.values.begin(), self.gradients.begin()
+    def begin_action(self, inbox: Inbox, stage: int, microbatch: int) -> None:
+        """Begin the rank's next action, when what `stage` takes from `inbox` is there; `waited` is told how long that
+        took.
+        """
+        start_s = 0.0 if self.waited is None else now_s(self.device)
+        self.values.begin(), self.gradients.begin()  # before the first action, receives are posted
         self.back.begin_action()
+        inbox.take(stage, microbatch)
+        if self.waited is not None:
+            self.waited(now_s(self.device) - start_s)
 
 
 class _NumberedBody(nn.Module):
@@ -124,7 +136,7 @@ class RunningStage(PipelineStage):
         # Pending sends of values by microbatch, which this class waits for: torch's schedules would wait for them
         # before they compute on, or keep all sent tensors until the end of the step.
         self._ahead: dict[int, list[dist.Work]] = {}
-        self.transfers = Transfers(Inbox((), self.post), Inbox((), self.post), Outbox({}))
+        self.transfers = Transfers(Inbox((), self.post), Inbox((), self.post), Outbox({}), device)
 
     def begin(self, work: Work, transfers: Transfers, *, is_timed: bool) -> None:
         """Start a step with `work`; `transfers`: those of all stages of this rank."""
@@ -168,8 +180,7 @@ class RunningStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.running.microbatch = fwd_chunk_id
-        self.transfers.begin_action()
-        self.transfers.values.take(self.stage_index, fwd_chunk_id)
+        self.transfers.begin_action(self.transfers.values, self.stage_index, fwd_chunk_id)
         run = super().forward_one_chunk
         return self._timed("F", fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
@@ -177,8 +188,7 @@ class RunningStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         run, kind = super().backward_one_chunk, "B" if full_backward else "I"
-        self.transfers.begin_action()
-        self.transfers.gradients.take(self.stage_index, bwd_chunk_id)
+        self.transfers.begin_action(self.transfers.gradients, self.stage_index, bwd_chunk_id)
         _wait(self._ahead.pop(bwd_chunk_id, []))  # has arrived, since its gradient came back
         is_whole = full_backward or not self._can_split(bwd_chunk_id)
         self._timed(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, is_whole, last_backward))
@@ -188,7 +198,7 @@ class RunningStage(PipelineStage):
             self._release(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self.transfers.begin_action()
+        self.transfers.back.begin_action()
         run = super().backward_weight_one_chunk if self._splits else lambda *_, **__: None
         self._timed("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward=last_backward))
         self._release(bwd_chunk_id)

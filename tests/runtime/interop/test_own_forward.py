@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar import api
 from autopar.errors import AutoparError
 from tests.workers import Ranks, device_mesh
 
@@ -93,6 +95,20 @@ def test_a_forward_that_replaces_the_compiled_one_is_compiled(ranks4: Ranks) -> 
         for x, y in zip(found, truth, strict=True):
             assert x.dtype == y.dtype
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(("is_within", "num_plans"), [(True, 1), (False, 2)])
+def test_compiled_within_the_autocast_of_a_trainer_it_is_planned_once(
+    one_rank: None, is_within: bool, num_plans: int
+) -> None:
+    mesh = device_mesh((1,), ("dp",))
+    with patch.object(api, "choose_plan", wraps=api.choose_plan) as choose:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_within):
+            model = autopar.compile(scaled(), mesh, args=(batch(),))
+        model._original_forward = model.forward
+        model.forward = in_bfloat16(model)
+        assert model(batch()).dtype == torch.bfloat16
+    assert choose.call_count == num_plans
 
 
 def test_the_original_signature_and_name_are_shown(one_rank: None) -> None:
