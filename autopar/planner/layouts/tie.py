@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph
 from autopar.planner.layouts.search_mesh import Solved
@@ -17,8 +17,8 @@ def fit_error(cluster: Cluster) -> float:
 
 
 def least_communication(plans: Iterable[Solved], graph: Graph, cluster: Cluster, training: Training) -> Solved:
-    """The fastest of `plans` by price or, of those as fast but for the error of the fit, the one that communicates for
-    the fewest seconds; of those with equal seconds, the one on fewer axes, then a hand plan.
+    """The fastest of `plans` by price or, of those as fast but for the error of the fit, the one that waits for
+    communication for the fewest seconds; of those with equal seconds, the one on fewer axes, then a hand plan.
 
     Hand plans that fit the memory limit take part. The plan says so if it is not the fastest. Presets have no fit error
     and no ties.
@@ -31,9 +31,7 @@ def least_communication(plans: Iterable[Solved], graph: Graph, cluster: Cluster,
     within_s = fastest.cost_s * (1 + error)
     tied = [each for plan in solved for each in (plan, *_hand_plans(plan)) if each.cost_s <= within_s]
     costs = [evaluate(graph, plan.assignment, plan.mesh, cluster, training=training) for plan in tied]
-    waits_s = {
-        id(plan): cost.communication_s("forward") + cost.communication_s("backward") for plan, cost in zip(tied, costs)
-    }
+    waits_s = {id(plan): _exposed_s(cost) for plan, cost in zip(tied, costs)}
 
     def rank(plan: Solved) -> tuple[float, int, bool, float]:
         num_axes = sum(size > 1 for size in plan.mesh.shape)
@@ -46,6 +44,11 @@ def least_communication(plans: Iterable[Solved], graph: Graph, cluster: Cluster,
     less = f"{format_seconds(waits_s[id(chosen)])} of communication against {format_seconds(waits_s[id(fastest)])}"
     reason = f"a tie: {behind:.1%} behind the fastest by price, within the fit's error of {error:.1%}, with {less}"
     return replace(chosen, found_by=f"{chosen.found_by}, {reason}")
+
+
+def _exposed_s(costs: Costs) -> float:
+    """Seconds of communication that compute waits for."""
+    return costs.communication_s("forward") + costs.communication_s("backward") - costs.hidden_s
 
 
 def _hand_plans(plan: Solved) -> list[Solved]:
