@@ -63,8 +63,7 @@ __all__ = [
     "below_autograd",
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
-    # changes with each write to a dict; Python shows it to C alone, and torch.compile watches modules by it
-    "dict_version",
+    "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
     # torch.export does not record the calls inside; torch.fx.experimental makes no promise
     "disable_proxy_modes_tracing",
     "function_modes",
