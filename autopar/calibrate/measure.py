@@ -1,5 +1,6 @@
 """`measure`: all timings of a calibration, the same on every rank."""
 
+import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,18 +56,24 @@ class OnRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """The timings of a calibration. `hosts`: of each rank; `level_sizes`: of the link levels from the inside out."""
+    """The timings of a calibration, the same on every rank.
+
+    `hosts`: of each rank; `level_sizes`: of the link levels from the inside out; `date`: ISO 8601, by the first rank's
+    clock, as the others' may be a second off.
+    """
 
     hosts: tuple[str, ...]
     level_sizes: tuple[int, ...]
     ranks: tuple[OnRank, ...]
     links: tuple[CollectiveTime, ...]
+    date: str
 
 
 def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: float, tell: Tell) -> Measured:
     """The timings of all ranks of the one-dimensional `mesh` of the world; every rank calls this."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_id())
+    known: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(known, (host_id(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")))
+    hosts, date = [host for host, _ in known], known[0][1]
     per_host = ranks_per_host(hosts)
     links = TimedLinks(device, stall_s, effort.link_s)
     try:
@@ -77,7 +84,7 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
         levels, times = measure_links(links, len(hosts), per_host, effort, tell)
     finally:
         links.close()
-    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times))
+    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), date)
 
 
 def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:
