@@ -4,7 +4,6 @@ Each term is fitted as docs/cost_model.md says, by the formulas that price plans
 `collective_times` for collectives, both with the term left out.
 """
 
-import datetime
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -254,7 +253,7 @@ def telling(points: Sequence[Point]) -> tuple[Point, ...]:
 def _origin(measured: Measured, points: Sequence[Point], backend: str) -> Calibration:
     errors = [point.error for point in telling(points)]
     return Calibration(
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        measured.date,
         backend if measured.links else "",
         mean(errors),
         max(errors),

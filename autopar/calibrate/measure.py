@@ -1,5 +1,6 @@
 """`measure`: all timings of a calibration, the same on every rank."""
 
+import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,21 +57,25 @@ class OnRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """The timings of a calibration. `hosts`: of each rank; `level_sizes`: of the link levels from the inside out;
-    `overlap`: as of `Cluster`.
+    """The timings of a calibration, the same on every rank.
+
+    `hosts`: of each rank; `level_sizes`: of the link levels from the inside out; `date`: ISO 8601, by the first rank's
+    clock, as the others' may be a second off; `overlap`: as of `Cluster`.
     """
 
     hosts: tuple[str, ...]
     level_sizes: tuple[int, ...]
     ranks: tuple[OnRank, ...]
     links: tuple[CollectiveTime, ...]
+    date: str
     overlap: float = 0.0
 
 
 def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: float, tell: Tell) -> Measured:
     """The timings of all ranks of the one-dimensional `mesh` of the world; every rank calls this."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_id())
+    known: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(known, (host_id(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")))
+    hosts, date = [host for host, _ in known], known[0][1]
     per_host = ranks_per_host(hosts)
     links = TimedLinks(device, stall_s, effort.link_s)
     try:
@@ -82,7 +87,7 @@ def measure(mesh: DeviceMesh, device: torch.device, effort: Effort, stall_s: flo
         overlap = measure_overlap(links, len(hosts), times, tell)
     finally:
         links.close()
-    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), overlap)
+    return Measured(tuple(hosts), levels, tuple(ranks), tuple(times), date, overlap)
 
 
 def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sharing: int, tell: Tell) -> OnRank:

@@ -18,22 +18,38 @@ from autopar.plans.serialise import write
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
 
 STALL_S = 20.0  # a message that takes longer is one that does not come
+_LEAST_STALL_S, _MOST_STALL_S = 0.1, 86400.0
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _numbers = itertools.count()  # of calibrations of this process
 Tell = Callable[[str], None]
 
 
 @contextmanager
 def world(*, stall_s: float = STALL_S) -> Iterator[None]:
-    """A context with a process group: the one there is, that of torchrun, or one of this process alone."""
+    """A context with a process group: the one there is, that of torchrun, or one of this process alone.
+
+    AutoparError if the environment is not that of torchrun, or not all of its ranks come within `stall_s` seconds.
+    """
+    if not _LEAST_STALL_S <= stall_s <= _MOST_STALL_S:
+        raise AutoparError(
+            f"calibrate: expected from {_LEAST_STALL_S:g} to {_MOST_STALL_S:g} seconds as --stall, found {stall_s:g}"
+        )
     if dist.is_initialized():
         yield
         return
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     backend = "nccl" if torch.cuda.is_available() and is_launched else "gloo"
     if is_launched:
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=stall_s))
+        try:
+            if backend == "nccl":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(backend, timeout=timedelta(seconds=stall_s))
+        except (ValueError, dist.DistError) as error:
+            world = ", ".join(f"{name}={os.environ.get(name)}" for name in _OF_TORCHRUN)
+            raise AutoparError(
+                f"calibrate: the ranks of {world} do not meet: {str(error).splitlines()[0]}; start all of them with"
+                " torchrun, or unset RANK for this process alone"
+            ) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

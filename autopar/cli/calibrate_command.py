@@ -58,5 +58,5 @@ def _draw(fitted: Fitted, path: str) -> None:
 
 def _check_writable(path: str | None) -> None:
     """AutoparError before minutes of work for a file that cannot be written after it."""
-    if path and not Path(path).absolute().parent.is_dir():
+    if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
         raise AutoparError(f"calibrate: expected a file in a folder that exists, found {path!r}")

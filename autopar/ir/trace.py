@@ -14,8 +14,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.outline.inline_bodies import expander
 from autopar.ir.passes.normalise import normalise
+from autopar.ir.rarely_collected import rarely_collected
 
 
+@rarely_collected()
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """The graph of `model`'s forward, in its present mode, for inputs such as `args` and `kwargs`.
 

@@ -17,6 +17,7 @@ from autopar.ir.kept_attributes import BESIDE
 from autopar.ir.numbers.trace_numbers import graph_with_numbers
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.passes.normalise import normalise
+from autopar.ir.rarely_collected import rarely_collected
 from autopar.ir.sizes.recording import record_outline
 from autopar.ir.sizes.sized_trace import SizedTrace
 from autopar.ir.trace import to_graph, trace
@@ -24,6 +25,7 @@ from autopar.ir.trace import to_graph, trace
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
+@rarely_collected()
 def trace_loss(
     model: nn.Module,
     loss_fn: LossFunction,

@@ -9,13 +9,13 @@ from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.autocast import without_autocast
 from autopar.ir.graph import Graph
+from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import PIPELINE, Devices, Mesh, stages_first
 from autopar.planner.budget import Budget, Interrupted, Progress, Watch
 from autopar.planner.fit_memory import Predict
 from autopar.planner.layouts.search_meshes import WORTH, make_plan
 from autopar.planner.layouts.tie import fit_error
 from autopar.planner.pipeline.search_pipeline import WithoutStages, plan_in_stages
-from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan

@@ -21,9 +21,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.ir.passes.keep_loss import loss_only
+from autopar.ir.rarely_collected import rarely_collected
 from autopar.ir.trace_with_loss import LossFunction
 from autopar.mesh import mesh_of
-from autopar.planner.rarely_collected import rarely_collected
 from autopar.plans.choices import Choices
 from autopar.plans.other_batch import goes_by
 from autopar.plans.plan import Plan

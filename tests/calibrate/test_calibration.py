@@ -115,6 +115,54 @@ def test_no_file_is_written_where_there_is_no_folder(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("stall", ["-1", "0", "nan", "1e300"])
+def test_a_time_to_stall_that_is_none_is_refused(capsys, stall):
+    assert main(["calibrate", "--links", "h100", "--quick", f"--stall={stall}"]) == 2
+    assert f"0.1 to 86400 seconds as --stall, found {float(stall):g}" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file_to_write(tmp_path, capsys):
+    assert main(["calibrate", "--links", "h100", "--quick", "--out", str(tmp_path)]) == 2
+    assert f"expected a file in a folder that exists, found {str(tmp_path)!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "RANK=x"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "1/2 clients joined"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_told(monkeypatch, capsys, environment, told):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--quick", "--stall", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "do not meet" in error and told in error and "start all of them with torchrun" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "found nothing"),
+        (b"[1, 2]", "[1, 2] in place of an object"),
+        (b"\xff\xfe\x00", "expected JSON text, found other bytes"),
+        (b'{"version": 7}', "expected 1, found 7; calibrate again"),
+        (b'{"version": 1}', "found no field 'levels'"),
+        (b'{"levels": [], "calibration": {"hosts": "abc"}}', "'abc' in place of a list as hosts of calibration"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, content, told):
+    path = tmp_path / "cluster.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        load_cluster(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
 def test_one_device_with_the_links_of_a_preset(tmp_path, capsys):
     path = tmp_path / "here.json"
     assert (

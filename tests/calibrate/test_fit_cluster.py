@@ -23,6 +23,7 @@ from autopar.errors import AutoparError
 
 CPU = torch.device("cpu")
 RATES = tuple(GroupRate(2, share, base_s, kind) for kind, share, base_s in (("all_reduce", 0.4, 3e-4), ("p2p", 1, 0.0)))
+DATE = "2026-11-23T12:00:00+00:00"
 TRUTH = Cluster(
     "truth",
     (LinkLevel(2, 1e-4, 2e9, RATES), LinkLevel(2, 1e-3, 1e8)),
@@ -70,7 +71,7 @@ def links(cluster: Cluster) -> tuple[CollectiveTime, ...]:
 
 @cache
 def measured() -> Measured:
-    return Measured(("a", "a", "b", "b"), (2, 2), (on_rank(TRUTH),) * 4, links(TRUTH))
+    return Measured(("a", "a", "b", "b"), (2, 2), (on_rank(TRUTH),) * 4, links(TRUTH), DATE)
 
 
 def test_prices_of_a_known_cluster_are_recovered():
@@ -114,8 +115,14 @@ def test_a_slow_host_is_told_and_plans_wait_for_it():
     assert fitted.cluster.flops_per_s["float32"] == pytest.approx(2e10, rel=0.02)
 
 
+def test_all_ranks_have_the_date_of_the_measurement():
+    """Each rank fits by itself, and their clocks differ: the date is not that of the fit."""
+    fitted = fit_cluster(measured(), "a", "cpu", "gloo", ())
+    assert fitted.cluster.calibration is not None and fitted.cluster.calibration.date == DATE
+
+
 def test_one_device_takes_the_links_it_is_given():
-    alone = Measured(("a",), (1,), measured().ranks[:1], ())
+    alone = Measured(("a",), (1,), measured().ranks[:1], (), DATE)
     fitted = fit_cluster(alone, "fitted", "cpu", "gloo", TRUTH.levels).cluster
     assert fitted.levels == TRUTH.levels and fitted.calibration.backend == ""
 

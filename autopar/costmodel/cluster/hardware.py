@@ -227,6 +227,8 @@ def cluster_from_json(text: str) -> Cluster:
     """The cluster that `Cluster.to_json` wrote; ValueError for other text, or that of another version."""
     try:
         fields = json.loads(text)
+        if type(fields) is not dict:
+            raise TypeError(f"{reprlib.repr(fields)} in place of an object")
         version = fields.pop("version", VERSION)
         if version == VERSION:
             levels = tuple(LinkLevel(**level | _rows(level, group_rates=GroupRate)) for level in fields.pop("levels"))
@@ -234,10 +236,14 @@ def cluster_from_json(text: str) -> Cluster:
             fields |= {"algorithms": tuple(fields.get("algorithms", ALGORITHMS))}
             fields |= {"attention_kernels": tuple(fields.get("attention_kernels", ()))}
             if origin := fields.get("calibration"):
-                fields["calibration"] = Calibration(**origin | {"hosts": tuple(origin.get("hosts", ()))})
+                hosts = origin.get("hosts", [])
+                if type(hosts) is not list:
+                    raise TypeError(f"{reprlib.repr(hosts)} in place of a list as hosts of calibration")
+                fields["calibration"] = Calibration(**origin | {"hosts": tuple(hosts)})
             return Cluster(levels=levels, **fields)
     except (json.JSONDecodeError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json writes, found {error}") from error
+        found = f"no field {error}" if isinstance(error, KeyError) else error if text.strip() else "nothing"
+        raise ValueError(f"not a cluster: expected the JSON that Cluster.to_json writes, found {found}") from error
     raise ValueError(
         f"a cluster of another version: expected {VERSION}, found {reprlib.repr(version)}; calibrate again with this"
         " autopar"

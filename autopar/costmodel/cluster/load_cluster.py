@@ -15,7 +15,7 @@ __all__ = ["Cluster", "LinkLevel", "cluster_from_json", "load_cluster", "preset_
 def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
     """The cluster of `spec`: a `Cluster`, the name of a preset, or the path of a JSON file.
 
-    ValueError lists the presets if it is none of these.
+    ValueError lists the presets if it is none of these, and names a file that `Cluster.to_json` has not written.
     """
     if isinstance(spec, Cluster):
         return spec
@@ -26,7 +26,12 @@ def load_cluster(spec: Cluster | str | PathLike) -> Cluster:
         raise ValueError(
             f"no cluster {str(spec)!r}: expected the path of a JSON file or one of {', '.join(sorted(PRESETS))}"
         )
-    return cluster_from_json(path.read_text())
+    try:
+        return cluster_from_json(path.read_text())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a cluster: expected JSON text, found other bytes ({error.reason})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def preset_of(device_type: str) -> str:

@@ -11,6 +11,7 @@ from autopar.costmodel.work_bound import floor_s
 from autopar.errors import InfeasibleError, PinError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
+from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
 from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
@@ -20,7 +21,6 @@ from autopar.planner.layouts.mesh_shapes import as_used, factorise
 from autopar.planner.layouts.refine_mesh import lift, refines
 from autopar.planner.layouts.search_mesh import ANY, Solved, solve_mesh
 from autopar.planner.layouts.tie import least_communication
-from autopar.planner.rarely_collected import rarely_collected
 from autopar.planner.request import ANYTHING, PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.search.deadline import NEVER

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from autopar.planner.rarely_collected import rarely_collected
+from autopar.ir.rarely_collected import rarely_collected
 
 
 @pytest.fixture(autouse=True)
