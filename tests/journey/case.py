@@ -46,6 +46,7 @@ THEMES = (
     "recipes",
     "tricks",
     "derived",
+    "late",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

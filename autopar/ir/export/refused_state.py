@@ -29,6 +29,10 @@ _IN_FORWARD = (
     "{} in forward is not kept: let a custom torch.autograd.Function change the gradient in its backward, or read the"
     " gradient of an output after backward"
 )
+_RETAINED = (
+    "tensor.retain_grad in forward is not kept: return the tensor, and call retain_grad() on what the compiled model"
+    " gives"
+)
 _BACKWARD = (
     "torch.autograd.{} in forward is not recorded: return what is differentiated, and call"
     " torch.autograd.grad(..., create_graph=True) on what the compiled model gives"
@@ -99,6 +103,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             stack.enter_context(patch.object(torch.Tensor, name, _refusal(_IN_FORWARD.format(f"tensor.{name}"))))
+        stack.enter_context(patch.object(torch.Tensor, "retain_grad", _refusal(_RETAINED)))
         name = "register_multi_grad_hook"
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for name in ("grad", "backward"):

@@ -6,6 +6,7 @@ A `ModuleWatch` looks at every call for writes and compares objects by identity;
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
 from autopar.runtime.checks.dict_versions import versions_of
+from autopar.runtime.checks.script_variables import script_variables
 from autopar.torch_compat import settings_counted, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
@@ -25,6 +27,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 MOST_STATES = 16  # of a module whose programs are kept
+MOST_NESTED = 3  # objects within objects that are looked into
+MOST_ITEMS = 100  # of a variable outside that is looked into
 MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
@@ -124,7 +128,9 @@ class ModuleWatch:
         names = [[name for name in attributes if name not in _COMMON] for attributes in dicts]
         self._read = [(itemgetter(*own), d) for own, d in zip(names, dicts) if own]
         self._values = [read(d) for read, d in self._read]
-        changeable = {id(d[name]): d[name] for own, d in zip(names, dicts) for name in own}.values()
+        outside = _outside(module)
+        held = [*(d[name] for own, d in zip(names, dicts) for name in own), *(d[name] for name, d in outside)]
+        changeable = {id(x): x for each in held for x in (each, *_settings_inside(each))}.values()
         contents = [(d, name) for d in dicts for name in _CONTENTS]
         hooks = [(d, name) for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
         self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks)]
@@ -140,6 +146,9 @@ class ModuleWatch:
         self._memory = list(map(_memory, self._parameters))
         self._needs_grad, self._storages = _settings(self._parameters)  # kept, so that no other has their addresses
         self._are_counted = all(isinstance(x, DTensor) for x in self._parameters)
+        of_classes: list[tuple[Any, Any]] = [(attrgetter(*own), kind) for kind, own in _read_of_classes(module).items()]
+        self._of_classes = [*of_classes, *((itemgetter(name), d) for name, d in outside)]
+        self._class_values = [read(kind) for read, kind in self._of_classes]
         self._versions_of = versions_of([*dicts, *(table for _, _, table, _ in self._tables)])
         self._see()
 
@@ -149,7 +158,7 @@ class ModuleWatch:
 
     def has_changed(self) -> bool:
         """Whether an attribute, a hook below the root, a module, a tensor or what needs a gradient is another now."""
-        if self._objects_differ():
+        if self._objects_differ() or self._classes_differ():
             return True
         is_unwritten = self._versions_of() == self._versions
         if is_unwritten and self._are_counted and self._settings == settings_counted()[0]:
@@ -171,6 +180,13 @@ class ModuleWatch:
                 return True
             self._object_versions = versions
         return False
+
+    def _classes_differ(self) -> bool:
+        """Whether a class or a variable outside has another value, or none."""
+        try:
+            return not _same([read(x) for read, x in self._of_classes], self._class_values)
+        except (AttributeError, KeyError):
+            return True
 
     def _see(self) -> None:
         self._versions, self._settings = self._versions_of(), settings_counted()[0]
@@ -217,6 +233,9 @@ def describe(module: nn.Module) -> ModuleState:
         state |= {f"{prefix}{name}": _value(x) for name, x in read.items()}
         hooks = {f"{prefix}{name}": tuple(map(Same, each.__dict__[name].values())) for name in _HOOKS if path}
         state |= {name: x for name, x in hooks.items() if x}
+    for kind, names in _read_of_classes(module).items():
+        state |= {f"{kind.__qualname__}.{name}": _value(getattr(kind, name)) for name in names}
+    state |= {f"the variable {name}": _value(d[name]) for name, d in _outside(module)}
     first: dict[int, str] = {}  # what is tied lies under its first name
     return state | {fqn: (first.setdefault(id(x), fqn), *_tensor(x)) for fqn, x in _tensors(module)}
 
@@ -303,7 +322,48 @@ def _value(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return Same(x), x._version
     copied = _copied(x)
-    return (type(x), copied) if copied else Same(x)
+    return (type(x), copied, *map(_copied, _settings_inside(x))) if copied else Same(x)
+
+
+def _read_of_classes(module: nn.Module) -> dict[type, tuple[str, ...]]:
+    """The classes of the modules, but torch's -> what a program depends on of each: its forward, and plain values."""
+    kinds = dict.fromkeys(type(each) for each in module.modules())
+    users = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    return {kind: ("forward", *_plain_names(kind)) for kind in users}
+
+
+def _outside(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
+    """The variables of the script that a program depends on: plain values, and lists, dicts and configs of some."""
+    return [(name, d) for name, d in script_variables(module) if _is_small(d[name])]
+
+
+def _is_small(x: Any) -> bool:
+    if isinstance(x, (list, tuple, set, dict)):
+        return len(x) <= MOST_ITEMS
+    return isinstance(x, _PLAIN) or _is_settings(x, MOST_NESTED)
+
+
+def _plain_names(kind: type) -> list[str]:
+    own = [vars(each) for each in kind.__mro__ if each not in nn.Module.__mro__]
+    named = dict.fromkeys(name for names in own for name, x in names.items() if isinstance(x, _PLAIN))
+    return [name for name in named if not name.startswith("__")]
+
+
+def _is_settings(x: Any, depth: int) -> bool:
+    """Whether `x` is an object of plain values, containers and objects like it, as a config is."""
+    inside = None if isinstance(x, (nn.Module, type)) or callable(x) else _dict_of(x)
+    return inside is not None and all(
+        isinstance(item, (*_PLAIN, *_CONTAINERS)) or (depth > 0 and _is_settings(item, depth - 1))
+        for item in inside.values()
+    )
+
+
+def _settings_inside(x: Any, depth: int = MOST_NESTED) -> list[Any]:
+    """The objects in the attributes of a config, and in theirs."""
+    if isinstance(x, (*_PLAIN, *_CONTAINERS, torch.Tensor)) or not _is_settings(x, depth):
+        return []
+    inner = [item for item in (_dict_of(x) or {}).values() if not isinstance(item, (*_PLAIN, *_CONTAINERS))]
+    return [*inner, *(one for item in inner for one in _settings_inside(item, depth - 1))]
 
 
 def _copied(x: Any) -> Any:
@@ -314,6 +374,8 @@ def _copied(x: Any) -> Any:
         return sorted(map(repr, x))
     if isinstance(x, torch.Tensor):
         return [x._version] if not x.is_inference() else None
+    if isinstance(x, partial):
+        return [id(x.func), *map(_item, x.args), *((name, _item(item)) for name, item in x.keywords.items())]
     inside = x if isinstance(x, Mapping) else getattr(x, "__dict__", None)
     if isinstance(x, (nn.Module, type)) or callable(x) or not isinstance(inside, Mapping):
         return None
@@ -322,7 +384,8 @@ def _copied(x: Any) -> Any:
 
 def _dict_of(x: Any) -> dict[Any, Any] | None:
     """The dict that has all of which `_copied` tells, if Python counts the writes to it: of a plain dict or object."""
-    if isinstance(x, (list, tuple, set, frozenset, torch.Tensor)) or (isinstance(x, Mapping) and type(x) is not dict):
+    is_other_mapping = isinstance(x, Mapping) and type(x) is not dict
+    if is_other_mapping or isinstance(x, (list, tuple, set, frozenset, torch.Tensor, partial)):
         return None
     inside = x if type(x) is dict else getattr(x, "__dict__", None)
     return inside if type(inside) is dict else None
