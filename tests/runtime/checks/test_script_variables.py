@@ -30,6 +30,36 @@ def test_names_that_are_read() -> None:
     assert names == {"SCALE", "FACTORS", "DEEP"}
 
 
+def test_variables_of_the_function_around() -> None:
+    scale, factors, unset = 1.0, {"a": 2.0}, 3.0
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    class Inside(nn.Module):
+        def __init__(self, around: float) -> None:
+            super().__init__()
+            self.shift = lambda x: x + around
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.shift(scaled(x) * factors["a"])
+
+    first, second = Inside(1.0), Inside(2.0)
+    names = [name for name, _ in script_variables(nn.Sequential(first, second))]
+    assert sorted(set(names) - {"__class__", "scaled"}) == ["around", "factors", "scale"]
+    assert names.count("around") == 2 and unset == 3.0
+    watch = ModuleWatch(first)
+    assert not watch.has_changed()
+    scale = 2.0
+    assert watch.has_changed()
+    scale = 1.0
+    assert not watch.has_changed()
+    factors["a"] = 1.0
+    assert watch.has_changed()
+    factors["a"] = 2.0
+    assert not watch.has_changed()
+
+
 def test_a_change_is_noticed_and_so_is_a_variable_that_is_gone() -> None:
     watch, variables = ModuleWatch(Reading()), globals()
     assert not watch.has_changed()
