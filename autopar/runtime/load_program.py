@@ -22,6 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.runtime.process_groups import joint_group
+from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.runtime.saved_tensors.recompute import recomputed
 from autopar.runtime.saved_tensors.regather import GatherBucket, regathered
@@ -105,7 +106,8 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        local, spec = arrived(ctx.in_flight, gradients[0]), ctx.spec
+        with peers_alive():
+            local, spec = arrived(ctx.in_flight, gradients[0]), ctx.spec
         if not torch.is_grad_enabled():
             return DTensor(local, spec, requires_grad=False)
         ends = {"shape": spec.shape, "stride": spec.stride}

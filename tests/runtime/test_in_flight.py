@@ -1,7 +1,10 @@
 """Gradients that are summed while backward goes on: all are complete when somebody sees them."""
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from autopar.plans.plan import plan_of
 from autopar.sbp import in_flight
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.candidates import annotate
-from tests.workers import Ranks, device_mesh
+from tests.workers import RankError, Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank
 
@@ -140,3 +143,36 @@ USES = (once, accumulated, twice_through, of_some, of_gradients, seen_by_hooks, 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_same_gradients_as_on_one_device(ranks4: Ranks, use: Callable) -> None:
     ranks4.run(on_ranks, use)
+
+
+def die_with_a_sum_on_its_way(folder: str) -> None:
+    """Rank 2 dies when backward waits for the first sum; the others write what they met and after how long."""
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(8, 8, dtype=torch.float64)
+    sharded = data_parallel(model, x)
+    sharded(x).backward()
+    start, error = time.monotonic(), None
+    if dist.get_rank() == 2:
+        in_flight.InFlight.landed = lambda _: os._exit(1)  # type: ignore[method-assign]
+    try:
+        for _ in range(3):  # the sums of the first step may have ended without it
+            sharded(x).backward()
+    except Exception as met:
+        error = met
+    (Path(folder) / str(dist.get_rank())).write_text(f"{time.monotonic() - start}\n{type(error).__name__}")
+    os._exit(0)
+
+
+def test_a_rank_that_dies_before_its_sums_have_landed_ends_all(tmp_path: Path) -> None:
+    ranks = Ranks(4)
+    try:
+        with pytest.raises(RankError, match="died"):
+            ranks.run(die_with_a_sum_on_its_way, str(tmp_path))
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        ranks.stop()
+    for rank in (0, 1, 3):
+        seconds, error = (tmp_path / str(rank)).read_text().split("\n")
+        assert float(seconds) < 10 and error == "PeerFailed"
