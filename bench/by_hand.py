@@ -6,8 +6,8 @@ from functools import partial
 from itertools import chain
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.pricing.bucket_bytes import bucket_bytes
 from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
+from autopar.costmodel.pricing.priced_buckets import priced_buckets
 from autopar.costmodel.training import Training
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import fold
@@ -22,7 +22,6 @@ from autopar.planner.pipeline.stage_times import in_flight, waiting
 from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
-from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.candidates import even_layouts
 from autopar.sbp.placement import Layout, S
 from bench.every_stage import Written, every_plan
@@ -142,8 +141,7 @@ def plan_by_hand(
         counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
         again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
         by_hand = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
-        most = bucket_bytes(stage.graph, point.mesh, cluster, cluster.memory_bytes)
-        places = parameter_buckets(stage.graph, fold(stage.graph), most)
+        places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, cluster, cluster.memory_bytes)
         assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, cluster)
         own = replace(training, num_microbatches=schedule.num_microbatches, **counts)
         stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))

@@ -21,8 +21,8 @@ from torch import nn
 
 import autopar
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
-from autopar.costmodel.pricing.bucket_bytes import bucket_bytes
 from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
+from autopar.costmodel.pricing.priced_buckets import priced_buckets
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -30,7 +30,6 @@ from autopar.ir.trace import trace
 from autopar.mesh import Mesh, as_mesh
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.plans.plan import Plan, plan_of
-from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.candidates import annotate
 from bench.models import WORKLOADS, Workload
 from bench.report import Row
@@ -55,7 +54,7 @@ def plans_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, Plan]:
     """The hand plans of a mesh by name, with their parameters in buckets."""
     folded = fold(graph)
     by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)
-    places = parameter_buckets(graph, folded, bucket_bytes(graph, mesh, cluster, cluster.memory_bytes))
+    places = priced_buckets(graph, folded, mesh, cluster, cluster.memory_bytes)
     return {
         name: plan_of(graph, with_parameter_buckets(assignment, graph, places, mesh, cluster), mesh, cluster)
         for name, assignment in by_hand.items()

@@ -86,7 +86,7 @@ def unfolded(graph: Graph) -> Folded:
 @pytest.mark.parametrize("mesh", ["8", "4x2"])
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("llama", 6), ("bert", 8), ("t5", 4)])
 def test_the_folded_optimum_is_that_of_all_layers(name, layers, mesh, monkeypatch):
-    monkeypatch.setattr(pricing, "parameter_buckets", lambda *_: {})  # of blocks, which the unfolded graph has not
+    monkeypatch.setattr(pricing, "priced_buckets", lambda *_: {})  # of blocks, which the unfolded graph has not
     graph, mesh = traced(name, layers), parse_mesh(mesh)
     assert fold(graph).repeats, "nothing repeats: this would test nothing"
     every = unfolded(graph)

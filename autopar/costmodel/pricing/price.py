@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.overlap.path_weights import IN_TURN, PathWeights
-from autopar.costmodel.pricing.bucket_bytes import bucket_bytes
 from autopar.costmodel.pricing.flows import Entity, find_flows
 from autopar.costmodel.pricing.price_edges import price_edges
 from autopar.costmodel.pricing.price_nodes import price_nodes
+from autopar.costmodel.pricing.priced_buckets import priced_buckets
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.analysis.sampled_graph import of_graph, sampled
 from autopar.sbp.assignment import NO_CHOICES, Assignment, InBucket
 from autopar.sbp.signature import Candidates
@@ -62,8 +61,7 @@ def price(
     check_mesh(cluster, mesh.num_devices)
     few = sampled(graph, folded, (given.recomputed, given.offloaded), given.state_on_host)
     here = (of_graph(given.recomputed, few.graph), of_graph(given.offloaded, few.graph))
-    most = bucket_bytes(graph, mesh, cluster, min(memory_limit_bytes, cluster.memory_bytes))
-    places = parameter_buckets(graph, folded, most)
+    places = priced_buckets(graph, folded, mesh, cluster, min(memory_limit_bytes, cluster.memory_bytes))
     flows = find_flows(few, folded, candidates, cluster, *here, training, given.state_on_host)
     nodes = price_nodes(few.graph, flows, mesh, cluster, training, weights)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places, weights), memory_limit_bytes)

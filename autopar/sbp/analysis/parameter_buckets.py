@@ -11,11 +11,11 @@ from autopar.ir.graph import Graph
 from autopar.sbp.assignment import InBucket
 
 
-def parameter_buckets(graph: Graph, folded: Folded, most: float) -> Mapping[str, InBucket]:
+def parameter_buckets(graph: Graph, folded: Folded, most: float, *, least: float = 0.0) -> Mapping[str, InBucket]:
     """Parameter -> its place in the bucket that may gather it or reduce its gradient, maybe alone there.
 
     A bucket has parameters of one dtype, all trained or all not, in order of first use, and of several at most `most`
-    bytes.
+    bytes; with fewer than `least` it takes the next one of any size.
     """
     places: dict[str, InBucket] = {}
     parameters = {item.value.name: item.value for item in graph.of_kind("parameter")}
@@ -24,7 +24,7 @@ def parameter_buckets(graph: Graph, folded: Folded, most: float) -> Mapping[str,
         for _, name in names:
             kinds.setdefault((parameters[name].dtype, parameters[name].needs_grad), []).append(name)
         for of_kind in kinds.values():
-            for bucket in _filled({name: parameters[name].num_bytes for name in of_kind}, most):
+            for bucket in _filled({name: parameters[name].num_bytes for name in of_kind}, most, least):
                 num_bytes = sum(parameters[name].num_bytes for name in bucket)
                 places.update((name, InBucket(num_bytes, place)) for place, name in enumerate(bucket))
     return _alike(places, value_classes(graph, folded), parameters)
@@ -56,13 +56,15 @@ def _first_uses(graph: Graph, folded: Folded, parameters: Mapping[str, object]) 
                 yield number, value.name
 
 
-def _filled(sizes: Mapping[str, int], most: float) -> Iterator[list[str]]:
-    """The names in buckets of at most `most` bytes together, or of one name, in their order."""
+def _filled(sizes: Mapping[str, int], most: float, least: float) -> Iterator[list[str]]:
+    """The names in their order in buckets of at most `most` bytes together, or of one that fills up to `least`."""
     bucket: list[str] = []
+    filled = 0
     for name, size in sizes.items():
-        if bucket and sum(sizes[other] for other in bucket) + size > most:
+        if bucket and filled + size > most and filled >= least:
             yield bucket
-            bucket = []
+            bucket, filled = [], 0
         bucket.append(name)
+        filled += size
     if bucket:
         yield bucket

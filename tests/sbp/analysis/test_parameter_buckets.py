@@ -70,6 +70,9 @@ def test_a_bucket_of_several_has_no_more_bytes_than_it_may():
     places = parameter_buckets(graph, fold(graph), most)
     assert all(place.num_bytes <= max(most, sizes[name]) for name, place in places.items())
     assert any(place.place for place in places.values()) and sizes.keys() == places.keys()
+    filled = parameter_buckets(graph, fold(graph), most, least=most / 2)
+    assert len(set(filled.values())) < len(set(places.values())) or len(filled) == len(places)
+    assert all(place.num_bytes >= min(most / 2, sizes[name]) for name, place in filled.items())
     alone = parameter_buckets(graph, fold(graph), min(sizes.values()))
     assert alone == {name: InBucket(size, 0) for name, size in sizes.items()}
 

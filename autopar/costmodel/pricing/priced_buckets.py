@@ -1,4 +1,4 @@
-"""`bucket_bytes`: the size of buckets of parameters: the gradients of one are reduced while others are computed.
+"""`priced_buckets`: the buckets of parameters: the gradients of one are reduced while others are computed.
 
 Of N bytes that are reduced in buckets of B bytes, at a + b * B seconds each, all but the last can be hidden; where
 nothing is, N / B buckets take a each. The sum of what is exposed, b * B, and of the latencies, a * N / B, is least at
@@ -6,17 +6,34 @@ B = sqrt(a / b * N).
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_times
+from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.assignment import InBucket
 
 # A bucket of so small a share of a device's memory hardly counts beside the rest of a step.
 _SHARE_OF_MEMORY = 64
 _LEAST_BYTES = 2**16
+# With overlap, the share of its bytes below which a bucket takes one more parameter, whatever its size.
+_LEAST_FILLED = 0.5
+
+
+def priced_buckets(
+    graph: Graph, folded: Folded, mesh: Mesh, cluster: Cluster, memory_bytes: float
+) -> Mapping[str, InBucket]:
+    """Parameter -> its place in the bucket that may gather it or reduce its gradient.
+
+    `memory_bytes`: of a device.
+    """
+    most = bucket_bytes(graph, mesh, cluster, memory_bytes)
+    return parameter_buckets(graph, folded, most, least=_LEAST_FILLED * most if cluster.overlap else 0.0)
 
 
 def bucket_bytes(graph: Graph, mesh: Mesh, cluster: Cluster, memory_bytes: float) -> float:
