@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
@@ -47,15 +47,12 @@ __all__ = [
     "STAGE_FAILED",
     "EagerDispatchMode",  # as TorchDispatchMode, without torch's guard of each call against being compiled
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
-    # torch.export takes its fake tensors from an active one; its tensors choose the kernels of their device
-    "FakeTensorMode",
+    "FakeTensorMode",  # torch.export takes its fake tensors from an active one
     "FunctionApply",
-    # targets of exported nodes are instances of it and of OpOverload; torch.ops gives the instances only
-    "HigherOrderOperator",
+    "HigherOrderOperator",  # targets of exported nodes are instances of it and of OpOverload
     "OpOverload",
     "RecordingMode",  # sees each op above autograd, as torch.export does, which alone may
-    # whether two tensors share memory, without keeping it; torch's own reductions use it so
-    "StorageWeakRef",
+    "StorageWeakRef",  # whether two tensors share memory, without keeping it
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher
     "as_torch_does",
@@ -64,8 +61,7 @@ __all__ = [
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
     "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
-    # torch.export does not record the calls inside; torch.fx.experimental makes no promise
-    "disable_proxy_modes_tracing",
+    "disable_proxy_modes_tracing",  # torch.export does not record the calls inside
     "function_modes",
     "functions_applied_by",
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
@@ -79,11 +75,10 @@ __all__ = [
     "is_wrapped_by_torch_compile",  # the class of what torch.compile returns is in no public module
     "local_of_caller",
     "module_of_caller",
+    "num_groups",
     "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
     "peek_interpreter_stack",  # None, but inside torch.func, which is refused by name
-    # the pytree of the specs in exported programs and the only registry torch.export reads; the public pytree is not
-    # in all torch versions that autopar supports
-    "pytree",
+    "pytree",  # of exported programs, the only registry torch.export reads; the public one is not in all torch versions
     "root_of",
     "settings_counted",  # what torch counts no changes of
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
@@ -256,6 +251,11 @@ def wants_one_graph() -> bool:
 def is_in_backward() -> bool:
     """Whether autograd's engine runs in this thread; torch.utils.checkpoint asks the same way."""
     return torch._C._current_graph_task_id() != -1
+
+
+def num_groups() -> int:
+    """The number of process groups that this process knows; torch names a group that only its members make by it."""
+    return len(_world.pg_names)
 
 
 def over_all_gradients() -> tuple[Any, Any]:

@@ -207,9 +207,8 @@ def _level(
     rates = []
     for (kind, groups), line in lines.items():
         beta = 1 / bandwidth if kind == "p2p" else _price(reach, kind, groups, _OFFSET_BYTES, num_ranks) / _OFFSET_BYTES
-        rates.append(
-            GroupRate(groups.size, beta / line.beta_s_per_byte, line.alpha_s - latency_s * hops[kind, groups], kind)
-        )
+        base_s = max(0.0, line.alpha_s - latency_s * hops[kind, groups])  # rounding may leave less than nothing
+        rates.append(GroupRate(groups.size, beta / line.beta_s_per_byte, base_s, kind))
     return LinkLevel(size, latency_s, bandwidth, tuple(rates))
 
 

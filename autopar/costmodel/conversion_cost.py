@@ -13,7 +13,7 @@ from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
-from autopar.sbp.assignment import BUCKET_BYTES, latency_share, only_gathers
+from autopar.sbp.assignment import latency_share, only_gathers
 from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
@@ -170,8 +170,8 @@ def parameter_times(
     """
     ends, frozen = (sources, targets, mesh_shape, cluster), replace(value, needs_grad=False)
     only_reduces, share = only_reduces_gradient(sources, targets), latency_share(value)
-    # without overlap the fewest collectives are best
-    is_reduced_there = value.needs_grad and bucket_bytes >= (1 if cluster.overlap else BUCKET_BYTES)
+    # without overlap the fewest collectives are best, whose buckets do not end with a block
+    is_reduced_there = value.needs_grad and bucket_bytes > 0 and cluster.overlap > 0
     if is_reduced_there:
         share = value.num_bytes / bucket_bytes
     alone = conversion_times(value, *ends, weigh=weights.made)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.mesh import stages_first_order
+from autopar.torch_compat import default_store, num_groups
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
 
@@ -26,7 +27,10 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...], *, copy: int = 0) -> di
     rows = _rows(mesh, axes)
     known = _made.setdefault(_world(), {})
     if (rows, copy) not in known:
-        known[rows, copy] = _make(rows, is_local=mesh.size() < dist.get_world_size())
+        is_local = mesh.size() < dist.get_world_size()
+        if is_local:
+            _agree_on_number(rows, copy)
+        known[rows, copy] = _make(rows, is_local=is_local)
     return known[rows, copy]
 
 
@@ -49,6 +53,21 @@ def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
     ranks = mesh.mesh.movedim(axes, tuple(range(mesh.ndim - len(axes), mesh.ndim))).reshape(-1, num_members).tolist()
     mine = [row for row in ranks if dist.get_rank() in row]
     return tuple(map(tuple, ranks if mesh.size() == dist.get_world_size() else mine))
+
+
+def _agree_on_number(rows: Rows, copy: int) -> None:
+    """Give the members of each group as many groups, by groups of one, as that of them which knows most.
+
+    torch names a group that only its members create by their ranks and by how many groups they know: members that know
+    different numbers would wait for groups of different names.
+    """
+    store, here = default_store(), dist.get_rank()
+    for row in rows:
+        place = f"autopar/groups/{row}/{copy}"
+        store.set(f"{place}/{here}", str(num_groups()))
+        most = max(int(store.get(f"{place}/{rank}")) for rank in row)
+        while num_groups() < most:
+            dist.new_group([here], use_local_synchronization=True)
 
 
 def _make(rows: Rows, *, is_local: bool) -> dist.ProcessGroup:

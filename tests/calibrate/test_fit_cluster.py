@@ -179,3 +179,17 @@ class Disturbed:
 def test_a_busy_machine_shows_no_step_of_bandwidth(distance):
     sizes, _ = measure_links(Disturbed(distance), 4, 4, QUICK, lambda _: None)
     assert sizes == (4,)
+
+
+def test_the_least_base_latency_is_nothing_and_never_less():
+    """Of the collective whose hops take least, the rest of its latency is 0 but for rounding."""
+    draw, sizes = random.Random(0), FULL.sizes
+    for _ in range(40):
+        latency_s = draw.uniform(1e-6, 1e-3)
+        times = [CollectiveTime("p2p", Groups(2, 1, 4), size, 1e-2 + size / 1e9) for size in sizes]
+        for number, kind in enumerate(KINDS):
+            base_s = (number + 1) * latency_s
+            times += [CollectiveTime(kind, Groups(4, 1, 4), size, base_s + size / 1e9) for size in sizes]
+        own = replace(measured(), hosts=("a",) * 4, level_sizes=(4,), links=tuple(times))
+        (level,) = fit_cluster(own, "fitted", "cpu", "gloo", ()).cluster.levels
+        assert 0 <= min(rate.base_latency_s for rate in level.group_rates) < 1e-9
