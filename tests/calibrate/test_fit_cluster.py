@@ -186,10 +186,10 @@ def test_the_least_base_latency_is_nothing_and_never_less():
     draw, sizes = random.Random(0), FULL.sizes
     for _ in range(40):
         latency_s = draw.uniform(1e-6, 1e-3)
-        times = [CollectiveTime("p2p", Groups(2, 1, 4), size, 1e-2 + size / 1e9) for size in sizes]
+        times = [CollectiveTime("p2p", Groups(2, 1, 8), size, 1e-2 + size / 1e9) for size in sizes]
         for number, kind in enumerate(KINDS):
             base_s = (number + 1) * latency_s
-            times += [CollectiveTime(kind, Groups(4, 1, 4), size, base_s + size / 1e9) for size in sizes]
-        own = replace(measured(), hosts=("a",) * 4, level_sizes=(4,), links=tuple(times))
+            times += [CollectiveTime(kind, Groups(8, 1, 8), size, base_s + size / 1e9) for size in sizes]
+        own = replace(measured(), hosts=("a",) * 8, level_sizes=(8,), ranks=measured().ranks * 2, links=tuple(times))
         (level,) = fit_cluster(own, "fitted", "cpu", "gloo", ()).cluster.levels
         assert 0 <= min(rate.base_latency_s for rate in level.group_rates) < 1e-9
