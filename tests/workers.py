@@ -1,7 +1,6 @@
 """Ranks for tests: processes that hold one gloo world, started once and reused."""
 
 import atexit
-import functools
 import multiprocessing
 import os
 import pickle
@@ -12,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -159,7 +159,13 @@ def _answer(payload: bytes) -> bytes:
         return pickle.dumps((None, traceback.format_exc()))
 
 
-@functools.cache
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()  # by their world
+
+
 def device_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> DeviceMesh:
-    """For use inside a rank: the mesh of that shape over all ranks, its process groups made once."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=axis_names)
+    """For use inside a rank: the mesh of that shape over all ranks, its process groups made once in a world."""
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    known = _meshes.setdefault(dist.group.WORLD, {})
+    if (shape, axis_names) not in known:
+        known[shape, axis_names] = init_device_mesh("cpu", shape, mesh_dim_names=axis_names)
+    return known[shape, axis_names]
