@@ -32,6 +32,8 @@ def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.opti
     """
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer, "_autopar_step") or hasattr(optimizer.step, _MARK):
         return
+    if not any(isinstance(x, DTensor) for group in optimizer.param_groups for x in group["params"]):
+        return
     optimizer.step = MethodType(_on_parts(optimizer.step, before), optimizer)
 
 
@@ -62,8 +64,9 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     whole = [(group["params"], group.get("foreach")) for group in groups]
     try:
         for group in groups:
+            has_parts = any(x in part_of for x in group["params"])
             group["params"] = [part_of.get(x, x) for x in group["params"]]
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            if has_parts and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = False  # as on DTensors: its temporary tensors would be those of all parameters
         with torch.no_grad():
             for x, part in part_of.items():

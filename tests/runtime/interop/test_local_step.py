@@ -97,6 +97,10 @@ def others_see_whole() -> None:
     optimizer.step()
     assert len(seen) == 5 and all(isinstance(p, DTensor) for p in seen)
     handle.remove()
+    of_another = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    of_another.param_groups[0]["params"][0].grad = torch.ones(2)
+    of_another.step()
+    assert not hasattr(of_another.step, "_autopar_local_step")
     assert optimizer.step(lambda: sharded(x)) is not None
 
     before, optimizer.param_groups[0]["lr"] = list(optimizer.param_groups[0]["params"]), torch.tensor([1.0, 2.0])
