@@ -236,14 +236,21 @@ def _search_again(fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan]) -> No
 def _worth_searching(points: Sequence[Staged], cutoff_s: float) -> list[Staged]:
     """The best point of each depth, mesh, schedule and number of microbatches; the search finds the flavour.
 
-    Those that recompute nothing come first: theirs is one search each, and ends the several of others early.
+    Those that recompute nothing come first: theirs is one search each, and ends the several of others early. On one
+    rank so do those of the fewest microbatches: without a memory limit each microbatch more takes longer, so that the
+    searches behind have the higher lower bounds.
     """
     distinct: dict[tuple, Staged] = {}
     for point in points:
         distinct.setdefault((point.mesh, point.schedule), point)
     limit_s = min(min((one.step_s for one in points), default=0.0) * _NEAR, cutoff_s * _GAIN)
     near = [point for point in distinct.values() if point.step_s <= limit_s][:_MOST_POINTS]
-    return sorted(near, key=lambda point: any(point.partition.num_recomputed))
+    return sorted(near, key=_search_order)
+
+
+def _search_order(point: Staged) -> tuple[bool, int]:
+    schedule = point.schedule
+    return any(point.partition.num_recomputed), schedule.num_microbatches if schedule.num_ranks == 1 else 0
 
 
 def _left_for_points(points: Sequence[Staged], budget: Budget, share: float) -> Budget:

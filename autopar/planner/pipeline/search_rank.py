@@ -48,6 +48,7 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
     best: StagePlans | None = None
     failure: InfeasibleError | None = None
     at_least_s = math.inf  # what is too slow takes
+    too_slow: list[Stages] = []  # even without a memory limit
     pressure = pressure_of((one.request.training for one in stages), at.limit_bytes)
     for asked in _ways(at.task, stages):
         if at.is_late or (at.budget.is_spent and (best or failure)):
@@ -55,11 +56,12 @@ def best_plans(at: RankTask, stages: Stages) -> StagePlans:
         is_last_resort = all(len(one.request.given.recomputed) == one.most_saved for one in asked)
         # Nothing is where ranks alike with hardly more memory could not be made to fit.
         is_hopeless = not is_last_resort and at.cache.failed.get(key_of(asked), math.inf) <= _LITTLE_TIGHTER * pressure
-        if is_hopeless and not at.task.can_move_state:
+        if (is_hopeless and not at.task.can_move_state) or any(_saves_as_much(asked, other) for other in too_slow):
             continue
         free, to_beat_s = _unlimited(at, asked), at.to_beat_s if best is None else best.cost_s
         if free.cost_s >= to_beat_s:
             at_least_s = min(at_least_s, free.cost_s)
+            too_slow.append(asked)
             continue
         free, saving = _priced(at, free, asked), None
         if at.is_late and not _fits(at, free):
@@ -109,10 +111,11 @@ def as_written(at: RankTask, stages: Stages) -> StagePlans | None:
 
 def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
     """The stages with the first of their blocks recomputed or, where the link to the host is known, on the host
-    meanwhile: none, as many as the plan by hand recomputes, so that there is an incumbent, and half of those.
+    meanwhile: none, as many as the plan by hand recomputes, so that there is an incumbent, and half of those. Of
+    offloaded blocks half come first, which is often too slow already.
     """
-    counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in (0, 2, 1))
-    for kind in ("recomputed", "offloaded"):
+    for kind, halves in (("recomputed", (0, 2, 1)), ("offloaded", (0, 1, 2))):
+        counts = dict.fromkeys(tuple(one.most_saved * half // 2 for one in stages) for half in halves)
         # A backward in two parts would fetch everything twice.
         if kind == "offloaded" and not (
             task.cluster.host_bandwidth_bytes_per_s and task.point.schedule.name != "zero-bubble"
@@ -121,6 +124,17 @@ def _ways(task: CutTask, stages: Stages) -> Iterator[Stages]:
         for nums in counts:
             if any(nums) or (kind == "recomputed" and not (task.must_save and len(counts) > 1)):
                 yield tuple(_with_saved(one, kind, one.regions[:num]) for one, num in zip(stages, nums))
+
+
+def _saves_as_much(stages: Stages, others: Stages) -> bool:
+    """Whether all blocks that are recomputed or offloaded in `others` are so in `stages`, which are then no faster
+    without a memory limit.
+    """
+    return all(
+        set(one.request.given.recomputed) >= set(other.request.given.recomputed)
+        and set(one.request.given.offloaded) >= set(other.request.given.offloaded)
+        for one, other in zip(stages, others, strict=True)
+    )
 
 
 def _saving(at: RankTask, stages: Stages, free: StagePlans, pressure: float, to_beat_s: float) -> StagePlans:
