@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -149,6 +149,7 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype) or str(dtype).removeprefix("torch.").replace("uint", "u").replace("int", "i")
 
 
+@lru_cache(maxsize=4096)
 def resolve(target: str) -> Any:
     """The torch op that `target`, an `Op.target`, names."""
     item: Any = torch.ops

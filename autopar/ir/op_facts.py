@@ -216,6 +216,7 @@ def is_random(op: Op) -> bool:
     return arguments.get("train", True) is not False and arguments.get("dropout", 1.0) > 0
 
 
+@lru_cache(maxsize=1024)
 def order_of(target: str, args: tuple[object, ...], ndim: int, **kwargs: object) -> tuple[int, ...]:
     """The dims of the input of one of `PERMUTATIONS` in the order in which its output has them; `args` after the input.
 

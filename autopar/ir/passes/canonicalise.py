@@ -6,6 +6,7 @@ All views that regroup dims are `reshape`, all that reorder them `permute`, all 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from autopar.ir.graph import Graph, Op, Slot, arguments_of, resolve
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
@@ -104,12 +105,21 @@ def _resolve_dims(op: Op) -> Op:
     """The op with dims counted from the front, of the result of broadcasting if it reads several tensors."""
     if not op.inputs or op.target in _COUNTED_OTHERWISE:
         return op
+    names = _names_with_dim(op.target)
+    if not names:
+        return op
     ndim = max(len(value.shape) for value in op.inputs)
-    names = [arg.name for arg in resolve(op.target)._schema.arguments]
     args = tuple(_front(arg, ndim) if name == "dim" else arg for name, arg in zip(names, op.args))
     return replace(
         op, args=args, kwargs=tuple((name, _front(arg, ndim) if name == "dim" else arg) for name, arg in op.kwargs)
     )
+
+
+@lru_cache(maxsize=1024)
+def _names_with_dim(target: str) -> tuple[str, ...]:
+    """The names of the op's arguments; () if none of them is a dim."""
+    names = tuple(arg.name for arg in resolve(target)._schema.arguments)
+    return names if "dim" in names else ()
 
 
 # `stack` adds a dim; of weight norms -1 stands for the norm of all dims.

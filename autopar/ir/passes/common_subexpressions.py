@@ -24,8 +24,9 @@ def merge_duplicates(graph: Graph) -> Graph:
     merged: set[str] = set()
     kept = []
     for op in graph.ops:
-        now = replace(op, inputs=tuple(replaced.get(value.name, value) for value in op.inputs))
-        key = (op.target, repr(op.args), repr(op.kwargs), tuple(value.name for value in now.inputs), op.is_no_grad)
+        inputs = tuple(replaced.get(value.name, value) for value in op.inputs)
+        now = op if inputs == op.inputs else replace(op, inputs=inputs)
+        key = (op.target, repr(op.args), repr(op.kwargs), tuple(value.name for value in inputs), op.is_no_grad)
         first = now if is_random(op) or is_function(op) else seen.setdefault(key, now)
         if first is now:
             kept.append(now)

@@ -17,7 +17,12 @@ def rewire(graph: Graph, ops: Iterable[Op], replaced: Mapping[str, Value]) -> Gr
 
     return replace(
         graph,
-        ops=tuple(replace(op, inputs=tuple(now(value) for value in op.inputs)) for op in ops),
+        ops=tuple(
+            replace(op, inputs=tuple(now(value) for value in op.inputs))
+            if any(value.name in replaced for value in op.inputs)
+            else op
+            for op in ops
+        ),
         outputs=tuple(now(item) for item in graph.outputs),
         mutations=tuple((fqn, now(value)) for fqn, value in graph.mutations),
     )
