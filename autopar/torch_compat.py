@@ -93,7 +93,6 @@ __all__ = [
     "without_function_modes",
 ]
 
-
 # Members of torch's objects that torch does not document, which the package reads or writes where it needs them; why.
 MEMBERS = {
     "_parameters": "the tables of a module: named_parameters() leaves out what is tied and what is None",
@@ -118,6 +117,7 @@ MEMBERS = {
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
     "_schema": "argument names and aliases of an op",
+    "_make_wrapper_subclass": "a tensor with a shape and a device and without content",
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
 # Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.

@@ -21,6 +21,7 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.runtime.pipeline.torch_stage import RunningStage
 from autopar.runtime.pipeline.trainer import Trainer
 from bench.report import Row
@@ -94,9 +95,10 @@ def measure_on_rank(case: Sample, plan: StagedPlan) -> dict[str, int]:
     state = [x for of_parameter in optimizer.state.values() for x in of_parameter.values()]
     batch = [x for x in tree_leaves((case.args, case.kwargs)) if isinstance(x, torch.Tensor)]
     trainer: Trainer = model._autopar.last
+    own = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, ParameterElsewhere)]
     constants = [x for part in trainer.parts for x in part.loaded.constants.values()]
     phases: dict[str, int] = {}
-    with count_storages([*model.parameters(), *model.buffers(), *constants, *state, *batch]) as storages:
+    with count_storages([*own, *constants, *state, *batch]) as storages:
         for _ in range(NUM_STEPS):
             tell = _teller(storages, phases)
             with _told(trainer, tell):

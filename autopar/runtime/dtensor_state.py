@@ -20,6 +20,7 @@ from autopar.runtime.checks.own_memory import check_own_memory
 from autopar.runtime.interop.place_on_one_device import mark_places
 from autopar.runtime.load_program import axes_of, torch_placements
 from autopar.runtime.materialise import initialise
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere, parameter_elsewhere
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout, S, format_layout
@@ -103,7 +104,7 @@ def held(owner: nn.Module, name: str) -> torch.Tensor | None:
 def not_sharded(module: nn.Module) -> list[str]:
     """FQNs of parameters and buffers that are no DTensors."""
     tensors = ((fqn, held(*place)) for fqn, place in owners(module).items())
-    return [fqn for fqn, x in tensors if x is not None and not isinstance(x, DTensor)]
+    return [fqn for fqn, x in tensors if x is not None and not isinstance(x, (DTensor, ParameterElsewhere))]
 
 
 def layout_of(x: DTensor, fqn: str, mesh: DeviceMesh) -> Layout:
@@ -146,9 +147,9 @@ def fill_in(module: nn.Module, contents: Mapping[str, torch.Tensor]) -> None:
         put(module, {same: new for same, place in places.items() if held(*place) is old})
 
 
-def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
-    """Leave nothing in the places of parameters and buffers that the graph has not, for other ranks hold them: FQN ->
-    what it is like.
+def drop_others(module: nn.Module, graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """Leave nothing in the places of buffers that the graph has not, for other ranks hold them, and in those of such
+    parameters what has no content: FQN -> what it is like.
     """
     own = {fqn for item in stateful(graph) for fqn in (item.fqn, *item.aliases)}
     dropped: dict[str, torch.Tensor] = {}
@@ -160,8 +161,12 @@ def drop_others(module: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
             dropped[fqn] = bares.setdefault(id(tensor), bare(tensor))
     if dropped:
         mark_places(module)
-    put(module, dict.fromkeys(dropped))
-    if dropped:
+        empty = {
+            id(x): parameter_elsewhere(x, fqn, device)
+            for fqn, x in reversed(dropped.items())
+            if isinstance(x, nn.Parameter)
+        }
+        put(module, {fqn: empty.get(id(x)) for fqn, x in dropped.items()})
         _refuse_loads_inside(module)
     return dropped
 
@@ -174,6 +179,14 @@ def _refuse_loads_inside(module: nn.Module) -> None:
             named.setdefault(owner, []).append(f"{prefix}.")
     for owner, places in named.items():
         owner.register_load_state_dict_pre_hook(functools.partial(_check_load_of_all, tuple(places)))
+    for owner in (module, *named):
+        owner.register_state_dict_post_hook(_leave_out_others)
+
+
+def _leave_out_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, x in module._parameters.items():
+        if isinstance(x, ParameterElsewhere):
+            state.pop(prefix + name, None)
 
 
 def _check_load_of_all(
@@ -296,6 +309,8 @@ def cut_to_parts(
                 f"size mismatch for {fqn}: copying a param with shape {x.shape} from checkpoint, the shape in current"
                 f" model is {like.shape}."
             )
+        if isinstance(x := held(owner, name), ParameterElsewhere):
+            state[fqn] = x  # nothing is missing here, and nothing is written
     for fqn, place in places.items():
         x, like = state.get(fqn), held(*place)
         if (

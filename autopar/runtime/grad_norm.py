@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.dtensor_state import as_dtensor
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.runtime.rank_agreement import peers_alive
 
 
@@ -21,7 +22,8 @@ def clip_gradients(
     counts. A part that several ranks hold is counted by the first of them, so that the squares of all ranks add up to
     the whole and one scalar is reduced.
     """
-    named = [(name, as_dtensor(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
+    own = [(name, p) for name, p in module.named_parameters() if not isinstance(p, ParameterElsewhere)]
+    named = [(name, as_dtensor(p.grad)) for name, p in own if p.grad is not None]
     square = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for name, gradient in named:
         if name not in counted_elsewhere and _is_first_holder(gradient):

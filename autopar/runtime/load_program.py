@@ -21,6 +21,7 @@ from autopar.codegen.program import Program
 from autopar.ir.graph import Graph
 from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
+from autopar.runtime.interop.output_hooks import copied_outputs
 from autopar.runtime.process_groups import joint_group
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.saved_tensors.offload_saved import Offload
@@ -42,6 +43,7 @@ class Loaded:
 
     gather: of a split program, the function that is run once a step; `used`: what `function` reads of its results
     (`step.open_step`). rows: outputs of which each rank is given its part of the batch -> the dim of the batch.
+    copied: `copied_outputs`.
     """
 
     choices: Plan | Choices
@@ -56,6 +58,7 @@ class Loaded:
     gather: Gather | None = None
     used: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: Mapping[int, int] = field(default_factory=dict)
+    copied: frozenset[int] = frozenset()
 
     @property
     def plan(self) -> Plan:
@@ -117,8 +120,9 @@ class _Local(torch.autograd.Function):
 def load(program: Program, **fields: Any) -> Loaded:
     """Compile the program's source; `fields` are the other fields of `Loaded`."""
     source, names = emit(program), namespace()
+    function, copied = compile_source(source, names), copied_outputs(fields["graph"], program)
     return Loaded(
-        program=program, source=source, function=compile_source(source, names), gather=names.get("gather"), **fields
+        program=program, source=source, function=function, gather=names.get("gather"), copied=copied, **fields
     )
 
 

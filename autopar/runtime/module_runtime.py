@@ -370,7 +370,7 @@ class Runtime:
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         install(module, graph, parts, is_in_use=self.is_in_use)
-        self.elsewhere = drop_others(module, graph)
+        self.elsewhere = drop_others(module, graph, torch.empty(0, device=mesh.device_type).device)
         self.replaced.add(buffers, dict(module.named_buffers(remove_duplicate=False)))
         for fqn, parameter in self.whole.items():
             mark_replaced(parameter, fqn)

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.costmodel.activations.count_storages import plain_tensors
 from autopar.errors import AutoparError
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 
 
 def offload_optimizer(
@@ -52,7 +53,8 @@ def offload_optimizer(
 
 
 def _chosen(optimizer: torch.optim.Optimizer, module: nn.Module, names: Iterable[str] | None) -> list[nn.Parameter]:
-    known = dict(module.named_parameters(remove_duplicate=False))
+    named = module.named_parameters(remove_duplicate=False)
+    known = {name: x for name, x in named if not isinstance(x, ParameterElsewhere)}
     if (runtime := getattr(module, "_autopar", None)) is not None:
         names = runtime.take_state_on_host(names) or None
     if names is None:

@@ -11,6 +11,7 @@ from autopar.errors import AutoparError
 from autopar.ir.autocast import autocast_off
 from autopar.ir.export.placeholders import flat_arguments
 from autopar.ir.graph import Input
+from autopar.runtime.interop.output_hooks import refuse_hooks
 from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
@@ -40,6 +41,8 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
         else _leave(x, layout, loaded, is_whole=is_whole)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
     ]
+    for number in loaded.copied if torch.is_grad_enabled() else ():
+        refuse_hooks(outputs[number])
     return pytree.tree_unflatten(outputs, loaded.graph.output_spec)
 
 

@@ -33,6 +33,7 @@ from autopar.runtime.interop.trainer_attributes import TrainerAttributes
 from autopar.runtime.load_program import torch_placements
 from autopar.runtime.local_batch import LocalBatch
 from autopar.runtime.module_runtime import LATER_WAIT_S, Runtime
+from autopar.runtime.pipeline.parameter_elsewhere import leave_out_of_optimizers
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import check_weights, from_first, meet
 from autopar.runtime.sizes.kept_plan import CallPlanner
@@ -81,7 +82,7 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         return state
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module: of this rank's stages."""
+        """As of any module: with stages what other ranks hold is without content, a `ParameterElsewhere`."""
         runtime = self.__dict__.get("_autopar")
         asking = wants_whole_state() if runtime is not None and runtime.elsewhere else ""
         if asking not in ("", "_get_model_state_dict", "_verify_options"):
@@ -103,7 +104,7 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         """As of any module; AutoparError with stages, of which this rank has some only."""
         if self._autopar.elsewhere:
             raise AutoparError(
-                "this rank holds the parameters of its own stages only, those of all others are None: call"
+                "this rank holds the parameters of its own stages only, those of all others are elsewhere: call"
                 " model.apply(...) before autopar.compile"
             )
         return super().apply(fn)
@@ -204,6 +205,7 @@ def shard_module(
     handle_scalars_and_random_ops()
     cut_loaded_state()
     load_own_stages()
+    leave_out_of_optimizers()
     watch_files()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")

@@ -62,7 +62,8 @@ def arrived(in_flight: list[InFlight], gradient: torch.Tensor) -> torch.Tensor:
     """
     parts = [one.landed() for one in in_flight]
     in_flight.clear()
-    is_empty = bool(parts) and not any(gradient.stride())  # what others add to a placeholder has memory of its own
+    # what others add to a placeholder has memory of its own; of no dims it has no strides to tell it by, and is added
+    is_empty = bool(parts) and gradient.dim() > 0 and not any(gradient.stride())
     for part in parts:
         gradient, is_empty = part if is_empty else gradient + part, False
     return gradient

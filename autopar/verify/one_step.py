@@ -29,6 +29,7 @@ from autopar.models.catalogue import Example
 from autopar.models.target import load_target
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import pytree
@@ -273,7 +274,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def _finish(model: nn.Module, summed: list[torch.Tensor]) -> TrainingStep:
     loss = reduce(torch.add, [whole(x).sum() for x in summed])
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    own = [(name, p) for name, p in model.named_parameters() if not isinstance(p, ParameterElsewhere)]
+    gradients = {name: whole(p.grad).clone() for name, p in own if p.grad is not None}
     largest = _of_all_ranks(max((float(x.abs().max()) for x in gradients.values() if x.numel()), default=0.0))
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON_SHARE * largest).step()
     return TrainingStep(loss, gradients, {name: whole(x).detach() for name, x in model.state_dict().items()})

@@ -47,6 +47,7 @@ THEMES = (
     "tricks",
     "derived",
     "late",
+    "numbered",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

@@ -19,6 +19,7 @@ from autopar import api
 from autopar.ir.folding.fold import fold
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.plan import plan_of
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.sbp.candidates import annotate
 from tests.journey.case import DDP, DP, DP_TP, FREE, FSDP2, PP, TOLERANCE, Numbers, Run, cases_of
 from tests.journey.stack import BATCH
@@ -70,6 +71,9 @@ class Ranked(Run):
         if self.setting == PP:
             return model.train_step(*args, **kwargs)
         return super().step(model, *args, **kwargs)
+
+    def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(fqn, p) for fqn, p in super().named(model) if not isinstance(p, ParameterElsewhere)]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x

@@ -19,6 +19,7 @@ from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.staged_plan import StagedPlan
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.runtime.pipeline.trainer import Trainer, pipeline_mesh
 from autopar.runtime.sharded_module import ShardedModule, shard_module
 from autopar.sbp.candidates import annotate
@@ -257,7 +258,8 @@ def _trained(
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole ones, of the parameters that are here."""
-    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    own = [(name, p) for name, p in model.named_parameters() if not isinstance(p, ParameterElsewhere)]
+    return {name: whole(p.grad).clone() for name, p in own if p.grad is not None}
 
 
 def issued_of(model: ShardedModule, case: Sample) -> Counter[Collective]:
@@ -287,7 +289,7 @@ def train_under(jobs: Sequence[tuple[dict[str, Any], StagedPlan]]) -> list[dict[
 def _compared(case: Sample, model: ShardedModule, plan: StagedPlan, truth: Mapping[str, Any]) -> dict[str, Any]:
     rank = pipeline_mesh(device_mesh(plan.mesh.shape, plan.mesh.axis_names))[2]
     found = staged(case, model, 2)
-    own = {name for name, _ in model.named_parameters()}
+    own = {name for name, p in model.named_parameters() if not isinstance(p, ParameterElsewhere)}
     expected = {when: {name: truth[when][name] for name in found[when]} for when in truth}
     assert found["first"].keys() == expected["first"].keys() == own & truth["first"].keys() | {"loss"}
     return {

@@ -6,7 +6,6 @@ A `ModuleWatch` looks at every call for writes and compares objects by identity;
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
 from autopar.runtime.checks.dict_versions import versions_of
+from autopar.runtime.checks.held_values import PLAIN, copied, dict_of, is_small, nested_in, reader_of, settings_inside
 from autopar.runtime.checks.script_variables import script_variables
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.torch_compat import settings_counted, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
@@ -24,15 +25,11 @@ FORWARD = "_forward_before_autopar"  # where a forward that was set on the insta
 _COMMON = frozenset(nn.Module().__dict__) | {"_autopar", "_compiled_call_impl"}
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 MOST_STATES = 16  # of a module whose programs are kept
-MOST_NESTED = 3  # objects within objects that are looked into
-MOST_ITEMS = 100  # of a variable outside that is looked into
 MANY = 4  # changes after which a user is told that each costs a trace
 
 ModuleState = Mapping[str, Any]  # "blocks.0.dropout.p" -> something that compares
-_CONTAINERS = (list, tuple, dict, set)
 _mode_of = itemgetter("training")
 _needs_grad = attrgetter("requires_grad")
 
@@ -130,15 +127,15 @@ class ModuleWatch:
         self._values = [read(d) for read, d in self._read]
         outside = _outside(module)
         held = [*(d[name] for own, d in zip(names, dicts) for name in own), *(d[name] for name, d in outside)]
-        changeable = {id(x): x for each in held for x in (each, *_settings_inside(each))}.values()
+        changeable = {id(x): x for each in held for x in (each, *settings_inside(each))}.values()
         contents = [(d, name) for d in dicts for name in _CONTENTS]
         hooks = [(d, name) for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
         self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks)]
-        mutable = [(x, y) for x in changeable if not isinstance(x, (*_PLAIN, tuple)) and (y := _copied(x))]
-        self._mutable = [(x, y) for x, y in mutable if _dict_of(x) is None]
-        self._objects = [(x, y) for x, y in mutable if _dict_of(x) is not None]
-        inside = [_dict_of(x) or {} for x, _ in self._objects]
-        self._nested = [(x, _item(x)) for each in inside for x in each.values() if isinstance(x, _CONTAINERS)]
+        mutable = [(x, y) for x in changeable if not isinstance(x, (*PLAIN, tuple)) and (y := copied(x))]
+        self._objects = [(x, y) for x, y in mutable if dict_of(x) is not None]
+        inside = [dict_of(x) or {} for x, _ in self._objects]
+        uncounted = [*(x for x, _ in mutable if dict_of(x) is None), *nested_in(inside)]
+        self._reads, self._contents = map(list, zip(*map(reader_of, uncounted))) if uncounted else ([], [])
         self._object_versions_of = versions_of(inside)
         self._object_versions = self._object_versions_of()
         self.tensors = dict(_tensors(module))
@@ -170,13 +167,11 @@ class ModuleWatch:
 
     def _objects_differ(self) -> bool:
         """Whether a container or an object that is an attribute holds something else."""
-        if any(_copied(x) != before for x, before in self._mutable):
-            return True
-        if any(_item(x) != before for x, before in self._nested):
+        if not _same([read() for read in self._reads], self._contents):
             return True
         versions = self._object_versions_of()
         if versions != self._object_versions:
-            if any(_copied(x) != before for x, before in self._objects):
+            if any(copied(x) != before for x, before in self._objects):
                 return True
             self._object_versions = versions
         return False
@@ -302,7 +297,8 @@ def _stand_ins(module: nn.Module, before: ModuleState, now: ModuleState) -> Modu
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
+    named = module.named_parameters(remove_duplicate=False)
+    yield from ((fqn, x) for fqn, x in named if not isinstance(x, ParameterElsewhere))
     yield from module.named_buffers(remove_duplicate=False)
 
 
@@ -317,12 +313,12 @@ def _tensor(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _value(x: Any) -> Any:
-    if isinstance(x, _PLAIN):
+    if isinstance(x, PLAIN):
         return type(x), x
     if isinstance(x, torch.Tensor):
         return Same(x), x._version
-    copied = _copied(x)
-    return (type(x), copied, *map(_copied, _settings_inside(x))) if copied else Same(x)
+    parts = copied(x)
+    return (type(x), parts, *map(copied, settings_inside(x))) if parts else Same(x)
 
 
 def _read_of_classes(module: nn.Module) -> dict[type, tuple[str, ...]]:
@@ -333,63 +329,11 @@ def _read_of_classes(module: nn.Module) -> dict[type, tuple[str, ...]]:
 
 
 def _outside(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
-    """The variables of the script that a program depends on: plain values, and lists, dicts and configs of some."""
-    return [(name, d) for name, d in script_variables(module) if _is_small(d[name])]
-
-
-def _is_small(x: Any) -> bool:
-    if isinstance(x, (list, tuple, set, dict)):
-        return len(x) <= MOST_ITEMS
-    return isinstance(x, _PLAIN) or _is_settings(x, MOST_NESTED)
+    """The variables of the script that a program depends on: plain values, containers, tensors and configs."""
+    return [(name, d) for name, d in script_variables(module) if is_small(d[name])]
 
 
 def _plain_names(kind: type) -> list[str]:
     own = [vars(each) for each in kind.__mro__ if each not in nn.Module.__mro__]
-    named = dict.fromkeys(name for names in own for name, x in names.items() if isinstance(x, _PLAIN))
+    named = dict.fromkeys(name for names in own for name, x in names.items() if isinstance(x, PLAIN))
     return [name for name in named if not name.startswith("__")]
-
-
-def _is_settings(x: Any, depth: int) -> bool:
-    """Whether `x` is an object of plain values, containers and objects like it, as a config is."""
-    inside = None if isinstance(x, (nn.Module, type)) or callable(x) else _dict_of(x)
-    return inside is not None and all(
-        isinstance(item, (*_PLAIN, *_CONTAINERS)) or (depth > 0 and _is_settings(item, depth - 1))
-        for item in inside.values()
-    )
-
-
-def _settings_inside(x: Any, depth: int = MOST_NESTED) -> list[Any]:
-    """The objects in the attributes of a config, and in theirs."""
-    if isinstance(x, (*_PLAIN, *_CONTAINERS, torch.Tensor)) or not _is_settings(x, depth):
-        return []
-    inner = [item for item in (_dict_of(x) or {}).values() if not isinstance(item, (*_PLAIN, *_CONTAINERS))]
-    return [*inner, *(one for item in inner for one in _settings_inside(item, depth - 1))]
-
-
-def _copied(x: Any) -> Any:
-    """The mutable parts of `x`: for containers and objects such as a config the items that compare simply."""
-    if isinstance(x, (list, tuple)):
-        return [_item(item) for item in x]
-    if isinstance(x, (set, frozenset)):
-        return sorted(map(repr, x))
-    if isinstance(x, torch.Tensor):
-        return [x._version] if not x.is_inference() else None
-    if isinstance(x, partial):
-        return [id(x.func), *map(_item, x.args), *((name, _item(item)) for name, item in x.keywords.items())]
-    inside = x if isinstance(x, Mapping) else getattr(x, "__dict__", None)
-    if isinstance(x, (nn.Module, type)) or callable(x) or not isinstance(inside, Mapping):
-        return None
-    return {repr(key): _item(item) for key, item in inside.items()}
-
-
-def _dict_of(x: Any) -> dict[Any, Any] | None:
-    """The dict that has all of which `_copied` tells, if Python counts the writes to it: of a plain dict or object."""
-    is_other_mapping = isinstance(x, Mapping) and type(x) is not dict
-    if is_other_mapping or isinstance(x, (list, tuple, set, frozenset, torch.Tensor, partial)):
-        return None
-    inside = x if type(x) is dict else getattr(x, "__dict__", None)
-    return inside if type(inside) is dict else None
-
-
-def _item(x: Any) -> Any:
-    return x if isinstance(x, _PLAIN) else repr(x) if isinstance(x, _CONTAINERS) else id(x)

@@ -8,19 +8,19 @@ import dis
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN = __name__.partition(".")[0]
-_READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 def script_variables(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, the mapping that has it) of each variable of a script or of a function around that code of `module` reads:
-    methods of its classes, functions in its attributes, and functions called by their names in these.
+    methods of its classes, functions in its attributes, and functions called by their names in these. Of a module of
+    the user's, or an object of the script, those attributes that this code names: `settings.scale`.
     """
     kinds = dict.fromkeys(kind for each in module.modules() for kind in type(each).__mro__)
     waiting = [x for kind in kinds if kind not in nn.Module.__mro__ for x in vars(kind).values()]
@@ -44,6 +44,12 @@ def script_variables(module: nn.Module) -> list[tuple[str, Mapping[str, Any]]]:
                 waiting.append(x)
             elif name in variables:
                 found[name, id(variables)] = name, variables
+            inside = _attributes_of(x)
+            for attribute in _attribute_names(function.__code__) if inside else ():
+                if isinstance(x := inside.get(attribute), FunctionType):
+                    waiting.append(x)
+                elif attribute in inside:
+                    found[attribute, id(inside)] = attribute, inside
     return list(found.values())
 
 
@@ -67,12 +73,34 @@ class _Around(Mapping[str, Any]):
 
 
 def _is_installed(function: FunctionType) -> bool:
-    is_own = function.__globals__.get("__name__", "").partition(".")[0] in (_OWN, "torch")
-    return is_own or function.__code__.co_filename.startswith((*_INSTALLED, "<"))
+    return _is_of_library(function.__globals__.get("__name__", ""), function.__code__.co_filename)
+
+
+def _is_of_library(name: str, file: str) -> bool:
+    return name.partition(".")[0] in (_OWN, "torch") or file.startswith((*_INSTALLED, "<"))
+
+
+def _attributes_of(x: Any) -> dict[str, Any]:
+    """Attributes of a module of the user's, or of an object that is no class, function or nn.Module."""
+    if isinstance(x, ModuleType):
+        return {} if _is_of_library(x.__name__, getattr(x, "__file__", None) or "<") else vars(x)
+    if isinstance(x, (type, nn.Module)) or callable(x) or type(x).__module__.partition(".")[0] == "torch":
+        return {}
+    inside = getattr(x, "__dict__", None)
+    return inside if type(inside) is dict else {}
 
 
 @lru_cache(maxsize=4096)
 def _global_names(code: CodeType) -> tuple[str, ...]:
-    own = [each.argval for each in dis.get_instructions(code) if each.opname in _READS]
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _global_names(each)]
+    return _names(code, frozenset(("LOAD_GLOBAL", "LOAD_NAME")))
+
+
+@lru_cache(maxsize=4096)
+def _attribute_names(code: CodeType) -> tuple[str, ...]:
+    return _names(code, frozenset(("LOAD_ATTR", "LOAD_METHOD")))
+
+
+def _names(code: CodeType, ops: frozenset[str]) -> tuple[str, ...]:
+    own = [each.argval for each in dis.get_instructions(code) if each.opname in ops]
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each, ops)]
     return tuple(dict.fromkeys((*own, *inner)))

@@ -15,6 +15,11 @@ _READS = frozenset(
     (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__format__)
 )
 _COPIES = frozenset((torch.clone, torch.Tensor.clone))  # what optimizers keep, and save, is no gradient
+OF_STAGES_ONLY = (
+    "the gradients here are those of this rank's stages only: a norm or sum of all would differ between the stages;"
+    " call model.clip_grad_norm_(max_norm) on every rank (of float('inf') it only measures), and read what is of one"
+    " gradient by full_tensor()"
+)
 _NORM_OF_ALL, _UNSCALE = over_all_gradients()
 
 
@@ -39,11 +44,7 @@ class StageGradient(DTensor):
                     " scaler.scale(loss).backward()"
                 )
             if _is_over_several(func, [x for x in tensors if isinstance(x, StageGradient)]):
-                raise AutoparError(
-                    "the gradients here are those of this rank's stages only: a norm or sum of all would differ between"
-                    " the stages; call model.clip_grad_norm_(max_norm) on every rank (of float('inf') it only"
-                    " measures), and read what is of one gradient by full_tensor()"
-                )
+                raise AutoparError(OF_STAGES_ONLY)
             made = func(*args, **kwargs)
             of_parts = [x for x in tensors if x.ndim > 0]
             if func not in _COPIES and all(isinstance(x, StageGradient) for x in of_parts):

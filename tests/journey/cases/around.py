@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.journey.case import FREE, Numbers, Run, case
+from tests.journey.case import FORWARD, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
-ALONE = (FREE,)
+ALONE = FORWARD
 
 
 class Outputs(Stack):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.journey.case import FREE, PP, Numbers, Run, case
+from tests.journey.case import FORWARD, PP, SETTINGS, Numbers, Run, case
 from tests.journey.stack import Stack, batch
 
-ON = (FREE, PP)
-ALONE = (FREE,)
+ON = SETTINGS
+ALONE = FORWARD
 
 
 def trained(run: Run, make: Callable[[Any], Any], change: Callable[[nn.Module, int], None] | None = None) -> Numbers:

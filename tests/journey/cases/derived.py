@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import FREE, Numbers, Run, case
+from tests.journey.case import FORWARD, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
-ALONE = (FREE,)
+ALONE = FORWARD
 
 
 class Head(nn.Module):

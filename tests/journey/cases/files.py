@@ -11,11 +11,11 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.journey.case import FREE, PP, Numbers, Run, case
+from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
 from tests.journey.cases.checkpoints import adamw, folder, fresh, is_writer, resumed, trained, wait
 from tests.journey.stack import Stack, batch
 
-ON = (FREE, PP)  # of the plans the one that cuts most
+ON = SETTINGS
 ANOTHER_RANKS = "parts that another rank saved"
 
 
@@ -215,7 +215,7 @@ def stepped_gpt2(run: Run, example: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def written_and_read_as_pretrained(run: Run) -> Numbers:
     """model.save_pretrained(folder) on every rank; from_pretrained(folder) and compile again"""
     example = words()
@@ -226,7 +226,7 @@ def written_and_read_as_pretrained(run: Run) -> Numbers:
         return pretrained_step(run, model, example)
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def several_files_of_pretrained(run: Run) -> Numbers:
     """save_pretrained(max_shard_size=...), several files, read into a model that was not compiled"""
     example = words()
@@ -238,7 +238,7 @@ def several_files_of_pretrained(run: Run) -> Numbers:
         return {"loss": single(**example).loss}
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def read_half_precision_as_pretrained(run: Run) -> Numbers:
     """from_pretrained(dtype=torch.bfloat16), compiled, and the dtype of what is saved"""
     example = words()

@@ -205,7 +205,7 @@ def judged(run: Run, losses: dict[str, Callable], y: torch.Tensor) -> Numbers:
     return found
 
 
-@case(refused="branches on the values of a tensor")
+@case(refused="looks at the values of the variance")
 def loss_that_looks_at_values(run: Run) -> Numbers:
     """F.gaussian_nll_loss, which raises an error if a variance is negative"""
     loss = lambda x, y: F.gaussian_nll_loss(x, y, x.square() + 0.1)  # noqa: E731

@@ -287,7 +287,7 @@ def submodule_held_from_before(run: Run) -> Numbers:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.step(model, *args)
     optimizer.step()
-    return {f"block {name}": run.whole(p.detach()) for name, p in block.named_parameters() if p is not None}
+    return {f"block {name}": run.whole(p.detach()) for name, p in run.named(block)}
 
 
 @case()

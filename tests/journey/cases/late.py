@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import FREE, Numbers, Run, case
+from tests.journey.case import DP, DP_TP, FORWARD, Numbers, Run, case
 from tests.journey.cases.tricks import three_steps
 from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
-ALONE = (FREE,)
+ALONE = FORWARD
 SETTINGS_OF_SCRIPT = {"scale": 1.0}
 
 
@@ -159,7 +159,10 @@ class Hidden(Stack):
         return (self.blocks[2](self.blocks[1](hidden)) - y).square().mean(), hidden
 
 
-@case(on=ALONE)
+IN_PARTS = (DP, DP_TP)  # where what is returned is gathered from the parts that the loss is computed of
+
+
+@case(on=ALONE, refused=dict.fromkeys(IN_PARTS, "register_hook or retain_grad of an output.*full backward hook"))
 def hidden_tensor_retained(run: Run) -> Numbers:
     """loss, hidden = model(x, y); hidden.retain_grad() and hidden.register_hook before backward (Grad-CAM)"""
     args, seen = batch(), []
@@ -171,7 +174,7 @@ def hidden_tensor_retained(run: Run) -> Numbers:
     return {"loss": loss.detach(), "retained": hidden.grad, "seen": seen[0]} | run.gradients(model)
 
 
-@case(on=ALONE)
+@case(on=ALONE, wrong=dict.fromkeys(IN_PARTS, "appears to not have been used in the graph"))
 def gradient_of_a_hidden_tensor(run: Run) -> Numbers:
     """torch.autograd.grad(loss, hidden) of two outputs of one call"""
     args = batch()

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.journey.case import FREE, PP, Numbers, Run, case
+from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
 from tests.journey.stack import BATCH, WIDTH, Stack
 
-ON = (FREE, PP)  # of the plans the one that cuts most
+ON = SETTINGS
 Loss = Callable[..., torch.Tensor]
 
 
@@ -177,7 +177,7 @@ class Triplets(Stack):
         return self.loss(self.body(anchor), self.body(like), self.body(other))
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def triplets(run: Run) -> Numbers:
     """nn.TripletMarginLoss, with swap, and TripletMarginWithDistanceLoss of three calls of the same layers"""
     losses = {
@@ -219,13 +219,13 @@ OF_CLASSES: dict[str, Loss] = {
 }
 
 
-@case(on=(FREE,), peers=False)
+@case(on=FORWARD, peers=False)
 def classes_by_loss_fn(run: Run) -> Numbers:
     """Losses of classes by loss_fn=: margins, class weights, label smoothing with ignored classes, a sum, none"""
     return outside(run, OF_CLASSES, torch.randint(WIDTH, (BATCH,)))
 
 
-@case(on=(FREE,), refused="ctc_loss keeps tensors.*call it on what the compiled model gives", peers=False)
+@case(on=FORWARD, refused="ctc_loss keeps tensors.*call it on what the compiled model gives", peers=False)
 def sequences(run: Run) -> Numbers:
     """nn.CTCLoss inside forward"""
     loss = nn.CTCLoss(zero_infinity=True)
@@ -241,7 +241,7 @@ def sequences(run: Run) -> Numbers:
     return {"loss": run.step(model, *args)} | run.gradients(model)
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def sequences_outside(run: Run) -> Numbers:
     """nn.CTCLoss of what the model returned"""
     x, labels, lengths = torch.randn(BATCH, 7, WIDTH), torch.randint(1, 6, (BATCH, 3)), torch.arange(BATCH) % 3 + 1
@@ -252,7 +252,7 @@ def sequences_outside(run: Run) -> Numbers:
     return {"loss": loss.detach()} | run.gradients(model)
 
 
-@case(on=(FREE,))
+@case(on=FORWARD)
 def losses_outside(run: Run) -> Numbers:
     """Huber, Gaussian, Poisson, cosine and triplet losses of what the model returned"""
     x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.journey.case import FREE, PP, Numbers, Run, case
+from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
 from tests.journey.cases.modules import BatchNormed
 from tests.journey.stack import BATCH, WIDTH, Stack, batch
 
-ON = (FREE, PP)
-ALONE = (FREE,)
+ON = SETTINGS
+ALONE = FORWARD
 
 
 class Lookahead:

@@ -6,12 +6,12 @@ import io
 import torch
 from torch import nn
 
-from tests.journey.case import FREE, PP, Numbers, Run, case
+from tests.journey.case import PP, SETTINGS, Numbers, Run, case
 from tests.journey.cases.checkpoints import adamw, folder, fresh, is_writer, resumed, train, trained, wait
 from tests.journey.cases.files import on_one_device, read, whole_optimizer_state, whole_state
 from tests.journey.stack import Stack, batch
 
-ON = (FREE, PP)  # of the plans the one that cuts most
+ON = SETTINGS
 
 
 @case(on=ON)

@@ -1,5 +1,10 @@
 """Which variables outside of a model its code reads."""
 
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import numpy
+import pytest
 import torch
 from torch import nn
 
@@ -7,6 +12,11 @@ from autopar.runtime.checks.module_changes import ModuleWatch
 from autopar.runtime.checks.script_variables import script_variables
 
 SCALE, FACTORS, UNREAD, DEEP = 1.0, {"a": 2.0}, 3.0, 4.0
+TENSOR, ARRAY, MANY, ALL, TABLE = (torch.ones(3), numpy.ones(3), list(range(5000)), set(range(5000)), {"a": [1]})
+FEW, LETTERS, RUN = [1.0] * 500, dict.fromkeys(range(5000), 1.0), SimpleNamespace(scale=1.0, step=0, log=print)
+SETTINGS = ModuleType("settings")
+SETTINGS.__file__ = __file__
+vars(SETTINGS).update(scale=1.0, seen=0, scaled=lambda x: x)
 
 
 def _deep(x: torch.Tensor) -> torch.Tensor:
@@ -76,3 +86,42 @@ def test_a_change_is_noticed_and_so_is_a_variable_that_is_gone() -> None:
     FACTORS["a"] = 1.0
     assert watch.has_changed()
     FACTORS["a"] = 2.0
+
+
+class ReadingMore(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * TENSOR + ARRAY[0] + MANY[0] + len(ALL) + TABLE["a"][0] + FEW[0] + LETTERS[0]
+        return SETTINGS.scaled(x) * SETTINGS.scale * RUN.scale
+
+
+WRITES: dict[str, Callable[[], object]] = {
+    "tensor in place": lambda: TENSOR.mul_(2),
+    "item of an array": lambda: ARRAY.__setitem__(1, ARRAY[1] + 1),
+    "list with thousands of items grows": lambda: MANY.append(1),
+    "its first item": lambda: MANY.__setitem__(0, MANY[0] + 1),
+    "set with thousands of items": lambda: ALL.add(-len(ALL)),
+    "list in a dict": lambda: TABLE["a"].append(1),
+    "any item of a list of hundreds": lambda: FEW.__setitem__(333, FEW[333] + 1),
+    "any item of a dict of thousands": lambda: LETTERS.__setitem__(3333, LETTERS[3333] + 1),
+    "variable of a module of the user's": lambda: setattr(SETTINGS, "scale", SETTINGS.scale + 1),
+    "attribute of an object that has other things too": lambda: setattr(RUN, "scale", RUN.scale + 1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_noticed_of_a_script(name: str) -> None:
+    watch = ModuleWatch(ReadingMore())
+    assert not watch.has_changed()
+    WRITES[name]()
+    assert watch.has_changed() and not ModuleWatch(ReadingMore()).has_changed()
+
+
+def test_another_tensor_is_noticed_and_what_the_code_does_not_name_is_not() -> None:
+    global TENSOR
+    watch = ModuleWatch(ReadingMore())
+    RUN.step, SETTINGS.seen = 1, 1
+    assert not watch.has_changed()
+    before, TENSOR = TENSOR, TENSOR.clone()
+    assert watch.has_changed()
+    TENSOR = before
+    assert not watch.has_changed()

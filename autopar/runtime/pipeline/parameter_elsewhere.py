@@ -1,0 +1,182 @@
+"""`ParameterElsewhere`: what a rank has in the place of a parameter of other stages.
+
+Code that numbers a model's parameters (a learning rate by depth, groups by position, a count of all) must see as many
+as on one device, in the same order. What lies elsewhere has shape, dtype and device, and no content.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.runtime.pipeline.stage_gradient import OF_STAGES_ONLY, StageGradient
+from autopar.torch_compat import pytree, without_function_modes
+
+aten = torch.ops.aten
+_READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__))
+
+
+class ParameterElsewhere(torch.Tensor):
+    """A parameter that other ranks of the pipeline hold, its gradient, or what was computed of it.
+
+    Writing to it does nothing here: the ranks that hold it do the same to the real one. Reading an entry, or writing
+    what depends on it to a tensor that is here, raises AutoparError.
+    """
+
+    fqn: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, fqn: str, device: torch.device) -> "ParameterElsewhere":
+        make: Any = cls._make_wrapper_subclass
+        made = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False)
+        made.fqn = fqn
+        return made
+
+    def __init__(self, like: torch.Tensor, fqn: str, device: torch.device) -> None:
+        pass
+
+    @property
+    def grad(self) -> "ParameterElsewhere | None":  # type: ignore[override]
+        return ParameterElsewhere(self.detach(), self.fqn, self.device) if self.requires_grad else None
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        pass
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"ParameterElsewhere({self.fqn}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterElsewhere":
+        made = ParameterElsewhere(self, self.fqn, self.device)
+        memo[id(self)] = made if not isinstance(self, nn.Parameter) else nn.Parameter(made, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise _not_here(self.fqn, "pickled")
+
+    def full_tensor(self) -> Any:
+        """Raises AutoparError: only the ranks that hold the parameter can."""
+        raise _not_here(self.fqn, "read by full_tensor()")
+
+    def to_local(self) -> Any:
+        """Raises AutoparError: this rank has no part."""
+        raise _not_here(self.fqn, "read by to_local()")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__set__":  # .data, .requires_grad
+            if not isinstance(args[0], cls):
+                raise _not_here(args[1].fqn, "assigned to a tensor of this rank's stages")
+            return None if "data" in repr(func) else super().__torch_function__(func, types, args, kwargs)
+        if func in _READS:
+            raise _not_here(_fqn_of(args, kwargs), f"read by {name}")
+        if name.startswith("_foreach_"):
+            return _each(func, args, kwargs)
+        here = [x for x in pytree.tree_leaves((args, kwargs)) if _is_here(x)]
+        if here and name != "__get__":
+            fqn = _fqn_of(args, kwargs)
+            is_written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if any(isinstance(x, StageGradient) for x in here):
+                raise AutoparError(OF_STAGES_ONLY)
+            if "out" in kwargs or (is_written and _is_here(args[0])):
+                raise _not_here(fqn, "written to a tensor that is here")
+            if torch.is_grad_enabled() and any(x.requires_grad for x in here):
+                raise _not_here(
+                    fqn, "joined with parameters of this rank's stages (all in one vector, a penalty on all weights)"
+                )
+            args, kwargs = pytree.tree_map(
+                lambda x: ParameterElsewhere(x.detach(), fqn, x.device) if _is_here(x) else x, (args, kwargs)
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    # pyrefly: ignore[bad-override]: torch calls it with the op first
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fqn = _fqn_of(args, kwargs)
+        device = kwargs.get("device") or next(
+            x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)
+        )
+        given: dict[int, torch.Tensor] = {}
+
+        def without_content(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            given[id(made)] = x
+            return made
+
+        if func.namespace != "aten" or func is aten._local_scalar_dense.default:
+            raise _not_here(fqn, f"read by {func}")
+        with without_function_modes():
+            args, kwargs = pytree.tree_map(without_content, (args, kwargs))
+            kwargs |= {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+            try:
+                out = func(*args, **kwargs)
+            except NotImplementedError as error:  # the size of the result depends on entries
+                raise _not_here(fqn, f"read by {func}") from error
+            return pytree.tree_map_only(
+                torch.Tensor, lambda x: given[id(x)] if id(x) in given else ParameterElsewhere(x, fqn, device), out
+            )
+
+
+def parameter_elsewhere(like: torch.Tensor, fqn: str, device: torch.device) -> nn.Parameter:
+    """A parameter like `like`, called `fqn`, of another stage."""
+    return nn.Parameter(ParameterElsewhere(like.detach(), fqn, device), requires_grad=like.requires_grad)
+
+
+def _is_here(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not isinstance(x, ParameterElsewhere)
+
+
+def _fqn_of(*given: Any) -> str:
+    return next(x.fqn for x in pytree.tree_leaves(given) if isinstance(x, ParameterElsewhere))
+
+
+def _not_here(fqn: str, what: str) -> AutoparError:
+    return AutoparError(
+        f"{fqn} was {what}; it is a parameter of another stage of the pipeline, of which this rank knows shape and"
+        " dtype only. Leave it out, as what is here is a torch.distributed.tensor.DTensor and this is not, or call"
+        " model.full_state_dict() on every rank"
+    )
+
+
+def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op over lists of tensors: over those that are here, and over the others."""
+    is_list = [isinstance(x, (list, tuple)) for x in args]
+    rows = list(zip(*(x for x, found in zip(args, is_list) if found)))
+    is_here = [not any(isinstance(x, ParameterElsewhere) for x in row) for row in rows]
+    made: list[Any] = [None] * len(rows)
+    for wanted in (True, False):
+        chosen = [number for number, found in enumerate(is_here) if found == wanted]
+        if not chosen:
+            continue
+        own = [[x[number] for number in chosen] if found else x for x, found in zip(args, is_list)]
+        out = func(*own, **kwargs) if wanted else torch.Tensor.__torch_function__(func, (), own, kwargs)
+        for number, x in zip(chosen, out or ()):
+            made[number] = x
+    return made if any(x is not None for x in made) else None
+
+
+@functools.cache
+def leave_out_of_optimizers() -> None:
+    """From now on optimizers of torch take no `ParameterElsewhere`: a group has the parameters that are here."""
+    add: Callable[..., None] = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(add)
+    def add_own(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        given = param_group.get("params") if isinstance(param_group, dict) else None
+        if given is not None and not isinstance(given, (torch.Tensor, set)):
+            given = list(given)
+            own = [x for x in given if not isinstance(x[1] if isinstance(x, tuple) else x, ParameterElsewhere)]
+            param_group["params"] = own
+        elif isinstance(given, ParameterElsewhere):
+            param_group["params"] = []
+        add(self, param_group)
+
+    torch.optim.Optimizer.add_param_group = add_own  # type: ignore[method-assign]  # torch has no hook for it
