@@ -61,9 +61,9 @@ class ParameterElsewhere(torch.Tensor):
         """Raises AutoparError: only the ranks that hold the parameter can."""
         raise _not_here(self.fqn, "read by full_tensor()")
 
-    def to_local(self) -> Any:
-        """Raises AutoparError: this rank has no part."""
-        raise _not_here(self.fqn, "read by to_local()")
+    def to_local(self) -> torch.Tensor:
+        """This rank's part: no entries."""
+        return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
