@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _has_any_global_hook
+from torch.nn.modules import module as _of_modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -56,7 +56,6 @@ __all__ = [
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
     "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher
     "as_torch_does",
-    "backward_hooks_of_all_modules",
     "below_autograd",
     "compute_without_rule",  # ops that torch has no layouts for raise errors of its own
     "default_store",
@@ -68,6 +67,7 @@ __all__ = [
     "has_hooks_of_all_modules",
     "has_pipeline_stages",
     "has_step_hooks",
+    "hooks_of_all_modules",
     "is_autocast_wrapper",
     "is_in_backward",
     "is_traceable_wrapper_subclass",  # whether a tensor, or its type, has plain tensors inside, as DTensor has
@@ -205,14 +205,14 @@ def function_modes() -> list[torch.overrides.TorchFunctionMode]:
     return _get_current_function_mode_stack()
 
 
-def backward_hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
-    """The hooks given to `register_module_full_backward_hook` and functions like it."""
-    return *_global_backward_hooks.values(), *_global_backward_pre_hooks.values()
+def hooks_of_all_modules(kind: str) -> tuple[dict[int, Callable[..., Any]], ...]:
+    """The hooks that `register_module_forward_hook`, or functions like it of another `kind`, were given."""
+    return getattr(_of_modules, f"_global_{kind}_hooks"), getattr(_of_modules, f"_global_{kind}_pre_hooks")
 
 
 def has_hooks_of_all_modules() -> bool:
     """Whether `register_module_forward_hook` or a function like it was called."""
-    return bool(_has_any_global_hook())
+    return bool(_of_modules._has_any_global_hook())
 
 
 def is_autocast_wrapper(function: Any) -> bool:

@@ -57,6 +57,12 @@ def example_of(leaf: Any, parts: LocalBatch | None) -> Any:
     `parts`: of the batch, if each rank gives one.
     """
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            raise AutoparError(
+                f"an argument of the model is a tensor of layout {leaf.layout}, of which no rule says how it splits;"
+                " expected dense ones: hand in its values and indices, or a padded tensor and its lengths, and join"
+                " them in forward"
+            )
         shape = leaf.shape if parts is None else parts.whole_shape(leaf)
         return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
     if isinstance(leaf, CONSTANTS):

@@ -48,6 +48,7 @@ THEMES = (
     "derived",
     "late",
     "numbered",
+    "further",
 )
 
 DP, DP_TP, FREE, PP = "dp", "dp x tp", "free links", "pp x dp"

@@ -60,7 +60,7 @@ def read_placeholders(
         else:
             raise TraceError(
                 f"input {node.name} of the exported program is a {spec.kind.name}; only tensors can be laid out on a"
-                " mesh"
+                " mesh. Draw by the default generator, not by a torch.Generator made in forward, or outside of it"
             )
     return placeholders
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import AutoparError, TraceError
-from autopar.torch_compat import backward_hooks_of_all_modules, is_wrapped_by_torch_compile
+from autopar.torch_compat import hooks_of_all_modules, is_wrapped_by_torch_compile
 
 _IN_FORWARD = (
     "{} in forward is not kept: let a custom torch.autograd.Function change the gradient in its backward, or read the"
@@ -40,6 +40,10 @@ _BACKWARD = (
 _OUTSIDE = (
     "torch.nn.functional.{}, and a plan needs fixed shapes and one fixed program: return what it is computed of, and"
     " call it on what the compiled model gives"
+)
+_SEEDED = (
+    "torch.manual_seed in forward would run while the model is traced and at no call: draw with that seed outside, and"
+    " hand the numbers in as an argument or keep them in a buffer"
 )
 _SEQUENCES = _OUTSIDE.format("ctc_loss keeps tensors whose sizes depend on the values of the lengths")
 _GAUSSIAN = (
@@ -83,7 +87,8 @@ def _gradient_hooks(model: nn.Module) -> Iterator[tuple[Iterable[Callable[..., A
     for fqn, module in model.named_modules():
         name = f"module {fqn}" if fqn else "the model"
         yield (*module._backward_hooks.values(), *module._backward_pre_hooks.values()), name
-    yield backward_hooks_of_all_modules(), "every module"
+    for hooks in hooks_of_all_modules("backward"):
+        yield hooks.values(), "every module"
 
 
 def _place(hook: Any) -> str:
@@ -108,6 +113,7 @@ def losses_refused(model: nn.Module) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.graph, name, _refusal(_IN_FORWARD.format(name))))
         for name in ("grad", "backward"):
             stack.enter_context(patch.object(torch.autograd, name, _refusal(_BACKWARD.format(name))))
+        stack.enter_context(patch.object(torch, "manual_seed", _refusal(_SEEDED)))
         stack.enter_context(patch.object(functional, "ctc_loss", _refusal(_SEQUENCES)))
         stack.enter_context(patch.object(functional, "gaussian_nll_loss", _gaussian(functional.gaussian_nll_loss)))
         stack.enter_context(_observers_refused(model))

@@ -18,7 +18,7 @@ from autopar.runtime.checks.dict_versions import versions_of
 from autopar.runtime.checks.held_values import PLAIN, copied, dict_of, is_small, nested_in, reader_of, settings_inside
 from autopar.runtime.checks.script_variables import script_variables
 from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
-from autopar.torch_compat import settings_counted, without_function_modes
+from autopar.torch_compat import hooks_of_all_modules, settings_counted, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.
@@ -130,7 +130,8 @@ class ModuleWatch:
         changeable = {id(x): x for each in held for x in (each, *settings_inside(each))}.values()
         contents = [(d, name) for d in dicts for name in _CONTENTS]
         hooks = [(d, name) for d in dicts[1:] for name in _HOOKS]  # the root's own run at every call
-        self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks)]
+        of_all = [({kind: table}, kind) for kind, table in _hooks_of_all().items()]
+        self._tables = [(d, name, d[name], tuple(d[name].values())) for d, name in (*contents, *hooks, *of_all)]
         mutable = [(x, y) for x in changeable if not isinstance(x, (*PLAIN, tuple)) and (y := copied(x))]
         self._objects = [(x, y) for x, y in mutable if dict_of(x) is not None]
         inside = [dict_of(x) or {} for x, _ in self._objects]
@@ -230,9 +231,21 @@ def describe(module: nn.Module) -> ModuleState:
         state |= {name: x for name, x in hooks.items() if x}
     for kind, names in _read_of_classes(module).items():
         state |= {f"{kind.__qualname__}.{name}": _value(getattr(kind, name)) for name in names}
+    own = {kind: [x for x in hooks.values() if not _is_of_torch(x)] for kind, hooks in _hooks_of_all().items()}
+    state |= {kind: tuple(map(Same, hooks)) for kind, hooks in own.items() if hooks}
     state |= {f"the variable {name}": _value(d[name]) for name, d in _outside(module)}
     first: dict[int, str] = {}  # what is tied lies under its first name
     return state | {fqn: (first.setdefault(id(x), fqn), *_tensor(x)) for fqn, x in _tensors(module)}
+
+
+def _hooks_of_all() -> dict[str, dict[int, Any]]:
+    kinds = ("the forward hooks of all modules", "the forward pre-hooks of all modules")
+    return dict(zip(kinds, hooks_of_all_modules("forward")))
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one by which torch counts or traces calls, of which a program knows nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _is_around(name: str, x: Any, module: nn.Module) -> bool:

@@ -293,3 +293,28 @@ def weight_normalised_in_forward(run: Run) -> Numbers:
             return super().forward(x, y)
 
     return three_steps(run, Normalised())
+
+
+TABLE = torch.linspace(0.5, 1.5, WIDTH)
+WEIGHTS = [1.0] * 2000
+
+
+@case()
+def tensor_of_the_script_changed(run: Run) -> Numbers:
+    """A tensor and a list of 2000 numbers of the script, which forward reads, are written to after a step"""
+
+    class Weighted(Stack):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * TABLE, y) * WEIGHTS[0]
+
+    args = batch()
+    try:
+        model = run.compile(Weighted(), args=args)
+        first = run.step(model, *args)
+        TABLE.mul_(2)
+        second = run.step(model, *args)
+        WEIGHTS[0] = 3.0
+        return {"first": first, "second": second, "third": run.step(model, *args)} | run.gradients(model)
+    finally:
+        TABLE.copy_(torch.linspace(0.5, 1.5, WIDTH))
+        WEIGHTS[0] = 1.0

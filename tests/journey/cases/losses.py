@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.journey.case import FORWARD, SETTINGS, Numbers, Run, case
+from tests.journey.cases.tricks import three_steps
 from tests.journey.stack import BATCH, WIDTH, Stack
 
 ON = SETTINGS
@@ -272,3 +273,20 @@ def losses_outside(run: Run) -> Numbers:
         made = {"loss": value.detach()} | run.gradients(model)
         found |= {f"{name} {key}": one for key, one in made.items()}
     return found
+
+
+@case()
+def loss_by_focal_with_parameters(run: Run) -> Numbers:
+    """F.cross_entropy of cosine scores and a margin, whose class centres are parameters of the model (ArcFace)"""
+
+    class Margin(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centres = nn.Parameter(torch.randn(5, WIDTH))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            cosine = F.linear(F.normalize(self.body(x)), F.normalize(self.centres)).clamp(-0.99, 0.99)
+            wanted = F.one_hot(labels, 5).bool()
+            return F.cross_entropy(4 * torch.where(wanted, (cosine.acos() + 0.3).cos(), cosine), labels)
+
+    return three_steps(run, Margin(), torch.randn(BATCH, WIDTH), torch.arange(BATCH) % 5)

@@ -1,5 +1,6 @@
 """Optimizers of torch over the compiled model's parameters."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +237,76 @@ def hooks_of_the_optimizer(run: Run) -> Numbers:
     run.step(model, *args)
     optimizer.step()
     return run.parameters(model)
+
+
+@case()
+def updated_by_a_closure(run: Run) -> Numbers:
+    """optimizer.step(closure) of AdamW, the closure makes forward and backward"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), {}
+    for number in range(2):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            return run.step(model, *args)
+
+        losses[f"loss {number}"] = optimizer.step(closure)
+    return losses | run.parameters(model)
+
+
+@case()
+def copy_of_the_optimizer(run: Run) -> Numbers:
+    """copy.deepcopy(optimizer.state_dict()) after a step, loaded again after two further ones"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), {}
+    kept: dict[str, Any] = {}
+    for number in range(4):
+        optimizer.zero_grad()
+        losses[f"loss {number}"] = run.step(model, *args)
+        optimizer.step()
+        if number == 0:
+            kept = copy.deepcopy(optimizer.state_dict())
+        if number == 2:
+            optimizer.load_state_dict(kept)
+    return losses | run.parameters(model)
+
+
+@case()
+def state_of_the_optimizer_by_hand(run: Run) -> Numbers:
+    """optimizer.state[p]["exp_avg"].mul_(0.5), one parameter's state deleted, and the state of all cleared"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), {}
+    for number in range(5):
+        optimizer.zero_grad()
+        losses[f"loss {number}"] = run.step(model, *args)
+        optimizer.step()
+        held = dict(run.named(model))
+        if number == 1:
+            for p in held.values():
+                optimizer.state[p]["exp_avg"].mul_(0.5)
+        if number == 2 and "blocks.0.up.weight" in held:
+            del optimizer.state[held["blocks.0.up.weight"]]
+        if number == 3:
+            optimizer.state.clear()
+    return losses | run.parameters(model)
+
+
+@case()
+def parameter_moved_to_another_group(run: Run) -> Numbers:
+    """A parameter is taken out of the first group and added by add_param_group with another rate, after a step"""
+    args = batch()
+    model = run.compile(Stack(), args=args)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {}
+    for number in range(3):
+        optimizer.zero_grad()
+        losses[f"loss {number}"] = run.step(model, *args)
+        optimizer.step()
+        if number == 0:
+            moved = [p for fqn, p in model.named_parameters() if fqn.endswith("blocks.2.down.bias")]
+            group = optimizer.param_groups[0]
+            group["params"] = [p for p in group["params"] if all(p is not other for other in moved)]
+            optimizer.add_param_group({"params": moved, "lr": 0.01})
+    return losses | run.parameters(model)
