@@ -3,7 +3,8 @@
     python -m bench.shapes [--rows 'transformer'] [--resume]
 
 A row is a call of a model that has been called with other sizes before, in the order of the rows of its model. `CPU` is
-that of the first rank, which plans. The rows of `generate` have the same on one device.
+that of the thread which calls, on the first rank, which plans: where others use the cores too, it tells more. The rows
+of `generate` have the same on one device.
 """
 
 import os
@@ -107,12 +108,12 @@ def counting(counts: Counts, model: nn.Module) -> Any:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """(seconds, CPU seconds, result) of work that all ranks begin together."""
+    """(seconds, CPU seconds of this thread, result) of work that all ranks begin together."""
     if dist.is_initialized():
         dist.barrier()
-    start_s, cpu_s = time.perf_counter(), time.process_time()
+    start_s, cpu_s = time.perf_counter(), time.thread_time()
     result = work()
-    return time.perf_counter() - start_s, time.process_time() - cpu_s, result
+    return time.perf_counter() - start_s, time.thread_time() - cpu_s, result
 
 
 def row_name(model: str, call: str) -> str:
@@ -155,12 +156,15 @@ def measure_generate() -> list[Row]:
             prompt = torch.randint(VOCABULARY, (1, length))
             before = counts.plans, counts.exports
             options = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0}
-            alone_s, _, expected = timed(lambda prompt=prompt, options=options: truth.generate(prompt, **options))
+            alone_s, alone_cpu_s, expected = timed(
+                lambda prompt=prompt, options=options: truth.generate(prompt, **options)
+            )
             seconds, cpu_s, found = timed(lambda prompt=prompt, options=options: model.generate(prompt, **options))
             made = {"plans": counts.plans - before[0], "exports": counts.exports - before[1]}
             if not torch.equal(found, expected):
                 raise RuntimeError(f"generate gives {found}, one device {expected}")
-            rows.append({"row": row_name("gpt2", call), "seconds": seconds, "cpu_s": cpu_s, "alone_s": alone_s, **made})
+            alone = {"alone_s": alone_s, "alone_cpu_s": alone_cpu_s}
+            rows.append({"row": row_name("gpt2", call), "seconds": seconds, "cpu_s": cpu_s, **alone, **made})
     return rows
 
 
@@ -170,15 +174,16 @@ def _call_cells(row: Row) -> Iterable[Cells]:
 
 
 def _generate_cells(row: Row) -> Iterable[Cells]:
-    times = f"{1e3 * row['seconds']:.0f}", f"{1e3 * row['cpu_s']:.0f}", f"{1e3 * row['alone_s']:.0f}"
-    yield row["row"], *times, f"{row['seconds'] / row['alone_s']:.1f}", str(row["exports"]), str(row["plans"])
+    times = [f"{1e3 * row[name]:.0f}" for name in ("seconds", "cpu_s", "alone_s", "alone_cpu_s")]
+    ratios = f"{row['seconds'] / row['alone_s']:.1f}", f"{row['cpu_s'] / row['alone_cpu_s']:.1f}"
+    yield row["row"], *times, *ratios, str(row["exports"]), str(row["plans"])
 
 
 CALLS = Table(
     "Calls of other sizes",
     f"Forward of models of two layers, 128 wide, on {NUM_RANKS} gloo processes of one machine, in this order: {SIZES}"
     " (rows, tokens). Exports and plans: made for this call. Loss: its relative distance from that of one device.",
-    ("call", "ms", "CPU of a rank, ms", "exports", "plans", "loss"),
+    ("call", "ms", "CPU of the caller, ms", "exports", "plans", "loss"),
     tuple(row_name(model, call) for model in MODELS for call in SIZES),
     _call_cells,
 )
@@ -186,7 +191,17 @@ GENERATE = Table(
     "generate",
     f"{NUM_NEW} tokens by GPT-2 with two layers, 128 wide, and a cache, after prompts of {tuple(PROMPTS.values())}"
     f" tokens, on {NUM_RANKS} gloo processes of one machine, and on one of them without autopar.",
-    ("call", "ms", "CPU of a rank, ms", "one device, ms", "ratio", "exports", "plans"),
+    (
+        "call",
+        "ms",
+        "CPU of the caller, ms",
+        "one device, ms",
+        "its CPU, ms",
+        "ratio",
+        "ratio of CPU",
+        "exports",
+        "plans",
+    ),
     tuple(row_name("gpt2", call) for call in PROMPTS),
     _generate_cells,
 )

@@ -24,4 +24,5 @@ def test_rows_of_calls(ranks4: Ranks) -> None:
 
 def test_rows_of_generate() -> None:
     row = {"row": "gpt2, first prompt", "seconds": 3.0, "cpu_s": 2.0, "alone_s": 1.5, "exports": 2, "plans": 2}
-    assert list(shapes.GENERATE.cells(row)) == [("gpt2, first prompt", "3000", "2000", "1500", "2.0", "2", "2")]
+    cells = ("gpt2, first prompt", "3000", "2000", "1500", "1000", "2.0", "2.0", "2", "2")
+    assert list(shapes.GENERATE.cells(row | {"alone_cpu_s": 1.0})) == [cells]

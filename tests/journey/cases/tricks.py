@@ -311,7 +311,7 @@ def float64_inside(run: Run) -> Numbers:
     return three_steps(run, Precise())
 
 
-@case(on=ALONE, tolerance=5e-3)
+@case(on=ALONE, tolerance=2e-2)  # as far as bfloat16 rounds: one device is 0.7 % from float64
 def halves_after_compile(run: Run) -> Numbers:
     """model.bfloat16() of one block before compile, its input and output cast by hooks"""
 
