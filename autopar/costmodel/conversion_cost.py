@@ -14,7 +14,7 @@ from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import latency_share, only_gathers
-from autopar.sbp.placement import USED, WHOLE, Codes, Layout, codes_of
+from autopar.sbp.placement import OWN, OWN_DIM, USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
 Layouts = tuple[Layout, ...]
@@ -73,17 +73,19 @@ _patterns = lru_cache(maxsize=64)(_Patterns)
 
 @lru_cache(maxsize=256)
 def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> Recipe:
-    """The collectives of every pair of layouts, for any value.
+    """The collectives of every pair of layouts, for any value; none where there is no conversion (`forbidden`).
 
     The steps depend on which splits are of the same dim, not on its number: pairs that are equal up to renaming dims
     share a pattern.
     """
     ndim = len(mesh_shape)
-    both = np.broadcast_arrays(_codes(sources, ndim)[:, None], _codes(targets, ndim)[None])
-    pairs = np.concatenate(both, axis=-1).reshape(-1, 2 * ndim)
+    src, dst = np.broadcast_arrays(_codes(sources, ndim)[:, None], _codes(targets, ndim)[None])
+    if (never := forbidden(sources, targets)) is not None:
+        dst = np.where(never[..., None], src, dst)
+    pairs = np.concatenate((src, dst), axis=-1).reshape(-1, 2 * ndim)
     first_equal = (pairs[:, :, None] == pairs[:, None, :]).argmax(axis=-1)
     renamed = np.where(pairs >= 0, first_equal, pairs)
-    packed = (renamed - USED) @ (2 * ndim - USED) ** np.arange(2 * ndim)  # USED is the lowest code
+    packed = (renamed - OWN) @ (2 * ndim - OWN) ** np.arange(2 * ndim)  # OWN is the lowest code
     distinct, examples, pattern = np.unique(packed, return_index=True, return_inverse=True)
     known = _patterns(mesh_shape)
     numbers = known.number(distinct, renamed[examples])
@@ -99,6 +101,17 @@ def recipe(sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> R
 def _codes(layouts: Layouts, ndim: int) -> np.ndarray:
     """i64[layouts, axes]."""
     return np.array([codes_of(layout) for layout in layouts], dtype=np.int64).reshape(-1, ndim)
+
+
+@lru_cache(maxsize=256)
+def forbidden(sources: Layouts, targets: Layouts) -> np.ndarray | None:
+    """bool[sources, targets]: whether there is no conversion; None if there is one of every pair."""
+    ndim = len(sources[0]) if sources else 0
+    codes = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]
+    src_own, dst_own = ((one == OWN) | (one >= OWN_DIM) for one in codes)
+    if not src_own.any() and not dst_own.any():
+        return None
+    return ((codes[0] != codes[1]) & (src_own | dst_own)).any(axis=-1)
 
 
 def conversion_times(

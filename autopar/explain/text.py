@@ -35,12 +35,18 @@ def _head(report: Report) -> str:
                 "Placements by mesh axis: S(d) split along dim d, P pending sum, B whole, B* whole with its gradient a"
                 " pending sum."
             ),
+            *_of_own_tokens(report),
             step_line(report.step_s, finder, bound, is_from_file=report.is_from_file),
             *_gathered_outputs(report.gathered_outputs),
             *report.notes,
             *on_host_lines(len(report.state_on_host), report.state_on_host_bytes),
         ]
     )
+
+
+def _of_own_tokens(report: Report) -> Iterator[str]:
+    if any("L" in signature for row in report.ops for signature in row.signatures):
+        yield "L: what each device has of its own tokens, in its own order (L(d)) or count (L)."
 
 
 def _gathered_outputs(gathered: GatheredOutputs) -> Iterator[str]:

@@ -1,17 +1,16 @@
 """`fit_assignment`: a plan's choices for a graph of the same model with other shapes, or other microbatches."""
 
-from collections.abc import Mapping
-
 from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.costmodel.activations.recomputable import saves
 from autopar.costmodel.state_offload import hostable
 from autopar.ir.graph import Graph, Op
 from autopar.mesh import Mesh
 from autopar.plans.validate import can_be_kept
+from autopar.sbp.analysis.expert_routing import routed_signatures
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate, nearest_strategy, neighbours_of
-from autopar.sbp.placement import I, Layout, format_layout
-from autopar.sbp.signature import Strategy
+from autopar.sbp.placement import I, Layout, format_layout, is_convertible
+from autopar.sbp.signature import Signature, Strategy
 
 
 def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignment:
@@ -25,9 +24,10 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
     candidates = annotate(graph, mesh, near={})  # of layouts only
     layouts = {name: _nearest(assignment.layouts.get(name), offered) for name, offered in candidates.layouts.items()}
     outputs = {name: _nearest(assignment.outputs.get(name), offered) for name, offered in candidates.outputs.items()}
-    produced, strategies = dict(layouts), dict[str, Strategy]()
+    produced, strategies, routed = dict(layouts), dict[str, Strategy](), routed_signatures(graph)
     for op in graph.ops:
-        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, produced)
+        reads = tuple(produced[value.name] for value in op.inputs)
+        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, routed.get(op.name, ()))
         strategies[op.name] = strategy
         produced.update((value.name, strategy.output_layout(index)) for index, value in enumerate(op.outputs))
     one_class_each = {name: name for name in (*strategies, *layouts)}
@@ -49,9 +49,15 @@ def _nearest(wanted: Layout | None, offered: tuple[Layout, ...]) -> Layout:
     return min(offered, key=lambda layout: (sum(a != b for a, b in zip(layout, near)), format_layout(layout)))
 
 
-def _strategy(op: Op, planned: Strategy | None, mesh: Mesh, produced: Mapping[str, Layout]) -> Strategy:
-    same = neighbours_of(op.nameless, mesh.shape, planned, 0) if planned is not None else ()
-    return (*same, nearest_strategy(op.nameless, mesh.shape, tuple(produced[x.name] for x in op.inputs)))[0]
+def _strategy(
+    op: Op, planned: Strategy | None, mesh: Mesh, reads: tuple[Layout, ...], routed: tuple[Signature, ...]
+) -> Strategy:
+    """The `planned` strategy if it is valid and the op's inputs, which lie as in `reads`, can be converted for it."""
+    same = neighbours_of(op.nameless, mesh.shape, planned, 0, routed) if planned is not None else ()
+    for one in same:
+        if all(is_convertible(layout, one.input_layout(slot)) for slot, layout in enumerate(reads)):
+            return one
+    return nearest_strategy(op.nameless, mesh.shape, reads, routed)
 
 
 def _kept(planned: Assignment, graph: Graph, mesh: Mesh, fitted: Assignment) -> dict[str, Layout]:

@@ -15,8 +15,8 @@ from autopar.ir.split_stages import StageGraph
 from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
 from autopar.plans.serialise import SavedStages
-from autopar.sbp.assignment import Assignment, conversions, only_gathers
-from autopar.sbp.placement import Layout, format_layout, is_even
+from autopar.sbp.assignment import Assignment, conversions, only_gathers, produced_layouts, wanted_layout
+from autopar.sbp.placement import Layout, format_layout, is_convertible, is_even
 from autopar.sbp.signature import Candidates
 from autopar.schedule.orders import num_in_flight, num_waiting
 
@@ -40,6 +40,7 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
     for name, layout in assignment.outputs.items():
         _check_offered(name, layout, candidates.outputs[name])
     _check_kept(assignment.kept, graph, mesh)
+    _check_conversions(assignment, graph)
     _check_regions(assignment, graph)
     stray = assignment.state_on_host - {item.value.name for item in hostable(graph)}
     if stray:
@@ -184,6 +185,19 @@ def _check_kept(kept: Mapping[str, Layout], graph: Graph, mesh: Mesh) -> None:
             raise PlanError(f"the plan keeps {shown(name)}, which the model has not or never reads; {_AGAIN}")
         if not can_be_kept(values[name], layout, mesh):
             raise PlanError(f"{values[name]} cannot be kept in layout {format_layout(layout)} on mesh {mesh}; {_AGAIN}")
+
+
+def _check_conversions(assignment: Assignment, graph: Graph) -> None:
+    """PlanError unless each value can be converted from the layout in which it is to those in which it is read."""
+    produced = produced_layouts(graph, assignment)
+    for name, uses in graph.uses.items():
+        kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
+        for src, dst in ((produced[name], kept), *((kept, wanted_layout(graph, assignment, use)) for use in uses)):
+            if not is_convertible(src, dst):
+                raise PlanError(
+                    f"the plan has {name} in layout {format_layout(src)}, which cannot be converted to"
+                    f" {format_layout(dst)}; {_AGAIN}"
+                )
 
 
 def can_be_kept(value: Value, layout: Layout, mesh: Mesh) -> bool:

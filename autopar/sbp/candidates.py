@@ -2,20 +2,19 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
-
-import torch
+from operator import ne
 
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.mesh import Mesh
-from autopar.sbp.placement import I, Layout, P, R, S, is_even
-from autopar.sbp.rules import may_sum_gradients, rule_of
-from autopar.sbp.rules.matmul import ROW_BYTES
+from autopar.sbp.analysis.expert_routing import routed_signatures
+from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
+from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
+from autopar.sbp.rules import rule_of
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
-SplitDim = tuple[str, int]  # a tensor of the op ("input0") and its dim; or a role and -1 for its indivisible units
+Signatures = tuple[Signature, ...]
 
 
 def annotate(
@@ -34,9 +33,10 @@ def annotate(
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
+    routed = routed_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     return Candidates(
-        strategies={op.name: _strategies(op, mesh.shape, near, num_changed) for op in ops},
+        strategies={op.name: _strategies(op, mesh.shape, near, num_changed, routed.get(op.name, ())) for op in ops},
         layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
         outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
         without_rule=tuple(op.name for op in ops if rule_of(op) is None),
@@ -45,67 +45,29 @@ def annotate(
 
 
 def _strategies(
-    op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int
+    op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int, routed: Signatures
 ) -> tuple[Strategy, ...]:
     if near is None:
-        return strategies_of(op.nameless, mesh_shape)
-    return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed) if op.name in near else ()
-
-
-def signatures_of_call(op: Op) -> tuple[Signature, ...]:
-    """`signatures_of(op)`, computed once for equal calls."""
-    return signatures_of(op.nameless)
+        return strategies_of(op.nameless, mesh_shape, routed)
+    return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed, routed) if op.name in near else ()
 
 
 @lru_cache(maxsize=4096)
-def signatures_of(op: Op) -> tuple[Signature, ...]:
-    """The distinct signatures of `op` on one mesh axis: all I, all R (where gradients may be pending sums), then those
-    of its rule that split no dim of size 1.
-    """
-    kinds = (I, R) if may_sum_gradients(op) else (I,)
-    whole = [Signature((kind,) * len(op.inputs), (kind,) * len(op.outputs)) for kind in kinds]
-    rule = rule_of(op)
-    signatures = (_without_gradient(op, signature) for signature in (*whole, *(rule(op) if rule else ())))
-    return tuple(
-        dict.fromkeys(
-            signature
-            for signature in signatures
-            if _can_sum(op, signature) and 1 not in _extents(op, signature).values()
-        )
-    )
-
-
-def _without_gradient(op: Op, signature: Signature) -> Signature:
-    """`signature` with I for R on values without gradient, and on all inputs if no output has a gradient."""
-    assert len(signature.inputs) == len(op.inputs) and len(signature.outputs) == len(op.outputs), (
-        f"{op.target}: {signature} does not fit"
-    )
-    flows = any(value.needs_grad for value in op.outputs)
-    inputs = (p if p != R or (flows and value.needs_grad) else I for p, value in zip(signature.inputs, op.inputs))
-    outputs = (p if p != R or value.needs_grad else I for p, value in zip(signature.outputs, op.outputs))
-    return replace(signature, inputs=tuple(inputs), outputs=tuple(outputs))
-
-
-def _can_sum(op: Op, signature: Signature) -> bool:
-    """Whether all pending values of `signature` can be summed: booleans cannot."""
-    placed = zip(signature.inputs + signature.outputs, op.inputs + op.outputs)
-    return not any(placement == P and value.dtype == torch.bool for placement, value in placed)
-
-
-@lru_cache(maxsize=4096)
-def strategies_of(op: Op, mesh_shape: tuple[int, ...]) -> tuple[Strategy, ...]:
+def strategies_of(op: Op, mesh_shape: tuple[int, ...], routed: Signatures = ()) -> tuple[Strategy, ...]:
     """All strategies of `op`, one signature for each axis, in which everything divides evenly; all I comes first.
 
-    On axes of size 1 it is the only one.
+    On axes of size 1 it is the only one. `routed`: the further signatures of an op that routes tokens.
     """
-    return tuple(_even(op, itertools.product(*(_on_axis(op, size) for size in mesh_shape)), mesh_shape))
+    return tuple(_even(op, itertools.product(*(_on_axis(op, size, routed) for size in mesh_shape)), mesh_shape))
 
 
 @lru_cache(maxsize=4096)
-def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int) -> tuple[Strategy, ...]:
+def neighbours_of(
+    op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int, routed: Signatures = ()
+) -> tuple[Strategy, ...]:
     """The strategies of `op` that differ from `near` on at most `num_changed` axes; () if `near` is invalid."""
     known = set(near.signatures)
-    per_axis = [_on_axis(op, size, None if num_changed else known) for size in mesh_shape]
+    per_axis = [_on_axis(op, size, routed, None if num_changed else known) for size in mesh_shape]
     if len(near.signatures) != len(per_axis) or not all(
         sig in on_axis for sig, on_axis in zip(near.signatures, per_axis)
     ):
@@ -119,68 +81,66 @@ def neighbours_of(op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_chang
 
 
 @lru_cache(maxsize=4096)
-def nearest_strategy(op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...]) -> Strategy:
+def nearest_strategy(
+    op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...], routed: Signatures = ()
+) -> Strategy:
     """The strategy of `op` that reads most of its inputs in these `layouts`, chosen one axis after the other; the first
-    of several.
+    of several. All inputs can be converted to how it reads them.
     """
     chosen: list[Signature] = []
     rest = [signatures_of(op)[0]] * len(mesh_shape)  # all I, which divides on any axis
     for axis, size in enumerate(mesh_shape):
 
-        def differing(signature: Signature, axis: int = axis) -> int:
-            return sum(placement != layout[axis] for placement, layout in zip(signature.inputs, layouts))
+        def differing(signature: Signature, axis: int = axis) -> tuple[bool, int]:
+            given = tuple(layout[axis] for layout in layouts)
+            return not is_convertible(given, signature.inputs), sum(map(ne, signature.inputs, given))
 
-        nearest = sorted(_on_axis(op, size), key=differing)
+        nearest = sorted(_on_axis(op, size, routed), key=differing)
         several = ((*chosen, signature, *rest[axis + 1 :]) for signature in nearest)
         chosen.append(next(_even(op, several, mesh_shape)).signatures[axis])
     return Strategy(tuple(chosen))
 
 
 def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
-    """The `combinations` of one signature for each axis in which everything divides evenly."""
-    extents_of: dict[Signature, dict[SplitDim, int]] = {}
+    """The `combinations` of one signature for each axis in which everything divides evenly, and no value is split along
+    one dim in each rank's own order and in that of all: own orders have no parts of a global order between them.
+    """
+    known: dict[Signature, dict[SplitDim, int]] = {}
+    own: set[Signature] = set()  # those with tokens of each rank's own
     for combination in combinations:
         num_parts: dict[SplitDim, int] = {}
         extents = {}
         for sig, size in zip(combination, mesh_shape):
-            split = extents_of.get(sig)
+            split = known.get(sig)
             if split is None:
-                split = extents_of[sig] = _extents(op, sig)
+                split = known[sig] = extents_of(op, sig)
+                own |= {sig} if any(placement.kind == "L" for placement in sig.inputs + sig.outputs) else set()
             extents |= split
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
-        if all(extents[part] % count == 0 for part, count in num_parts.items()):
+        is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
+        if is_even and not (own and _mixes_orders(combination)):
             yield Strategy(combination)
 
 
-def _on_axis(op: Op, size: int, known: Collection[Signature] | None = None) -> list[Signature]:
+def _mixes_orders(combination: tuple[Signature, ...]) -> bool:
+    """Whether some value is S(dim) on one axis and L(dim) on another."""
+    for layout in zip(*((*one.inputs, *one.outputs) for one in combination)):
+        dims = [{placement.dim for placement in layout if placement.kind == kind} for kind in "SL"]
+        if dims[0] & dims[1]:
+            return True
+    return False
+
+
+def _on_axis(op: Op, size: int, routed: Signatures, known: Collection[Signature] | None = None) -> list[Signature]:
     """The signatures of `op` that divide evenly over one axis of `size`; of the `known` ones only, if there are any."""
-    signatures = signatures_of(op)[: 1 if size == 1 else None]
+    signatures = (*signatures_of(op), *routed)[: 1 if size == 1 else None]
     signatures = signatures if known is None else tuple(sig for sig in signatures if sig in known)
-    return [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in _extents(op, sig).values())]
+    return [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in extents_of(op, sig).values())]
 
 
 def _is_uneven(extent: int, size: int) -> bool:
     return extent == 0 or extent % size != 0
-
-
-def _extents(op: Op, signature: Signature) -> dict[SplitDim, int]:
-    """The size of every dim and unit that the signature splits, outputs first."""
-    tensors = (("output", op.outputs, signature.outputs), ("input", op.inputs, signature.inputs))
-    parts: dict[SplitDim, int] = {
-        (f"{side}{index}", placement.dim): _num_units(op, values[index], placement.dim)
-        for side, values, placements in tensors
-        for index, placement in enumerate(placements)
-        if placement.is_split
-    }
-    return parts | {(signature.role, -1): signature.num_units} if signature.num_units else parts
-
-
-def _num_units(op: Op, value: Value, dim: int) -> int:
-    """The number of parts that a dim can be cut into; 0 if it is no multiple of the unit that the op's kernel needs."""
-    size, unit_bytes = value.shape[dim], ROW_BYTES.get(op.target, 0)
-    unit = max(1, unit_bytes // value.dtype.itemsize) if dim and dim >= len(value.shape) - 2 else 1
-    return size // unit if size % unit == 0 else 0
 
 
 @lru_cache(maxsize=4096)
@@ -219,7 +179,7 @@ def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
     whose signatures do not divide over `size` ranks.
     """
     parts = (
-        next((dim for (_, dim), extent in _extents(op, sig).items() if _is_uneven(extent, size)), -1)
+        next((dim for (_, dim), extent in extents_of(op, sig).items() if _is_uneven(extent, size)), -1)
         for sig in signatures_of(op)
     )
     return tuple(dict.fromkeys(dim for dim in parts if dim >= 0))

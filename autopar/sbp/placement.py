@@ -6,19 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """The way a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with a pending gradient."""
+    """The way a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with a pending gradient.
+
+    L: each rank has what it computed of its own tokens alone, which is no part of the global value: L(dim) has a part
+    of the global size, in the rank's own order, L() the global size. There is no conversion from or to L.
+    """
 
     kind: str
     dim: int = -1
 
     def __str__(self) -> str:
-        return {"S": f"S({self.dim})", "P": "P", "I": "B", "R": "B*"}[self.kind]
+        return self.kind + f"({self.dim})" * (self.dim >= 0) if self.kind in "SLP" else {"I": "B", "R": "B*"}[self.kind]
 
     __repr__ = __str__
 
     @property
     def is_split(self) -> bool:
-        return self.kind == "S"
+        """Whether a rank has a part of the global size."""
+        return self.dim >= 0
 
 
 P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is the field's letter
@@ -32,11 +37,18 @@ def S(dim: int) -> Placement:
     return Placement("S", dim)
 
 
-# A layout as numbers, which compare fast: for each axis the dim of a split, or a negative number for another kind.
+def L(dim: int = -1) -> Placement:
+    """The placement of what each rank computed of its own tokens: split along `dim`, or of the global size (-1)."""
+    return Placement("L", dim)
+
+
+# A layout as numbers, which compare fast: for each axis the dim of a split (of L: more than any dim), or a negative
+# number for another kind.
 Codes = tuple[int, ...]
-PENDING, WHOLE, USED = -1, -2, -3
-_OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED}
-_OF_CODE = {PENDING: P, WHOLE: I, USED: R}
+PENDING, WHOLE, USED, OWN = -1, -2, -3, -4
+OWN_DIM = 64  # the code of L(0); torch's tensors have at most as many dims
+_OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED, "L": OWN}
+_OF_CODE = {PENDING: P, WHOLE: I, USED: R, OWN: L()}
 
 
 def codes_of(layout: Layout) -> Codes:
@@ -45,17 +57,28 @@ def codes_of(layout: Layout) -> Codes:
     >>> codes_of((S(1), P, I, R))
     (1, -1, -2, -3)
     """
-    return tuple([placement.dim if placement.kind == "S" else _OF_KIND[placement.kind] for placement in layout])
+    return tuple([placement.dim if placement.kind == "S" else _other_code(placement) for placement in layout])
+
+
+def _other_code(placement: Placement) -> int:
+    return OWN_DIM + placement.dim if placement.is_split else _OF_KIND[placement.kind]
 
 
 def kind_of(code: int) -> str:
     """The kind of the placement whose code is `code`."""
-    return _OF_CODE[code].kind if code < 0 else "S"
+    return placement_of(code).kind
 
 
 def placement_of(code: int) -> Placement:
     """The placement whose code is `code`."""
-    return _OF_CODE[code] if code < 0 else Placement("S", code)
+    if code < 0:
+        return _OF_CODE[code]
+    return Placement("S", code) if code < OWN_DIM else Placement("L", code - OWN_DIM)
+
+
+def is_convertible(src: Layout, dst: Layout) -> bool:
+    """Whether a value can be converted from `src` to `dst`: on no axis from or to L."""
+    return all(a == b or "L" not in (a.kind, b.kind) for a, b in zip(src, dst))
 
 
 def format_layout(layout: Layout) -> str:
@@ -73,18 +96,18 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(r"S\([0-9]+\)|B\*|B|P", text)
+    parts = re.findall(r"[SL]\([0-9]+\)|B\*|B|P|L", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
-    plain = {"B": I, "B*": R, "P": P}
-    return tuple(plain[part] if part in plain else S(int(part[2:-1])) for part in parts)
+    plain = {"B": I, "B*": R, "P": P, "L": L()}
+    return tuple(plain[part] if part in plain else Placement(part[0], int(part[2:-1])) for part in parts)
 
 
 def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
     """The number of parts into which `layout` splits tensor dim `dim`."""
     parts = 1
     for placement, size in zip(layout, mesh_shape):
-        if placement == Placement("S", dim):
+        if placement.dim == dim:
             parts *= size
     return parts
 
@@ -101,6 +124,6 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, .
     """The shape of one rank's part of a tensor of global `shape`; `layout` must be even."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape):
-        if placement.kind == "S":
+        if placement.is_split:
             local[placement.dim] //= size
     return tuple(local)

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.ir.graph import Value
-from autopar.sbp.placement import PENDING, WHOLE, Codes, Layout, Placement, codes_of, kind_of, placement_of
+from autopar.sbp.placement import (
+    PENDING,
+    WHOLE,
+    Codes,
+    Layout,
+    Placement,
+    codes_of,
+    is_convertible,
+    kind_of,
+    placement_of,
+)
 
 # (src kind, dst kind) -> (collective in forward, collective in backward); "" is a local operation.
 CONVERSIONS = {
@@ -24,6 +34,7 @@ CONVERSIONS = {
     ("I", "P"): ("", ""),
     ("R", "I"): ("", ""),
 }
+NEVER_BYTES = 2**62  # of a conversion that there is not: more than any plan moves
 
 
 Move = tuple[
@@ -78,6 +89,7 @@ def redistribute(src: Layout, dst: Layout) -> tuple[LayoutStep, ...]:
     """The steps from layout `src` to `dst`, each one conversion of
     `CONVERSIONS` on one or several mesh axes at once.
     """
+    assert is_convertible(src, dst), f"what each rank has of its own tokens is not converted: {src} to {dst}"
     path = moves(codes_of(src), codes_of(dst))
     return tuple(
         LayoutStep(axes, placement_of(have), placement_of(want), tuple(map(placement_of, before)))

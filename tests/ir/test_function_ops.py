@@ -9,7 +9,7 @@ from autopar.costmodel.function_flops import function_flops
 from autopar.ir.graph import Graph
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
-from autopar.sbp.candidates import signatures_of
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.placement import I, S
 
 

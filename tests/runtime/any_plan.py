@@ -159,12 +159,13 @@ def differences(example: Example, found: Mapping[Coordinate, Found] | None = Non
     wrong = [
         f"rank {at} issued besides {_text(counted - priced)}, not {_text(priced - counted)}"
         for at, (counted, _) in found.items()
-        if not _is_as_priced(counted, priced, is_exact=all_gradients_arrive(example.graph))
+        if not is_as_priced(counted, priced, is_exact=all_gradients_arrive(example.graph))
     ]
     return _wrong_numbers(example, {at: tensors for at, (_, tensors) in found.items()}), wrong
 
 
-def _is_as_priced(counted: Counter[Collective], priced: Counter[Collective], *, is_exact: bool) -> bool:
+def is_as_priced(counted: Counter[Collective], priced: Counter[Collective], *, is_exact: bool) -> bool:
+    """Whether a rank issued what was priced; unless `is_exact`, collectives of backward may be missing."""
     missing = priced - counted
     return not counted - priced and (not missing or (not is_exact and all(c.phase == "backward" for c in missing)))
 

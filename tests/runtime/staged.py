@@ -282,11 +282,11 @@ def train_under(jobs: Sequence[tuple[dict[str, Any], StagedPlan]]) -> list[dict[
             truths[key] = one_device(sample(**options), 2)
         case = sample(**options)
         model = under(plan, case)
-        reports.append(_compared(case, model, plan, truths[key]))
+        reports.append(compared(case, model, plan, truths[key]))
     return reports
 
 
-def _compared(case: Sample, model: ShardedModule, plan: StagedPlan, truth: Mapping[str, Any]) -> dict[str, Any]:
+def compared(case: Sample, model: ShardedModule, plan: StagedPlan, truth: Mapping[str, Any]) -> dict[str, Any]:
     rank = pipeline_mesh(device_mesh(plan.mesh.shape, plan.mesh.axis_names))[2]
     found = staged(case, model, 2)
     own = {name for name, p in model.named_parameters() if not isinstance(p, ParameterElsewhere)}

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from autopar.ir.graph import Op
-from autopar.sbp.candidates import signatures_of, strategies_of
+from autopar.sbp.candidates import strategies_of
 from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Signature, Strategy
 from tests.sbp.rulecheck import Tensors, check_strategy, make_op

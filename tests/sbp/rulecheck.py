@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Op, Slot, Value, resolve
-from autopar.sbp.candidates import signatures_of
 from autopar.sbp.convert import Axis, dual
 from autopar.sbp.localize import localize
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.placement import is_even
 from autopar.sbp.signature import Signature, Strategy
 from tests.sbp.simulate import Coordinate, cut, join, on_ranks, on_threads

@@ -58,7 +58,7 @@ def test_causal_queries_over_two_axes_and_beside_heads():
 
 
 def test_dropped_scores_are_not_split_by_features():
-    from autopar.sbp.candidates import signatures_of
+    from autopar.sbp.op_signatures import signatures_of
     from tests.sbp.rulecheck import make_op
 
     op, _ = make_op(OP, *QKV, None, 0.5)

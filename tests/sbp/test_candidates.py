@@ -15,7 +15,8 @@ from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph, Input, Op, Slot, Value
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh, parse_mesh
-from autopar.sbp.candidates import annotate, even_layouts, signatures_of, strategies_of
+from autopar.sbp.candidates import annotate, even_layouts, strategies_of
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.pins import restrict
 from autopar.sbp.placement import I, format_layout, is_even
 from autopar.sbp.rules import RULES

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from autopar.sbp.candidates import signatures_of, strategies_of
+from autopar.sbp.candidates import strategies_of
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.rules.matmul import RULES, parse_equation
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.ir.graph import resolve
-from autopar.sbp.candidates import signatures_of
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.placement import P, S
 from autopar.sbp.rules.random import RULES
 from tests.sbp.exercise import exercise, f64

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.ir.graph import resolve
-from autopar.sbp.candidates import signatures_of
+from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.rules import RULES, cast, create, index, pointwise, reduce, view
 from tests.sbp.rulecheck import check_rule, make_op
 from tests.sbp.samples import Call, calls

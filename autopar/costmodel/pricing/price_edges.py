@@ -11,6 +11,7 @@ from autopar.costmodel.conversion_cost import (
     ParameterWeights,
     Transition,
     conversion_times,
+    forbidden,
     kept_bytes,
     only_reduces_gradient,
     parameter_times,
@@ -147,7 +148,10 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
     cost_s, again_s = _times(flow, mesh, cluster)
     cost_s = cost_s + np.where(again, regathered.num_again, kept.num_again) * again_s
     num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
-    return num_runs * cost_s, *kept_bytes(way, mesh.shape, training, again=again)
+    cost_s = num_runs * cost_s
+    if (never := forbidden(*pair)) is not None:
+        cost_s = np.where(never, np.inf, cost_s)
+    return cost_s, *kept_bytes(way, mesh.shape, training, again=again)
 
 
 def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster) -> Matrices:

@@ -12,8 +12,8 @@ from autopar.ir.folding.fold import Folded, value_classes
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, produced_layouts, wanted_layout
-from autopar.sbp.placement import Layout
-from autopar.sbp.redistribute import collectives_of, redistribute
+from autopar.sbp.placement import Layout, is_convertible
+from autopar.sbp.redistribute import NEVER_BYTES, collectives_of, redistribute
 from autopar.sbp.signature import Candidates, Strategy
 
 
@@ -43,6 +43,8 @@ def bytes_moved(mesh: Mesh) -> Moved:
 
     @cache
     def moved(shape: tuple[int, ...], itemsize: int, needs_grad: bool, src: Layout, dst: Layout) -> int:
+        if not is_convertible(src, dst):
+            return NEVER_BYTES
         steps = (collectives_of(step, shape, itemsize, mesh.shape, needs_grad) for step in redistribute(src, dst))
         return sum(collective.num_bytes for collectives in steps for collective in collectives)
 

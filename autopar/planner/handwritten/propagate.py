@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.op_facts import PERMUTATIONS, RESHAPES
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name, product_slots
 from autopar.sbp.placement import I, P, Placement, R
-from autopar.sbp.redistribute import CONVERSIONS
+from autopar.sbp.redistribute import CONVERSIONS, NEVER_BYTES
 from autopar.sbp.signature import Signature
 
 _WHOLE = ("I", "R")
@@ -48,6 +49,7 @@ def follow_tensors(
     Ops between them follow, all others are whole. Values in `sequence` are split along that dim wherever an op allows
     it (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
+    options = partial(_with_all_tokens, options)
     placed = {item.value.name: I for item in graph.inputs if item.kind != "parameter" or not item.value.needs_grad}
     chosen: dict[str, Signature] = {}
     producer = {value.name: op for op in graph.ops for value in op.outputs}
@@ -63,6 +65,12 @@ def follow_tensors(
         if op.name not in chosen:
             _take(op, _cheapest(op, options(op), placed, structure), chosen, placed)
     return chosen
+
+
+def _with_all_tokens(options: Options, op: Op) -> tuple[Option, ...]:
+    """The options in which no rank has tokens of its own."""
+    placed = ((option, option.signature.inputs + option.signature.outputs) for option in options(op))
+    return tuple(option for option, placements in placed if not any(p.kind == "L" for p in placements))
 
 
 def _is_for_consumer(op: Op, structure: Structure) -> bool:
@@ -202,5 +210,7 @@ def _free(wanted: Placement) -> Placement:
 def _conversion_bytes(value: Value, src: Placement, dst: Placement) -> int:
     if src == dst:
         return 0
+    if "L" in (src.kind, dst.kind):
+        return NEVER_BYTES
     forward, backward = CONVERSIONS[src.kind, dst.kind]
     return value.num_bytes * (bool(forward) + (bool(backward) and value.needs_grad))

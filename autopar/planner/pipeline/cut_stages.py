@@ -46,7 +46,7 @@ def crossing_layouts(cut: Cut) -> dict[str, Layout]:
     """Name of each boundary tensor -> its layout in the hand plan, whole if it or its gradient would be pending."""
     produced = produced_layouts(cut.graph, cut.by_hand)
     names = {name for stage in cut.stages for name in stage.sends}
-    return {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
+    return {name: tuple(placement if placement.kind == "S" else I for placement in produced[name]) for name in names}
 
 
 def restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Layout]) -> Assignment:

@@ -302,7 +302,7 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     (stage,) = plan.stages
     produced = produced_layouts(graph, replace(stage.assignment, outputs={}))
     names = [value.name for value in graph.outputs if isinstance(value, Value)]
-    whole = {name: tuple(placement if placement.is_split else I for placement in produced[name]) for name in names}
+    whole = {name: tuple(placement if placement.kind == "S" else I for placement in produced[name]) for name in names}
     assignment = replace(stage.assignment, outputs=whole | dict(stage.assignment.outputs))
     asked = {"training": plan.training, "memory_limit_bytes": plan.memory_limit_bytes}
     return replace(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, Input
 from autopar.sbp.analysis.megatron_pairs import Structure, base_name
-from autopar.sbp.candidates import signatures_of_call
+from autopar.sbp.op_signatures import signatures_of_call
 from autopar.sbp.placement import Placement
 
 

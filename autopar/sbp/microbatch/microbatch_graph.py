@@ -16,8 +16,8 @@ from typing import Any
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.op_facts import is_random
+from autopar.sbp.analysis.expert_routing import INVERSE
 from autopar.sbp.localize import localize
-from autopar.sbp.microbatch.expert_routing import inverts_order
 from autopar.sbp.microbatch.split_batch import BatchSplit, batch_size, is_share, split_batch
 from autopar.sbp.microbatch.token_count import LossCount, loss_count
 from autopar.sbp.placement import I, P, Placement, R, local_shape
@@ -119,7 +119,7 @@ class _Writing:
             for i, v in enumerate(op.inputs)
         ]
         inputs = tuple(self.values[value.name] for value in operands)
-        if inverts_order(op, signature):
+        if signature.role == INVERSE:
             inputs = (*inputs[:2], self._first(inputs[2], inputs[1].shape, op))
         args, kwargs = localize(op, Strategy((signature,)), (self.count,))
         outputs = tuple(map(self._local, op.outputs))
@@ -129,7 +129,7 @@ class _Writing:
             self.alike.append(op.name)
         if signature.role == "tokens" and not _has_probabilities(op):
             self._add_counted(local)
-        elif signature.role:
+        elif signature.role and signature.role != INVERSE:
             self._add_averaged(local)
         else:
             self.ops.append(local)

@@ -15,15 +15,15 @@ from functools import cache
 from autopar.errors import MicrobatchError
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.sbp.candidates import signatures_of_call
-from autopar.sbp.microbatch.expert_routing import routed_signatures
+from autopar.sbp.analysis.expert_routing import INVERSE, routed_signatures
+from autopar.sbp.op_signatures import signatures_of_call
 from autopar.sbp.placement import I, P, Placement, R, S
 from autopar.sbp.rules import rule_of
 from autopar.sbp.signature import Signature
 
-# Roles of means: of equal parts, or of tokens counted over the whole batch. Every other role needs values of other
-# microbatches.
-ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens"))
+# Roles of means: of equal parts, or of tokens counted over the whole batch; and of ops that read a part of a constant.
+# Every other role needs values of other microbatches.
+ALLOWED_ROLES = frozenset(("", "mean", "elements", "tokens", INVERSE))
 _REASONS = {
     "batch": (
         "its statistics are those of the whole batch; with a model in eval mode, or group norm in its place, they"

@@ -1,12 +1,15 @@
-"""Expert routing: regions that sort tokens by expert and restore their order, in which each microbatch sorts for
-itself.
+"""Expert routing: regions that sort tokens by expert and restore their order, in which each rank, or each microbatch,
+sorts its own tokens (local routing).
 
-A sort mixes all tokens, and the order within a microbatch is not a part of the order of the whole batch. But if the
-sorted rows are only processed row by row, or group by group with group sizes counted from the same sorted keys, and
-then restored by the inverse of the same order, each row has the same result as in the whole batch: its position in
-between does not matter.
+A sort mixes all tokens, and the order of a part of them is not a part of the order of all. But if the sorted rows are
+only processed row by row, or group by group with group sizes counted from the same sorted keys, and then restored by
+the inverse of the same order, each row has the same result as among all: its position in between does not matter.
+Values in between have placement L, from and to which nothing is converted, so that all ops of a region take part on the
+same mesh axes. The gradient of a row is that of the same row among all; that of a weight sums over rows: R.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,13 +17,14 @@ import torch
 
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.interpret import constants_for, run_constants
-from autopar.sbp.candidates import signatures_of_call
 from autopar.sbp.local_ops.grouped_mm import TARGETS as GROUPED
-from autopar.sbp.placement import I, P, R, S
+from autopar.sbp.op_signatures import signatures_of_call
+from autopar.sbp.placement import I, L, P, Placement, R, S
 from autopar.sbp.signature import Signature
 
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
-_INVERSE = (S(0), S(0), I), (S(0),)  # a signature of index_put that no rule yields
+INVERSE = "inverse"  # the role of an index_put that writes 0, 1, 2, ..., of which a part needs as many as it has rows
+_PASSED = Signature((L(0),), (L(0),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,18 @@ class _RoutingTags:
     # op name -> (sort, signatures of the op)
     signatures: dict[str, tuple[str, tuple[Signature, ...]]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)  # sorts whose order another op reads
+    counting: dict[str, bool] = field(default_factory=dict)  # value -> whether it is 0, 1, 2, ...
+    # first slice of a value, as a microbatch reads it of a constant -> the value
+    first_of: dict[str, str] = field(default_factory=dict)
 
 
 def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
-    """Name of each op of such regions -> its signatures if each microbatch sorts its tokens by itself.
+    """Name of each op of such regions -> its signatures on an axis whose ranks, or microbatches, sort their own tokens.
 
-    S(0) means the microbatch's rows in its order. A region whose order any other op reads is left out.
+    A region whose order any other op reads is left out. All ops of a region divide by the same numbers of ranks.
     """
+    if not any(op.target in _SORTS for op in graph.ops):
+        return {}
     walk = _RoutingTags(graph)
     for op in graph.ops:
         _visit(op, walk)
@@ -58,12 +67,17 @@ def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
         value.name for _, value in graph.mutations
     ]
     walk.refused.update(walk.tags[name].sort for name in external if name in walk.tags)
-    return {name: found for name, (sort, found) in walk.signatures.items() if sort not in walk.refused}
-
-
-def inverts_order(op: Op, signature: Signature) -> bool:
-    """Whether `op` writes 0, 1, 2, ... into an inverse, of which a microbatch needs as many as it has rows."""
-    return op.target == "aten.index_put.default" and (signature.inputs, signature.outputs) == _INVERSE
+    num_units: defaultdict[str, int] = defaultdict(int)
+    for op in (op for op in graph.ops if op.name in walk.signatures):
+        sort, found = walk.signatures[op.name]
+        split = (zip(one.inputs + one.outputs, op.inputs + op.outputs) for one in found)
+        sizes = (value.shape[0] for placed in split for placement, value in placed if placement.is_split)
+        num_units[sort] = math.gcd(num_units[sort], *sizes)
+    return {
+        name: tuple(replace(one, num_units=num_units[sort]) for one in found)
+        for name, (sort, found) in walk.signatures.items()
+        if sort not in walk.refused
+    }
 
 
 def _visit(op: Op, walk: _RoutingTags) -> None:
@@ -73,7 +87,9 @@ def _visit(op: Op, walk: _RoutingTags) -> None:
         if op.target in _SORTS and len(op.inputs[0].shape) == 1:
             kinds = ("keys", "order")[-len(op.outputs) :]
             made = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
-            _enter(op, walk, op.name, [Signature((S(0),), (S(0),) * len(kinds))], made)
+            _enter(op, walk, op.name, [Signature((S(0),), (L(0),) * len(kinds))], made)
+        elif op.target == "aten.slice.Tensor" and op.args[1:3] == (0, 0) and len(op.args) == 4:
+            walk.first_of[op.outputs[0].name] = op.inputs[0].name
         return
     sort, *others = sorted({tag.sort for tag in known_tags})
     step = None if others else _step(op, tags, walk)
@@ -102,35 +118,40 @@ def _step(op: Op, tags: list[_Tag | None], walk: _RoutingTags) -> tuple[list[Sig
 
     match op.target, kinds:
         case "aten.to.dtype", ["keys"]:
-            return [Signature((S(0),), (S(0),))], gives("keys")
-        case "aten.histc.default", ["keys"]:
-            return [fit for fit in signatures_of_call(op) if fit.outputs == (P,) and fit.inputs == (S(0),)], gives(
-                "counts"
-            )
+            return [_PASSED], gives("keys")
+        case "aten.histc.default", ["keys"] if Signature((S(0),), (P,)) in signatures_of_call(op):
+            return [Signature((L(0),), (L(),))], gives("counts")
         case "aten.cumsum.default" | "aten.to.dtype", ["counts"]:
-            return [Signature((P,), (P,))], gives("counts")
+            return [Signature((L(),), (L(),))], gives("counts")
         case "aten.floor_divide.default", ["order"] if (
             type(op.args[1]) is int and op.args[1] > 0 and first.num_rows % op.args[1] == 0
         ):
-            return [Signature((S(0),), (S(0),))], gives("tokens", op.args[1])
+            return [_PASSED], gives("tokens", op.args[1])
         case "aten.empty_like.default" | "aten.zeros_like.default", ["order"]:
-            return [Signature((S(0),), (S(0),))], gives("blank")
+            return [_PASSED], gives("blank")
         case "aten.argsort.default", ["order"]:
-            return [Signature((S(0),), (S(0),))], gives("inverse")
-        case "aten.index_put.default", ["blank", "order", ""] if _inverts(op, walk.graph):
-            return [Signature(*_INVERSE)], gives("inverse")
+            return [_PASSED], gives("inverse")
+        case "aten.index_put.default", ["blank", "order", ""] if _inverts(op, walk):
+            return [Signature((L(0), L(0), I), (L(0),), INVERSE)], gives("inverse")
         case "aten.index.Tensor", ["", "order" | "tokens"] if (
             (order := tags[1]) and op.inputs[0].shape[0] * order.divisor == first.num_rows and _is_plain(op)
         ):
-            return [Signature((S(0), S(0)), (S(0),))], gives("rows")
+            return [Signature((S(0), L(0)), (L(0),))], gives("rows")
+        case "aten.index.Tensor", ["", "keys"] if _is_plain(op):  # what belongs to the row's expert
+            return [Signature((_whole(op.inputs[0]), L(0)), (L(0),))], gives("rows")
         case "aten.index.Tensor", ["rows", "inverse"] if _is_plain(op):
-            return [Signature((S(0), S(0)), (S(0),))], None
+            return [Signature((L(0), L(0)), (S(0),))], None
         case target, ["rows", "", "counts"] if target in GROUPED:
-            return [Signature((S(0), R if op.inputs[1].needs_grad else I, P), (S(0),))], gives("rows")
-    if set(kinds) <= {"rows", ""}:
-        by_rows = [signature for signature in signatures_of_call(op) if _is_row_by_row(signature, kinds)]
+            return [Signature((L(0), _whole(op.inputs[1]), L()), (L(0),))], gives("rows")
+    if set(kinds) <= {"rows", ""} and all(value.shape[:1] == (first.num_rows,) for value in op.outputs):
+        by_rows = [_in_own_order(fit, kinds) for fit in signatures_of_call(op) if _is_row_by_row(fit, kinds)]
         return (by_rows, gives("rows")) if by_rows else None
     return None
+
+
+def _whole(value: Value) -> Placement:
+    """The placement of a value that all ranks read whole, with a gradient that sums over their rows."""
+    return R if value.needs_grad else I
 
 
 def _is_plain(op: Op) -> bool:
@@ -145,17 +166,25 @@ def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:
     return are_split and not signature.role and all(placement == S(0) for placement in signature.outputs)
 
 
-def _inverts(op: Op, graph: Graph) -> bool:
+def _in_own_order(signature: Signature, kinds: list[str]) -> Signature:
+    """A signature that splits rows, for rows in the order of a rank."""
+    inputs = (L(0) if kind else placement for placement, kind in zip(signature.inputs, kinds))
+    return Signature(tuple(inputs), (L(0),) * len(signature.outputs))
+
+
+def _inverts(op: Op, walk: _RoutingTags) -> bool:
     """Whether an index_put writes 0, 1, 2, ... at the positions of an order."""
-    numbers = op.inputs[2]
-    if numbers.name not in {item.value.name for item in graph.of_kind("constant")} or arguments_of(op)["accumulate"]:
-        return False
-    value = _constant(graph, numbers.name)
-    return _is_plain(op) and value is not None and torch.equal(value, torch.arange(value.numel()))
+    name = op.inputs[2].name
+    if name not in walk.counting:
+        value = _constant(walk.graph, walk.first_of.get(name, name))
+        walk.counting[name] = value is not None and torch.equal(value, torch.arange(value.numel()))
+    return _is_plain(op) and not arguments_of(op)["accumulate"] and walk.counting[name]
 
 
 def _constant(graph: Graph, name: str) -> torch.Tensor | None:
-    """The tensor of the constant called `name`; None if it is on the meta device."""
+    """The tensor of the constant called `name`; None if it is no constant or on the meta device."""
+    if name not in {item.value.name for item in graph.of_kind("constant")}:
+        return None
     ops, tensors = constants_for(graph, [name])
     if any(tensor.is_meta for tensor in tensors.values()):
         return None
