@@ -29,6 +29,7 @@ PUBLIC_NAMES = {"compile", "plan"}
 FILE_CAP, FILE_MEDIAN = 400, 150
 FOLDER_CAP, LARGE_FOLDERS = 14, {"sbp/rules"}  # a file for each family of ops
 FUNCTION_CAP, FUNCTION_MEDIAN = 50, 10
+PARAMETER_CAP, TORCH_SIGNATURES = 8, ROOT / "autopar" / "sbp" / "local_ops"  # an op's local form has its parameters
 # A plan explains itself, and a module measures itself, by what stands above it, when it is asked to.
 UPWARDS = {
     ("autopar.plans.base_plan", "autopar.explain.explain_plan"),
@@ -62,6 +63,13 @@ def part_of(module: str) -> str:
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def num_parameters(function: Function) -> int:
+    """The parameters of a function but for `self`."""
+    named = function.args
+    names = [one.arg for one in (*named.posonlyargs, *named.args, *named.kwonlyargs)]
+    return len(names) + bool(named.vararg) + bool(named.kwarg) - (names[:1] in (["self"], ["cls"]))
 
 
 @cache
@@ -162,6 +170,13 @@ def test_files_and_functions_stay_small(path):
     assert len(path.read_text().splitlines()) <= FILE_CAP
     long = [f"{node.name} ({length(node)})" for node in functions(path) if length(node) > FUNCTION_CAP]
     assert not long, f"{path}: longer than {FUNCTION_CAP} lines: {', '.join(long)}"
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=module_name)
+def test_functions_have_few_parameters(path: Path) -> None:
+    """All but the public calls, whose options are keywords, and local forms of torch's ops."""
+    many = {node.name: num_parameters(node) for node in functions(path) if num_parameters(node) > PARAMETER_CAP}
+    assert not many or PUBLIC_NAMES.issuperset(many) or TORCH_SIGNATURES in path.parents, f"{path}: {many}"
 
 
 def test_folders_stay_small_and_names_say_which_module_is_meant():

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate, has_overlap
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.overlap.path_weights import IN_TURN, Paths
-from autopar.costmodel.pricing.encode_decode import decode, encode
-from autopar.costmodel.pricing.price import Priced, price
+from autopar.costmodel.pricing.encode_decode import Members, decode, encode_members, members_of
+from autopar.costmodel.pricing.price import Priced, PricedStep, price
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
@@ -46,9 +47,13 @@ class Problem:
     def encode(self, assignment: Assignment) -> tuple[int, ...] | None:
         """The choice of the table for an assignment; None if a pin forbids it."""
         try:
-            return encode(self.priced, self.graph, self.folded, assignment)
+            return encode_members(self.priced, self._members, assignment)
         except PlanError:
             return None
+
+    @cached_property
+    def _members(self) -> Members:
+        return members_of(self.graph, self.folded)
 
     def decode(self, strategies: tuple[int, ...]) -> Assignment:
         return decode(self.priced, self.graph, self.folded, strategies)
@@ -85,17 +90,15 @@ class Setting:
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.request.stored}, self.mesh, folded)
         candidates = _with_crossing(candidates, self.request.crossing)
-        request = self.request
+        request, weights = self.request, self.paths.weights(self.graph, folded) if self.paths else IN_TURN
         return price(
             self.graph,
             folded,
             candidates,
             self.mesh,
             self.cluster,
-            training=request.training,
-            given=request.given,
+            PricedStep(request.training, request.given, weights),
             memory_limit_bytes=request.limit_bytes,
-            weights=self.paths.weights(self.graph, folded) if self.paths else IN_TURN,
         )
 
     @property

@@ -14,7 +14,7 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.overlap.backward_lanes import AtOp, Handover, backward_time
 from autopar.costmodel.overlap.path_weights import Paths
 from autopar.costmodel.pricing.encode_decode import decode, encode
-from autopar.costmodel.pricing.price import price
+from autopar.costmodel.pricing.price import PricedStep, price
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import Folded, fold
@@ -110,7 +110,7 @@ def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...
         for met in (plans[: number + 1], [plan]):
             paths = Paths(CLUSTER.overlap, tuple((one.handover, 1 / len(met)) for one in met))
             weights = paths.weights(graph, folded)
-            table = price(graph, folded, candidates, mesh, CLUSTER, weights=weights).table
+            table = price(graph, folded, candidates, mesh, CLUSTER, PricedStep(weights=weights)).table
             for other, its_plan in zip(choices, plans):
                 assert cost_of(table, other) <= its_plan.step_s * (1 + 1e-9)
         assert cost_of(table, choice) == pytest.approx(plan.step_s, rel=0.05)

@@ -19,6 +19,8 @@ from autopar.sbp.analysis.sample_blocks import classes_of
 from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, InBucket, conversions, names_of
 from autopar.search.table import CostTable
 
+Members = Mapping[tuple[str, str], tuple[str, ...]]
+
 
 def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, ...]) -> Assignment:
     """The assignment that gives every member of a class the option chosen for the class."""
@@ -68,7 +70,11 @@ def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment)
     If the assignment has no kept layout for a value with several uses, the cheapest one given its neighbours is taken.
     PlanError for an option that is no candidate.
     """
-    members = _members(graph, folded)
+    return encode_members(priced, members_of(graph, folded), assignment)
+
+
+def encode_members(priced: Priced, members: Members, assignment: Assignment) -> tuple[int, ...]:
+    """`encode` for the graph whose values of each class are `members`, as `members_of` gives them."""
     found = [
         _index(entity, assignment, members.get((entity.kind, entity.name), (entity.name,)))
         for entity in priced.entities
@@ -79,15 +85,15 @@ def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment)
     return tuple(index for index in found if index is not None)
 
 
-def _members(graph: Graph, folded: Folded) -> Mapping[tuple[str, str], tuple[str, ...]]:
+def members_of(graph: Graph, folded: Folded) -> Members:
     """(kind, class) of kept and output entities -> the names of their values."""
-    members: dict[tuple[str, str], tuple[str, ...]] = {}
+    members: dict[tuple[str, str], list[str]] = {}
     classes = value_classes(graph, folded)
     several = [("kept", name) for name, uses in graph.uses.items() if len(uses) > 1]
     outputs = [("output", value.name) for value in graph.outputs if isinstance(value, Value)]
     for kind, name in several + outputs:
-        members[kind, classes[name]] = members.get((kind, classes[name]), ()) + (name,)
-    return members
+        members.setdefault((kind, classes[name]), []).append(name)
+    return {key: tuple(names) for key, names in members.items()}
 
 
 def _index(entity: Entity, assignment: Assignment, names: tuple[str, ...]) -> int | None:

@@ -23,13 +23,28 @@ from autopar.search.table import CostTable
 
 
 @dataclass(frozen=True)
+class PricedStep:
+    """The training step that a table prices.
+
+    `given`: the choices that the table leaves no options for, such as the recomputed regions. `weights`: of paths
+    through backward; by default the only one is along all of it, without overlap.
+    """
+
+    training: Training = WHOLE_BATCH
+    given: Assignment = NO_CHOICES
+    weights: PathWeights = IN_TURN
+
+
+WHOLE_STEP = PricedStep()
+
+
+@dataclass(frozen=True)
 class Priced:
     """A cost table with its entities: `table.nodes[i]` prices the options of `entities[i]`.
 
-    `given`: the choices that the table leaves no options for, such as the recomputed regions. `parameter_buckets`:
-    those in which the table prices each parameter, where this is faster than by itself. The table is exact: the cost
-    and memory of a choice equal those of `evaluate` for its assignment. Equal entries, such as those of a block's
-    copies, are one array.
+    `given`: the choices of the step. `parameter_buckets`: those in which the table prices each parameter, where this is
+    faster than by itself. The table is exact: the cost and memory of a choice equal those of `evaluate` for its
+    assignment. Equal entries, such as those of a block's copies, are one array.
     """
 
     table: CostTable
@@ -46,18 +61,15 @@ def price(
     candidates: Candidates,
     mesh: Mesh,
     cluster: Cluster,
+    step: PricedStep = WHOLE_STEP,
     *,
-    training: Training = WHOLE_BATCH,
-    given: Assignment = NO_CHOICES,
     memory_limit_bytes: float = math.inf,
-    weights: PathWeights = IN_TURN,
 ) -> Priced:
-    """Price everything `candidates` offers, for one training step of `training`. given: the regions that are recomputed
-    and offloaded, and the state on the host. weights: of paths through backward; by default the only one is along all
-    of it, without overlap.
+    """Price everything `candidates` offers in a step; `memory_limit_bytes`: of a device.
 
     MeshError if the mesh does not fit the cluster.
     """
+    training, given, weights = step.training, step.given, step.weights
     check_mesh(cluster, mesh.num_devices)
     few = sampled(graph, folded, (given.recomputed, given.offloaded), given.state_on_host)
     here = (of_graph(given.recomputed, few.graph), of_graph(given.offloaded, few.graph))

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.evaluate import evaluate, has_overlap
 from autopar.costmodel.pricing.encode_decode import decode, encode, with_parameter_buckets
-from autopar.costmodel.pricing.price import price
+from autopar.costmodel.pricing.price import PricedStep, price
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
@@ -110,7 +110,7 @@ def _priced(
         return
     short = outline.short
     followed = outline.follow(plans, annotate(short.graph, mesh, short.folded), mesh)
-    priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, training=training)
+    priced = price(graph, short.folded, _taken(followed.values()), mesh, cluster, PricedStep(training))
     for plan, assignment in followed.items():
         choice = encode(priced, short.graph, short.folded, assignment)
         step_s = cost_of(priced.table, choice)

@@ -9,7 +9,7 @@ from autopar.costmodel.activations.autograd_footprint import footprints
 from autopar.costmodel.activations.transients import Transient, largest_transient
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.pricing.encode_decode import decode
-from autopar.costmodel.pricing.price import price
+from autopar.costmodel.pricing.price import PricedStep, price
 from autopar.costmodel.training import Training
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -48,7 +48,7 @@ NOTHING = Transient({}, frozenset())
 def memory(graph: Graph, training: Training) -> dict[str, int]:
     """On one device."""
     mesh, folded = parse_mesh("1"), fold(graph)
-    priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CPU, training=training)
+    priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CPU, PricedStep(training))
     return evaluate(
         graph, decode(priced, graph, folded, (0,) * len(priced.entities)), mesh, CPU, training=training
     ).memory_bytes
@@ -83,7 +83,7 @@ def test_a_stage_that_ends_in_no_loss_has_none():
 def test_the_table_has_it_for_every_layout(mesh: str, num_microbatches: int):
     graph, mesh, training = traced(), parse_mesh(mesh), Training("adamw", num_microbatches)
     folded = fold(graph)
-    priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CPU, training=training)
+    priced = price(graph, folded, annotate(graph, mesh, folded), mesh, CPU, PricedStep(training))
     sizes = set()
     for number, entity in enumerate(priced.entities):
         for option in range(len(entity.options)):

@@ -14,7 +14,7 @@ from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.pricing.encode_decode import decode, encode
-from autopar.costmodel.pricing.price import Priced, price
+from autopar.costmodel.pricing.price import Priced, PricedStep, price
 from autopar.costmodel.state_offload import hostable
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.errors import MeshError, PlanError
@@ -109,7 +109,7 @@ def draw_state(draw: random.Random, graph: Graph) -> frozenset[str]:
 
 @given(seed=st.integers(0, 2**32), num_calls=st.integers(1, 12), shape=st.sampled_from(MESHES))
 @example(seed=128, num_calls=8, shape=(2, 2, 2))  # a parameter to be regathered that is stored as it is read
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
     draw = random.Random(seed)
     graph, _ = draw_graph(draw, num_calls)
@@ -125,8 +125,7 @@ def test_the_table_of_a_drawn_graph_is_exact(seed, num_calls, shape):
         candidates,
         mesh,
         CLUSTER,
-        training=training,
-        given=replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept),
+        PricedStep(training, replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept)),
     )
     assert all(
         is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 3)
@@ -164,8 +163,7 @@ def test_the_table_of_a_model_in_microbatches_with_recomputed_blocks_is_exact(na
         candidates,
         mesh,
         CLUSTER,
-        training=training,
-        given=replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept),
+        PricedStep(training, replace(NO_CHOICES, recomputed=regions, offloaded=away, state_on_host=kept)),
     )
     assert all(
         is_exact(priced, graph, folded, choice, mesh, training=training) for choice in random_choices(priced, seed, 5)
