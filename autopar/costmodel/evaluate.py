@@ -162,9 +162,9 @@ def _backward(graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh
             lane = lane_of(cluster.levels, mesh.shape, one.axes)
             by_lane[lane] = by_lane.get(lane, 0.0) + cost.time_s(one, mesh, cluster)
 
-    costs = {cost.conversion: cost for cost in step.all_conversions()}
+    costs = {id(cost.conversion): cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
-        together = [costs[conversion] for conversion in bucket]
+        together = [costs[id(conversion)] for conversion in bucket]
         users = (position.get(use.user, len(ops) - 1) for conversion in bucket for use in conversion.uses)
         at = min(users)
         for cost in together:
@@ -210,9 +210,9 @@ def _collectives(step: StepCost, places: _RegionNumbers, mesh: Mesh, cluster: Cl
 
     Recomputed ops issue those of forward again.
     """
-    costs = {cost.conversion: cost for cost in step.all_conversions()}
+    costs = {id(cost.conversion): cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
-        together = [costs[conversion] for conversion in bucket]
+        together = [costs[id(conversion)] for conversion in bucket]
         yield from _of_bucket(together, [cost.collectives for cost in together], mesh, cluster)
         again = [cost for cost in together if cost.runs.num_again]
         yield from _of_bucket(again, [cost.runs.num_again * cost.again for cost in again], mesh, cluster)

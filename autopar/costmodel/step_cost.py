@@ -97,21 +97,17 @@ class ConversionCost:
 class StepCost:
     """The records of a step.
 
-    `ops`: op name -> cost. `conversions`: value name -> costs, in the order of `assignment.conversions`. `footprints`:
-    op name -> footprint. `transients`: op name -> bytes of its transient that count. `pending`: parameters whose
-    gradients do not exist at that time.
+    `ops`: op name -> cost. `conversions`: value name -> costs, in the order of `assignment.conversions`; `savings`:
+    value name -> the saving of each of these. `footprints`: op name -> footprint. `transients`: op name -> bytes of its
+    transient that count. `pending`: parameters whose gradients do not exist at that time.
     """
 
     ops: Mapping[str, OpCost]
     conversions: Mapping[str, tuple[ConversionCost, ...]]
+    savings: Mapping[str, tuple[Saving, ...]]
     footprints: Mapping[str, Footprint]
     transients: Mapping[str, float]
     pending: frozenset[str]
-
-    @property
-    def savings(self) -> Mapping[str, tuple[Saving, ...]]:
-        """Name of each value that is read -> the saving of each of its conversions."""
-        return {name: tuple(one.saving for one in of_value) for name, of_value in self.conversions.items()}
 
     def all_conversions(self) -> Iterator[ConversionCost]:
         """The costs of all conversions, one value after the other."""
@@ -133,6 +129,7 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
     return StepCost(
         _op_costs(graph, assignment, mesh, cluster),
         _conversion_costs(graph, assignment, mesh, training, saved),
+        saved,
         known,
         transients,
         largest.pending,
@@ -140,12 +137,12 @@ def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster
 
 
 def _op_costs(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> dict[str, OpCost]:
-    """Name of each op -> cost; equal calls with equal strategies, as in the copies of a block, are priced once."""
+    """Name of each op -> cost; equal calls with one strategy, as in the copies of a block, are priced once."""
     priced: dict[Hashable, OpCost] = {}
     costs = {}
     for op in graph.ops:
         strategy = assignment.strategies[op.name]
-        key = call_key(op), strategy
+        key = call_key(op), id(strategy)
         if key not in priced:
             priced[key] = op_cost(op, strategy, mesh.shape, cluster)
         costs[op.name] = priced[key]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.ir.graph import Graph, Op, Use, Value
+from autopar.ir.graph import Graph, Use, Value
 from autopar.sbp.placement import I, Layout, Placement, R
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
@@ -256,7 +256,7 @@ def conversions(
     single use is converted from the layout in which the value is produced. Uses share nothing but the kept copy, so
     that the cost of each depends on one pair of layouts. A conversion with `src == dst` does nothing and is listed too.
     """
-    produced, ops = produced_layouts(graph, assignment), {op.name: op for op in graph.ops}
+    produced, giving = produced_layouts(graph, assignment), gradient_givers(graph)
     values = {item.value.name: item.value for item in graph.inputs} | {
         v.name: v for op in graph.ops for v in op.outputs
     }
@@ -269,7 +269,7 @@ def conversions(
         kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
         ways = [(produced[name], kept, tuple(uses))] if len(uses) > 1 else []
         ways += [(kept, dst, use) for dst, use in wanted]
-        made = [Conversion(_as_read(values[name], served, ops), src, dst, served) for src, dst, served in ways]
+        made = [Conversion(_as_read(values[name], served, giving), src, dst, served) for src, dst, served in ways]
         if name in parameters and _only_reduces_gradient(made[0]):
             made[0] = replace(made[0], is_bucketed=True)
         elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
@@ -286,18 +286,16 @@ def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:
     return strategy is not None and not any(signature.role for signature in strategy.signatures)
 
 
-def _as_read(value: Value, uses: Iterable[Use], ops: Mapping[str, Op]) -> Value:
-    """`value`, with a gradient only if one of `uses` propagates one back."""
-    gives = value.needs_grad and any(gives_gradient(use, ops) for use in uses)
+def _as_read(value: Value, uses: Iterable[Use], giving: Collection[str]) -> Value:
+    """`value`, with a gradient only if one of `uses` is `giving` one back."""
+    gives = value.needs_grad and any(use.user in giving for use in uses)
     return value if gives == value.needs_grad else replace(value, needs_grad=gives)
 
 
-def gives_gradient(use: Use, ops: Mapping[str, Op]) -> bool:
-    """Whether a use propagates a gradient back to its value, if that needs one; `ops`: name -> op."""
-    if use.user in ops:
-        op = ops[use.user]
-        return not op.is_no_grad and any(value.needs_grad for value in op.outputs)
-    return use.user == "output"
+def gradient_givers(graph: Graph) -> set[str]:
+    """The users (`Use.user`) that propagate a gradient back to a value that they read, if that needs one."""
+    givers = {op.name for op in graph.ops if not op.is_no_grad and any(value.needs_grad for value in op.outputs)}
+    return givers | {"output"}
 
 
 def buckets(

@@ -20,9 +20,9 @@ from autopar.costmodel.pricing.options import Offered, Options, Stored, offered
 from autopar.costmodel.state_offload import brought_shares
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded, value_classes
-from autopar.ir.graph import Graph, Use, Value
+from autopar.ir.graph import Graph, Value
 from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import gives_gradient, written_buffer
+from autopar.sbp.assignment import gradient_givers, written_buffer
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates
 
@@ -294,16 +294,16 @@ def _readers(
     graph: Graph, folded: Folded, classes: Mapping[str, str], nodes: Mapping[tuple[str, str], int]
 ) -> dict[Reader, tuple[End, bool]]:
     """Reader -> (its end, whether it propagates a gradient back)."""
-    ops = {op.name: op for op in graph.ops if ("op", op.name) in nodes}
+    giving = gradient_givers(graph)
     readers: dict[Reader, tuple[End, bool]] = {}
     for index, value in enumerate(graph.outputs):
         if isinstance(value, Value):
             readers["output", index] = End(nodes["output", classes[value.name]]), True
     for index in range(len(graph.mutations)):
         readers["buffer", index] = End(nodes["input", classes[written_buffer(graph, index)]], "stored"), False
-    for op in ops.values():
+    for op in (op for op in graph.ops if ("op", op.name) in nodes):
         for slot in range(len(op.inputs)):
-            readers[op.name, slot] = End(nodes["op", op.name], "in", slot), gives_gradient(Use(op.name, slot), ops)
+            readers[op.name, slot] = End(nodes["op", op.name], "in", slot), op.name in giving
     return readers
 
 

@@ -102,11 +102,10 @@ def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
 
 def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
     """Name of every op output and input value -> name of the value that represents its class."""
-    by_name = {op.name: op for op in graph.ops}
+    made = {op.name: [value.name for value in op.outputs] for op in graph.ops}
     classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
-    for op in graph.ops:
-        outputs = by_name[folded.representative[op.name]].outputs
-        classes.update((value.name, same.name) for value, same in zip(op.outputs, outputs))
+    for name, outputs in made.items():
+        classes.update(zip(outputs, made[folded.representative[name]]))
     return classes
 
 

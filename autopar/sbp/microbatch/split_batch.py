@@ -55,16 +55,14 @@ def split_batch(graph: Graph) -> BatchSplit:
     batch = batch_size(graph)
     domains: Domains = {item.value.name: _input_domain(item, batch) for item in graph.inputs}
     offered: dict[str, tuple[Signature, ...]] = {}
-    routed, possible = routed_signatures(graph), cache(_possible)
+    routed, fitting = routed_signatures(graph), cache(_fitting)
     for op in graph.ops:  # in graph order first, so that the first op that fails is the one to name
         reads = tuple(map(op.inputs.index, op.inputs))
-        offered[op.name] = tuple(
-            found for found in possible(op.nameless, reads, routed.get(op.name, ())) if _fits(op, found, domains)
-        )
-        if not offered[op.name]:
+        found = fitting(op.nameless, reads, routed.get(op.name, ()), tuple(domains[value.name] for value in op.inputs))
+        if not found.signatures:
             raise MicrobatchError(_refusal(op, domains))
-        for index, value in enumerate(op.outputs):
-            domains[value.name] = frozenset(signature.outputs[index] for signature in offered[op.name])
+        offered[op.name] = found.signatures
+        domains.update((value.name, domain) for value, domain in zip(op.outputs, found.outputs))
     if graph.mutations:
         names = ", ".join(fqn for fqn, _ in graph.mutations)
         raise MicrobatchError(
@@ -130,12 +128,35 @@ def _listed(op: Op, routed: tuple[Signature, ...]) -> tuple[Signature, ...]:
     return (*(whole for whole in signatures if {*whole.inputs, *whole.outputs} <= {I, R}), *routed)
 
 
-def _fits(op: Op, signature: Signature, domains: Domains) -> bool:
-    """Whether each input can have the placement of `signature`; a whole value becomes a term only beside a term."""
-    pairs = [(placement, domains[value.name], value) for placement, value in zip(signature.inputs, op.inputs)]
-    has_term = any(placement == P and P in domain for placement, domain, _ in pairs)
-    others = [(placement, domain, value) for placement, domain, value in pairs if placement not in domain]
-    return all(
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """The signatures that fit the placements of an op's inputs, and the placements that each output has by them."""
+
+    signatures: tuple[Signature, ...]
+    outputs: tuple[frozenset[Placement], ...]
+
+
+def _fitting(
+    op: Op, reads: tuple[int, ...], routed: tuple[Signature, ...], domains: tuple[frozenset[Placement], ...]
+) -> _Fitting:
+    """The signatures that fit `op`, whose inputs have `domains`; otherwise as `_possible`."""
+    signatures = tuple(found for found in _possible(op, reads, routed) if _fits(op, found, domains))
+    outputs = zip(*(signature.outputs for signature in signatures))
+    return _Fitting(signatures, tuple(map(frozenset, outputs)))
+
+
+def _fits(op: Op, signature: Signature, domains: Iterable[frozenset[Placement]]) -> bool:
+    """Whether each input can have the placement of `signature`; a whole value becomes a term only beside a term.
+
+    `domains`: the placements that each input may have.
+    """
+    others, has_term = [], False
+    for placement, domain, value in zip(signature.inputs, domains, op.inputs):
+        if placement not in domain:
+            others.append((placement, domain, value))
+        elif placement == P:
+            has_term = True
+    return not others or all(
         p == P and has_term and value.dtype.is_floating_point and _whole(value) in domain for p, domain, value in others
     )
 
@@ -200,10 +221,11 @@ def _make_consistent(
 
 def _revise(op: Op, possible: dict[str, tuple[Signature, ...]], domains: Domains) -> list[str]:
     """Drop the signatures of `op` that its values rule out, and vice versa; returns the values that lost placements."""
+    of_inputs = [domains[value.name] for value in op.inputs]
     kept = tuple(
         signature
         for signature in possible[op.name]
-        if _fits(op, signature, domains) and all(p in domains[v.name] for p, v in zip(signature.outputs, op.outputs))
+        if _fits(op, signature, of_inputs) and all(p in domains[v.name] for p, v in zip(signature.outputs, op.outputs))
     )
     if not kept:
         raise MicrobatchError(_refusal(op, domains))
