@@ -6,8 +6,8 @@ import pytest
 
 from bench.cluster import __main__ as cluster
 from bench.cluster.__main__ import cells, fastest, ratio
-from bench.networks.__main__ import Network
-from bench.report import load
+from bench.each_network import Network, measure
+from bench.report import add, load
 
 SECONDS = {
     "autopar": [1.0, 1.0, 1.0],
@@ -33,7 +33,7 @@ def test_libraries_and_autopar_train_the_same_model_on_a_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("bench.report.RESULTS", tmp_path)
-    (row,) = cluster.measure(Network(2, 2, "10gbit"), ["wide-mlp"])
+    (row,) = measure(Network(2, 2, "10gbit"), ["wide-mlp"], cluster.RANKS)
     assert len(row["seconds"]) == 13 and 0 <= row["overlap"] <= 1
-    cluster.add("cluster", [cluster.TABLE], {cluster.TABLE.title: [row]}, {})
+    add("cluster", [cluster.TABLE], {cluster.TABLE.title: [row]}, {})
     assert load("cluster")[cluster.TABLE.title][0]["model"] == "wide-mlp"

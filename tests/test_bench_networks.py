@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.each_network import NETWORKS, Network, measure
 from bench.networks import __main__ as networks
-from bench.networks.__main__ import NETWORKS, Network, cells, rank_correlation, regret
-from bench.report import load
+from bench.networks.__main__ import cells, rank_correlation, regret
+from bench.report import add, load
 
 POINTS = [
     {"plan": "ddp on a0=4", "predicted_s": 1.0, "preset_s": 3.0, "measured_s": 2.0},
@@ -27,9 +28,9 @@ def test_figures_of_a_row() -> None:
 @pytest.mark.emulated
 def test_a_network_is_calibrated_and_its_plans_are_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.report.RESULTS", tmp_path)
-    (row,) = networks.measure(Network(2, 2, "1gbit"), ["wide-mlp"])
+    (row,) = measure(Network(2, 2, "1gbit"), ["wide-mlp"], networks.RANKS)
     assert len(row["points"]) >= 8 and all(point["measured_s"] > 0 for point in row["points"])
-    networks.add("networks", [networks.TABLE], {networks.TABLE.title: [row]}, {})
+    add("networks", [networks.TABLE], {networks.TABLE.title: [row]}, {})
     assert load("networks")[networks.TABLE.title][0]["points"] == json.loads(json.dumps(row["points"]))
 
 

@@ -7,38 +7,14 @@ turns in the same processes. Before it is timed, every variant trains a few step
 process. Needs root and iproute2, but for the loopback of one host.
 """
 
-import json
-import sys
-import tempfile
-from pathlib import Path
 from statistics import median
 
 from bench.cluster.run_ranks import DDP, OWN, ROUNDS, SAME
-from bench.emulated_cluster import emulated_cluster
-from bench.models import WORKLOADS
-from bench.networks.__main__ import NETWORKS, RATES, Network, row_name
+from bench.each_network import ROW_NAMES, measure_rows
 from bench.networks.run_ranks import STEPS
-from bench.report import Cells, Row, Table, add
-from bench.rows import parser, selected
+from bench.report import Cells, Row, Table
 
 Seconds = dict[str, list[float]]
-
-
-def measure(network: Network, models: list[str]) -> list[Row]:
-    """The rows of a network; one that fails has an "error"."""
-    with tempfile.TemporaryDirectory() as folder:
-        calibration = f"{folder}/cluster.json"
-        with emulated_cluster(network.num_hosts, network.rate or RATES[-1]) as cluster:
-            status = cluster.torchrun(network.num_ranks, ["-m", "autopar", "calibrate", "--out", calibration])
-            if status == 0:
-                ranks = ["-m", "bench.cluster.run_ranks", calibration, folder, *models]
-                status = cluster.torchrun(network.num_ranks, ranks)
-        return [_row(network, model, Path(folder) / f"{model}.json", status) for model in models]
-
-
-def _row(network: Network, model: str, path: Path, status: int) -> Row:
-    row: Row = {"row": row_name(network.name, model), "network": network.name, "model": model}
-    return row | (json.loads(path.read_text()) if path.exists() else {"error": f"ended with {status}"})
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float, float]:
@@ -78,6 +54,7 @@ def cells(row: Row) -> list[Cells]:
     return [(row["network"], row["model"], *times, best, _shown(seconds[OWN], seconds[best]), *same)]
 
 
+RANKS = "bench.cluster.run_ranks"
 TABLE = Table(
     "Steps beside libraries on networks of this machine",
     "Training steps (forward, backward, AdamW) of four gloo ranks in network namespaces whose links tc limits, one"
@@ -93,21 +70,14 @@ TABLE = Table(
         "autopar over it",
         *(f"as {library}" for library in SAME),
     ),
-    tuple(row_name(network.name, model) for network in NETWORKS for model in WORKLOADS),
+    ROW_NAMES,
     cells,
 )
 
 
 def main() -> None:
-    """Run the rows that are asked for, network by network."""
-    settings = parser(__doc__).parse_args()
-    wanted = selected([TABLE], settings, "cluster")[TABLE.title]
-    for network in NETWORKS:
-        models = [model for model in WORKLOADS if row_name(network.name, model) in wanted]
-        if models:
-            print(f"{network.name}: {', '.join(models)}", file=sys.stderr, flush=True)
-            add("cluster", [TABLE], {TABLE.title: measure(network, models)}, {"threads a rank": 1})
-    print("written to bench/results/cluster.md and cluster.json")
+    """Measure the rows that are asked for."""
+    measure_rows("cluster", TABLE, RANKS, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One rank of `bench.cluster`: steps of autopar and of each library on a model, in turn.
 
-    torchrun ... -m bench.cluster.run_ranks CALIBRATION FOLDER MODEL ...
+    torchrun ... -m bench.cluster.run_ranks NETWORK CALIBRATION FOLDER MODEL ...
 
 The first rank writes FOLDER/MODEL.json: seconds of each round by variant.
 """
@@ -112,7 +112,7 @@ def seconds_of(name: str, cluster: Cluster) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    calibration, folder, *models = sys.argv[1:]
+    _, calibration, folder, *models = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cluster = load_cluster(calibration)

@@ -7,68 +7,13 @@ are run on it in turn. All lie in one process a rank; nothing that is measured h
 iproute2, but for the loopback of one host.
 """
 
-import json
-import sys
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-from bench.emulated_cluster import emulated_cluster
-from bench.models import WORKLOADS
+from bench.each_network import ROW_NAMES, measure_rows
 from bench.networks.run_ranks import FOUND, MESHES, PRESET, ROUNDS, STEPS
-from bench.report import Cells, Row, Table, add
-from bench.rows import parser, selected
-
-
-@dataclass(frozen=True)
-class Network:
-    """Hosts with so many ranks each, whose cards have the rate as tc writes it; one host has none."""
-
-    num_hosts: int
-    num_ranks: int
-    rate: str = ""
-
-    @property
-    def name(self) -> str:
-        """
-        >>> Network(2, 2, "1gbit").name, Network(1, 4).name
-        ('2x2 1gbit', 'loopback')
-        """
-        return f"{self.num_hosts}x{self.num_ranks} {self.rate}" if self.rate else "loopback"
-
-
-RATES = ("200mbit", "1gbit", "10gbit")
-NETWORKS = (Network(1, 4), *(Network(hosts, 4 // hosts, rate) for hosts in (4, 2) for rate in RATES))
-
-
-def row_name(network: str, model: str) -> str:
-    """
-    >>> row_name("loopback", "gpt")
-    'loopback, gpt'
-    """
-    return f"{network}, {model}"
-
-
-def measure(network: Network, models: list[str]) -> list[Row]:
-    """The rows of a network; one that fails has an "error"."""
-    with tempfile.TemporaryDirectory() as folder:
-        calibration = f"{folder}/cluster.json"
-        with emulated_cluster(network.num_hosts, network.rate or RATES[-1]) as cluster:
-            status = cluster.torchrun(network.num_ranks, ["-m", "autopar", "calibrate", "--out", calibration])
-            if status == 0:
-                ranks = ["-m", "bench.networks.run_ranks", network.name, calibration, folder, *models]
-                status = cluster.torchrun(network.num_ranks, ranks)
-        return [_row(network, model, Path(folder) / f"{model}.json", status) for model in models]
-
-
-def _row(network: Network, model: str, points: Path, status: int) -> Row:
-    row: Row = {"row": row_name(network.name, model), "network": network.name, "model": model}
-    if not points.exists():
-        return row | {"error": f"ended with {status}"}
-    return row | {"points": json.loads(points.read_text())}
+from bench.report import Cells, Row, Table
 
 
 def error(point: Row, by: str = "predicted_s") -> float:
@@ -109,6 +54,7 @@ def cells(row: Row) -> list[Cells]:
     ]
 
 
+RANKS = "bench.networks.run_ranks"
 TABLE = Table(
     "Plans on networks of this machine",
     "Training steps (forward, backward, AdamW) of gloo ranks in network namespaces whose links tc limits, one thread a"
@@ -130,21 +76,14 @@ TABLE = Table(
         "fastest, ms",
         "which is",
     ),
-    tuple(row_name(network.name, model) for network in NETWORKS for model in WORKLOADS),
+    ROW_NAMES,
     cells,
 )
 
 
 def main() -> None:
-    """Run the rows that are asked for, network by network."""
-    settings = parser(__doc__).parse_args()
-    wanted = selected([TABLE], settings, "networks")[TABLE.title]
-    for network in NETWORKS:
-        models = [model for model in WORKLOADS if row_name(network.name, model) in wanted]
-        if models:
-            print(f"{network.name}: {', '.join(models)}", file=sys.stderr, flush=True)
-            add("networks", [TABLE], {TABLE.title: measure(network, models)}, {"threads a rank": 1})
-    print("written to bench/results/networks.md and networks.json")
+    """Measure the rows that are asked for."""
+    measure_rows("networks", TABLE, RANKS, __doc__)
 
 
 if __name__ == "__main__":

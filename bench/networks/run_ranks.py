@@ -123,7 +123,7 @@ def main() -> None:
         rows = rows_of(name, network, cluster, preset)
         if dist.get_rank() == 0:
             path = Path(folder) / f"{name}.json"
-            path.with_suffix(".part").write_text(json.dumps(rows))
+            path.with_suffix(".part").write_text(json.dumps({"points": rows}))
             os.replace(path.with_suffix(".part"), path)
     dist.destroy_process_group()
 
