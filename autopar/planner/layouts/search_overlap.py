@@ -101,10 +101,8 @@ class MeshRounds:
 
     def take(self, choice: Choice) -> None:
         """Take the choice of the last round."""
-        self.choice, setting, problem = choice, self.last.setting, self.last.problem
-        made = timed(setting, problem, choice.strategies) if setting.has_overlap else None
-        made = made or Timed(choice.strategies, choice.cost_s)
-        if self.best is None or made.step_s < self.best.step_s or not setting.has_overlap:
+        self.choice, made = choice, timed(self.last.setting, self.last.problem, choice.strategies)
+        if self.best is None or made.step_s <= self.best.step_s:
             self.best = made
         if choice.lower_bound_s >= self.lower_bound_s:
             self.lower_bound_s, self.around = choice.lower_bound_s, self.paths

@@ -17,9 +17,7 @@ from autopar.torch_compat import has_step_hooks
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 _MARK = "_autopar_local_step"
 
