@@ -5,12 +5,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from tests.workers import Ranks
 
 torch.set_num_threads(1)
+
+# What an example takes on a loaded machine says nothing.
+hypothesis.settings.register_profile("untimed", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Plans of tests are for one and the same machine; their ranks and subprocesses inherit this.
 os.environ.setdefault("AUTOPAR_CLUSTER", "cpu")

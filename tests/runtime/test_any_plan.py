@@ -52,7 +52,7 @@ def test_any_plan_computes_what_one_device_does_and_issues_what_is_priced() -> N
     seen: Counter[str] = Counter()
 
     @hypothesis.settings(
-        max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=NUM_EXAMPLES, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
     )
     @hypothesis.given(st.integers(0, 2**32), st.integers(1, 6))
     def check(seed: int, num_calls: int) -> None:

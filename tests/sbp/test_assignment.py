@@ -24,18 +24,10 @@ from autopar.sbp.analysis.sample_blocks import shorten
 from autopar.sbp.assignment import Assignment, conversions, graph_names, only_gathers
 from autopar.sbp.candidates import annotate
 from tests.planner.cases import CPU, MESH
+from tests.sbp.block import Block
 
 FIELDS = [field.name for field in fields(Assignment)]
 LAYERS = 6
-
-
-class Block(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 @functools.cache

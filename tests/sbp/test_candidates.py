@@ -152,7 +152,7 @@ def test_folded_ops_are_left_to_their_representative() -> None:
 shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shapes, st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3).map(tuple))
 def test_strategies_are_the_even_products_of_signatures(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> None:
     """Against the definition: every product, filtered by `is_even` on every tensor."""

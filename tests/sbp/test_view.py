@@ -81,7 +81,7 @@ def check_strategies(target: str, mesh_shape: tuple[int, int]) -> None:
 shapes = st.lists(st.sampled_from([1, 1, 2, 3, 4, 6]), max_size=4).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, st.randoms())
 def test_any_reshape(shape: tuple[int, ...], random: object) -> None:
     """Regroup the prime factors of `shape` at random."""

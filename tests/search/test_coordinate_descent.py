@@ -13,7 +13,7 @@ def rank(table, choice):
     return max(0.0, memory_of(table, choice) - table.memory_limit_bytes), cost_of(table, choice)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_tables(limited=True))
 def test_no_move_of_one_or_two_neighbours_improves_the_end(table):
     table = checked(table)
@@ -32,7 +32,7 @@ def test_no_move_of_one_or_two_neighbours_improves_the_end(table):
                 assert np.isinf(other_cost_s) or (excess, cost_s * (1 - 1e-9)) <= (other_excess + 1e-3, other_cost_s)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_tables(limited=True))
 def test_descent_never_ends_worse_than_an_allowed_start(table):
     table = checked(table)
@@ -76,7 +76,7 @@ def test_memory_is_shed_where_a_byte_costs_least():
     assert shed(landscape(table), (1, 0, 0), most_moves=9) == (1, 0, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_tables(limited=True))
 def test_shedding_ends_within_the_limit_or_nearer_to_it(table):
     table = checked(table)

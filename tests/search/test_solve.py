@@ -43,7 +43,7 @@ def hard_table() -> CostTable:
     return replace(table, memory_limit_bytes=memory[50])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(small_tables(limited=False))
 def test_without_a_limit_solve_is_brute_force(table):
     truth = brute_force(table)
@@ -56,7 +56,7 @@ def test_without_a_limit_solve_is_brute_force(table):
     assert found.gap < 1e-9
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(small_tables(limited=True))
 def test_with_a_limit_solve_is_brute_force(table):
     truth = brute_force(table)
@@ -72,7 +72,7 @@ def test_with_a_limit_solve_is_brute_force(table):
     assert found.gap < 1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=True))
 def test_bounds_hold_when_the_graph_is_too_dense_to_eliminate(table):
     truth = brute_force(table)
@@ -84,7 +84,7 @@ def test_bounds_hold_when_the_graph_is_too_dense_to_eliminate(table):
         assert cost_of(table, state.reduced.lift(state.best)) == pytest.approx(truth[0], rel=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(small_tables(limited=True))
 def test_never_worse_than_a_start_even_without_time(table):
     truth = brute_force(table)
@@ -179,7 +179,7 @@ def test_an_impossible_limit_on_a_large_table_is_refused_with_the_least_that_wou
     assert near.memory_bytes <= 1.05 * exact
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True))
 def test_a_brief_search_bounds_and_gives_choices_around_a_limit_that_binds(table):
     truth = brute_force(checked(table))
@@ -195,7 +195,7 @@ def test_a_brief_search_bounds_and_gives_choices_around_a_limit_that_binds(table
         assert above > table.memory_limit_bytes >= within
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True), st.floats(0.1, 2.0))
 def test_a_search_that_cannot_win_is_given_up_with_a_bound_that_says_so(table, part):
     truth = brute_force(checked(table))

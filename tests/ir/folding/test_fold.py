@@ -183,7 +183,7 @@ def test_deep_graphs_fold_in_no_time():
     assert [(len(repeat.ops), repeat.count) for repeat in found.repeats] == [(60, 126)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(2, 5), st.lists(st.integers(0, 3), max_size=4))
 def test_runs_equal_brute_force(block, count, rest):
     import numpy as np

@@ -22,18 +22,10 @@ from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.assignment import Assignment, InBucket, buckets, conversions
 from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import I
+from tests.sbp.block import Block
 
 LAYERS = 5
 MESH = parse_mesh("8")
-
-
-class Block(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def traced(size: int = 16) -> Graph:

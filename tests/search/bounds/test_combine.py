@@ -12,7 +12,7 @@ from autopar.search.table import cost_of, memory_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(small_tables(limited=True) | small_tables(limited=False), st.randoms(use_true_random=False))
 def test_it_is_as_good_as_the_best_of_what_the_choices_hold(table, random):
     table = checked(table)

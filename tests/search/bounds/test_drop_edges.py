@@ -9,7 +9,7 @@ from autopar.search.table import cost_of, memory_of
 from tests.search.tables import every_choice, random_table, small_tables
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=False), st.sampled_from([4, 16, 64]))
 def test_a_relaxed_table_costs_and_takes_no_more(table, entries):
     table = checked(table)

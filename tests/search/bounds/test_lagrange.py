@@ -10,7 +10,7 @@ from autopar.search.table import CostTable, Node, cost_of, memory_of
 from tests.search.tables import brute_force, every_choice, small_tables
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True), st.integers(1, 4) | st.just(40))
 def test_the_bound_is_below_every_choice_within_the_limit(table, most_steps):
     table = checked(table)
@@ -22,7 +22,7 @@ def test_the_bound_is_below_every_choice_within_the_limit(table, most_steps):
         assert dual.bound_s <= truth[0] * (1 + 1e-14)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=True))
 def test_no_price_on_a_grid_beats_the_one_found(table):
     table = checked(table)
@@ -39,7 +39,7 @@ def test_no_price_on_a_grid_beats_the_one_found(table):
     assert dual.bound_s >= grid - 1e-9 * abs(grid)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=False))
 def test_least_memory_is_brute_force(table):
     table = checked(table)
@@ -59,7 +59,7 @@ def test_a_terabyte_that_no_choice_can_avoid_does_not_drown_microseconds():
     assert dual.bound_s <= 4e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True), st.randoms(use_true_random=False))
 def test_the_two_around_the_limit_cost_the_same_at_the_best_price(table, random):
     table = checked(table)
@@ -88,7 +88,7 @@ def test_the_two_around_the_limit_cost_the_same_at_the_best_price(table, random)
             assert value == pytest.approx(dual.bound_s, rel=1e-8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True), st.integers(2, 9))
 def test_what_can_be_divided_costs_no_more_than_the_bound(table, copies):
     # As many independent copies of the table, some as the choice above the limit, the others as that within it.

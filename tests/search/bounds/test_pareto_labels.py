@@ -14,7 +14,7 @@ from autopar.search.table import cost_of, memory_of
 from tests.search.tables import brute_force, every_choice, random_table, small_tables
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(small_tables(limited=True), st.sampled_from([0.0, 1e-12, 1e-10]), st.sampled_from([0.9, 1.0, 1.1, 3.0]))
 def test_without_rounding_labels_are_brute_force(table, price, part):
     table = checked(table)
@@ -31,7 +31,7 @@ def test_without_rounding_labels_are_brute_force(table, price, part):
     assert memory_of(table, front.choice) <= table.memory_limit_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True), st.integers(1, 3))
 def test_rounded_labels_are_bounds_and_their_choice_is_within_the_limit(table, most_labels):
     table = checked(table)
@@ -46,7 +46,7 @@ def test_rounded_labels_are_bounds_and_their_choice_is_within_the_limit(table, m
     assert truth[0] * (1 - 1e-12) <= cost_of(table, front.choice)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True))
 def test_closing_alone_is_brute_force(table):
     table = checked(table)

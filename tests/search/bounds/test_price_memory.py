@@ -15,7 +15,7 @@ from tests.search.tables import block_table, brute_force, small_tables
 NOTHING_IS_QUICK = Limits(additions=0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_tables(limited=True))
 def test_its_bound_is_that_of_the_best_price_and_its_choice_is_within_the_limit(table):
     table, truth = checked(table), brute_force(table)

@@ -9,7 +9,7 @@ from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import brute_force, every_choice, small_tables
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=True))
 def test_reduction_keeps_the_optimum(table):
     table = checked(table)
@@ -26,7 +26,7 @@ def test_reduction_keeps_the_optimum(table):
         assert cost_of(table, reduced.lift(found[1])) == pytest.approx(found[0], rel=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=True))
 def test_what_takes_the_place_of_a_dropped_strategy_is_no_worse(table):
     table = checked(table)

@@ -12,7 +12,7 @@ from autopar.search.table import CostTable, Edge, Node, cost_of, memory_of
 from tests.search.tables import every_choice, random_table, small_tables
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(small_tables(limited=False), st.sampled_from([0.0, 1e-12, 1e-9]), st.integers(1, 30), st.booleans())
 def test_no_choice_is_below_the_bound_or_its_strategies_marginals(table, multiplier, most_sweeps, has_ceiling):
     table = checked(table)
@@ -31,7 +31,7 @@ def test_no_choice_is_below_the_bound_or_its_strategies_marginals(table, multipl
     assert [values[choice] for choice in passed.met] == sorted(values[choice] for choice in passed.met)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     small_tables(limited=False),
     st.lists(st.sampled_from([0.0, 1e-12, 1e-9, 1e-6]), min_size=2, max_size=4),
@@ -47,7 +47,7 @@ def test_messages_of_other_prices_bound_this_one(table, prices, most_sweeps):
             assert all(marginals[k] <= value * (1 + 1e-14) for marginals, k in zip(passed.marginals, choice))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.booleans())
 def test_on_a_tree_the_bound_is_the_optimum(seed, is_star):
     whole = checked(random_table(seed, num_nodes=6, num_edges=15, forbidden=0.0))
@@ -68,7 +68,7 @@ def test_a_known_optimum_ends_the_passing_early_and_cuts_what_is_worse():
     assert passed.value <= cost_of(table, best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 5))
 def test_compact_edges_are_the_edges(seed, rows, columns):
     rng = np.random.default_rng(seed)

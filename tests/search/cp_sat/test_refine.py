@@ -33,7 +33,7 @@ def started(table: CostTable, incumbent: tuple[int, ...] | None) -> State:
     return with_known(beginning(table), () if incumbent is None else (incumbent,))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 @given(small_tables(limited=True))
 def test_cp_sat_alone_is_brute_force(table):
     table = checked(table)

@@ -17,7 +17,7 @@ def order_of(table: CostTable) -> tuple[int, ...]:
     return order
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_tables(limited=False), st.sampled_from([0.0, 1e-12, 1e-9]))
 def test_elimination_is_brute_force(table, multiplier):
     truth = min(cost_of(table, choice) + multiplier * memory_of(table, choice) for choice in every_choice(table))
@@ -28,7 +28,7 @@ def test_elimination_is_brute_force(table, multiplier):
         assert cost_of(table, choice) + multiplier * memory_of(table, choice) == pytest.approx(truth, rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(small_tables(limited=False))
 def test_any_order_gives_the_same_optimum(table):
     orders = list(itertools.permutations(range(len(table.nodes))))[:: 1 + 5 * len(table.nodes)]
@@ -36,7 +36,7 @@ def test_any_order_gives_the_same_optimum(table):
     assert max(values) == pytest.approx(min(values), rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_tables(limited=False), st.sampled_from([0.0, 1e-9]))
 def test_min_marginals_are_brute_force(table, multiplier):
     nodes = [np.full(node.cost_s.size, np.inf) for node in table.nodes]

@@ -8,7 +8,7 @@ from autopar.search.table import cost_of
 from tests.search.tables import block_table, brute_force, every_choice, random_table, small_tables
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_tables(limited=False))
 def test_the_core_has_the_optimum_of_the_table(table):
     small, truth = core(table), brute_force(table)
@@ -19,7 +19,7 @@ def test_the_core_has_the_optimum_of_the_table(table):
         assert cost_of(table, small.lift(least[1])) == pytest.approx(truth[0], rel=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_tables(limited=False), st.integers(0, 10**6))
 def test_every_choice_is_lifted_to_the_cheapest_that_contains_it(table, seed):
     small = core(table)
