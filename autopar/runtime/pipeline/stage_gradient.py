@@ -35,6 +35,8 @@ class StageGradient(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not all(issubclass(kind, StageGradient) for kind in types):  # what stands for gradients of other stages
+            return NotImplemented
         with without_function_modes():
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if func is _UNSCALE and not all(isinstance(x, ScaledGradient) for x in args[0]):

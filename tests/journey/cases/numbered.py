@@ -1,10 +1,12 @@
 """Parameters by their number, position and count, which must be those of one device on a rank that has some."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.journey.case import DP, PP, Numbers, Run, case
-from tests.journey.stack import Stack, batch
+from tests.journey.stack import BATCH, WIDTH, Block, Stack, batch
 
 ON = (DP, PP)
 OF_ANOTHER_STAGE = "is a parameter of another stage"
@@ -134,3 +136,59 @@ def state_with_a_group_for_each(run: Run) -> Numbers:
     state = gives(optimizer)
     assert [group["lr"] for group in state["param_groups"]] == [0.5 * 0.8**i for i in range(12)]
     return found | {f"momentum {number}": x["momentum_buffer"] for number, x in state["state"].items()}
+
+
+@case(on=ON)
+def clipped_by_value_together(run: Run) -> Numbers:
+    """clip_grad_value_(model.parameters(), 0.01, foreach=True), and each module's weight by its shape"""
+    model, args = compiled(run), batch()
+    run.step(model, *args)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=True)
+    shapes = [m.weight.shape for m in run.inner(model).modules() if isinstance(m, nn.Linear)]
+    assert shapes == [m.weight.shape for m in Stack().modules() if isinstance(m, nn.Linear)]
+    return run.gradients(model)
+
+
+@case(on=ON, peers=False)
+def averaged_by_torch(run: Run) -> Numbers:
+    """AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), updated after each step, its weights afterwards"""
+    model, args = compiled(run), batch()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        run.step(model, *args)
+        optimizer.step()
+        average.update_parameters(model)
+    return run.parameters(average.module)
+
+
+class Tied(nn.Module):
+    """Its head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+@case(on=ON)
+def rates_by_number_of_tied_weights(run: Run) -> Numbers:
+    """lr * 0.9 ** i of enumerate(model.parameters()) where the first and the last stage have one weight"""
+    args = torch.arange(BATCH), torch.arange(BATCH) + 1
+    model, losses = run.compile(Tied(), args=args), {}
+    groups = [{"params": [p], "lr": 0.5 * 0.8**i} for i, p in enumerate(model.parameters())]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    for number in range(3):
+        optimizer.zero_grad()
+        losses[f"loss {number}"] = run.step(model, *args)
+        optimizer.step()
+    return losses | run.parameters(model)
