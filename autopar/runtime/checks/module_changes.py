@@ -143,7 +143,7 @@ class ModuleWatch:
         self._parameters = [x for x in self.tensors.values() if isinstance(x, nn.Parameter)]
         self._memory = list(map(_memory, self._parameters))
         self._needs_grad, self._storages = _settings(self._parameters)  # kept, so that no other has their addresses
-        self._are_counted = all(isinstance(x, DTensor) for x in self._parameters)
+        self._are_counted = all(isinstance(x, (DTensor, ParameterElsewhere)) for x in self._parameters)
         of_classes: list[tuple[Any, Any]] = [(attrgetter(*own), kind) for kind, own in _read_of_classes(module).items()]
         self._of_classes = [*of_classes, *((itemgetter(name), d) for name, d in outside)]
         self._class_values = [read(kind) for read, kind in self._of_classes]
@@ -310,14 +310,13 @@ def _stand_ins(module: nn.Module, before: ModuleState, now: ModuleState) -> Modu
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    named = module.named_parameters(remove_duplicate=False)
-    yield from ((fqn, x) for fqn, x in named if not isinstance(x, ParameterElsewhere))
+    yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def _memory(x: torch.Tensor) -> int:
     """Where the content of this rank's part is."""
-    return x.to_local().data_ptr() if isinstance(x, DTensor) else x.data_ptr()
+    return x.to_local().data_ptr() if isinstance(x, (DTensor, ParameterElsewhere)) else x.data_ptr()
 
 
 def _tensor(x: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.runtime.pipeline.stage_gradient import OF_STAGES_ONLY, StageGradient
-from autopar.torch_compat import pytree, without_function_modes
+from autopar.torch_compat import pytree, settings_counted, without_function_modes
 
 aten = torch.ops.aten
 _READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__))
@@ -69,6 +69,10 @@ class ParameterElsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "requires_grad_" or (name == "__set__" and func == torch.Tensor.requires_grad.__set__):
+            settings_counted()[0] += (
+                1  # as of the parameters that are here: a rank is to notice what is frozen elsewhere
+            )
         if name == "__set__":  # .data, .requires_grad
             if not isinstance(args[0], cls):
                 raise _not_here(args[1].fqn, "assigned to a tensor of this rank's stages")
