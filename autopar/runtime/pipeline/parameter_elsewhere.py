@@ -69,7 +69,7 @@ class ParameterElsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "requires_grad_" or (name == "__set__" and func == torch.Tensor.requires_grad.__set__):
+        if name in ("requires_grad_", "__set__"):
             settings_counted()[0] += (
                 1  # as of the parameters that are here: a rank is to notice what is frozen elsewhere
             )
