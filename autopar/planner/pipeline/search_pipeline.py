@@ -196,17 +196,20 @@ def _search_point(
 ) -> None:
     """Add the search of a point, with its plan if there is one that takes less than that of `whole`.
 
-    A point with one rank, whose stages are the whole step, is left as soon as it cannot beat the others so far. A
-    search gets a large share of the time left; the rest is for plans whose peak does not fit, which are searched again.
+    A point with one rank, whose stages are the whole step, is left as soon as it cannot beat the others so far. If it
+    saves no memory, planning without stages may have searched it already. A search gets a large share of the time left;
+    the rest is for plans whose peak does not fit, which are searched again.
     """
+    is_alone = point.schedule.num_ranks == 1
+    is_known = whole.is_searched and is_alone and point.schedule.num_microbatches == 1
+    if is_known and not any(point.partition.num_recomputed) and whole.step_s <= point.step_s:
+        return
     part = fit.budget.part(_SHARE_OF_POINT, where=f"{point.schedule} of {point.mesh}: ")
     cut = cut_as(model, point)
     part.show("stages", cut)
     by_hand, chosen = crossing_layouts(cut), choose_crossing(cut, point, point.mesh, cluster, request, part)
     crossings = [by_hand] + [chosen] * (chosen != by_hand)
-    is_alone = point.schedule.num_ranks == 1
     to_beat_s = min(whole.step_s, fit.to_beat_s) if is_alone else math.inf
-    is_known = whole.is_searched and is_alone and point.schedule.num_microbatches == 1
     offloading, keeping = (
         tuple(
             (CutTask(cut, point, point.mesh, cluster, request, crossing, moves, is_known), StageCache())
