@@ -176,3 +176,8 @@ def test_a_rank_that_dies_before_its_sums_have_landed_ends_all(tmp_path: Path) -
     for rank in (0, 1, 3):
         seconds, error = (tmp_path / str(rank)).read_text().split("\n")
         assert float(seconds) < 10 and error == "PeerFailed"
+
+
+def test_a_gradient_without_dims_keeps_what_others_add_to_it() -> None:
+    landed = in_flight.InFlight(None, torch.tensor(2.0), torch.float32)
+    assert in_flight.arrived([landed], in_flight.placeholder(torch.tensor(1.0)) + 3.0) == 5.0

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.sbp.placement import format_layout
 from autopar.verify.count_collectives import count_collectives
+from tests.journey.case import DP, FREE
+from tests.journey.runs import Ranked
 from tests.workers import Ranks, device_mesh
 
 VOCABULARY = 1024
@@ -116,3 +118,28 @@ def test_outputs_too_large_to_be_whole_are_named_with_the_remedy(ranks4: Ranks) 
 def test_another_word_for_outputs_is_refused() -> None:
     with pytest.raises(autopar.AutoparError, match='outputs= expects "whole" or "sharded", found \'plain\''):
         autopar.compile(nn.Linear(2, 2), 1, outputs="plain")
+
+
+def hook_on_logits(setting: str) -> str:
+    """What a rank is told that hooks the gradient of logits of which the model computes its loss; "" if the hook sees
+    the gradient that it has on one device.
+    """
+    model, x, labels = example()
+    run, seen = Ranked(setting), list[torch.Tensor]()
+    with run.planned():
+        sharded = run.compile(copy.deepcopy(model), args=(x, labels))
+    for one in (model, sharded):
+        loss, logits = one(x, labels)
+        try:
+            logits.register_hook(seen.append)
+        except autopar.AutoparError as error:
+            return str(error)
+        loss.backward()
+    torch.testing.assert_close(seen[0], seen[1])
+    return ""
+
+
+@pytest.mark.multirank
+def test_a_hook_on_what_is_gathered_and_read_in_parts_is_refused(ranks4: Ranks) -> None:
+    assert all("full backward hook" in text for text in ranks4.run(hook_on_logits, DP))
+    assert ranks4.run(hook_on_logits, FREE) == [""] * 4
