@@ -111,7 +111,10 @@ def measure_rank(mesh: DeviceMesh, device: torch.device, effort: Effort, num_sha
 def measure_links(
     links: TimedLinks, num_ranks: int, per_host: int, effort: Effort, tell: Tell
 ) -> tuple[tuple[int, ...], list[CollectiveTime]]:
-    """(the sizes of the link levels, the timings on them); no timings for one rank."""
+    """(the sizes of the link levels, as `level_sizes` gives them; the timings of sends and collectives on them).
+
+    `per_host`: ranks of a host. `tell`: called with what is measured next. One rank has no timings.
+    """
     if num_ranks == 1:
         return (1,), []
     # the best of several rounds, as what else the machine does slows some sends and speeds none up
@@ -125,7 +128,10 @@ def measure_links(
 
 
 def measure_overlap(links: TimedLinks, num_ranks: int, times: Sequence[CollectiveTime], tell: Tell) -> float:
-    """The overlap of products with the largest all-reduce of all ranks that was timed and is short; 0 for one rank."""
+    """The share of a collective during which products go on as fast as alone (`Cluster.overlap`); 0 for one rank.
+
+    It is measured with the largest all-reduce of all ranks among `times` that is short.
+    """
     of_all = [one for one in times if one.kind == "all_reduce" and one.groups.size == num_ranks]
     if not of_all:
         return 0.0

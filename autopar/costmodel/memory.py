@@ -47,7 +47,10 @@ def input_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], traini
 
 
 def update_bytes(item: Input, layout: Layout, mesh_shape: tuple[int, ...], training: Training) -> int:
-    """Bytes that the optimizer reads and writes for an input: parameter and state twice, gradient once."""
+    """Bytes that the optimizer reads and writes on a device for an input stored in `layout`; 0 of what is not updated.
+
+    A parameter and its state count twice, the gradient once.
+    """
     by_kind = input_bytes(item, layout, mesh_shape, training)
     return 2 * (by_kind["parameters"] + by_kind["optimizer"]) + by_kind["gradients"] if "gradients" in by_kind else 0
 

@@ -12,7 +12,8 @@ from autopar.sbp.placement import I
 
 
 def floor_s(graph: Graph, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH) -> float:
-    """Seconds of a step with every op and update split evenly over all devices, and communication free.
+    """Seconds of a step of `training` with every op and update split evenly over all devices of `mesh`, communication
+    free.
 
     It is a lower bound: a device computes and moves at least its share of an op, and the roofline is monotone in both.
     """

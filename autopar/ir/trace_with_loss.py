@@ -61,7 +61,10 @@ def traced(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...]
 
 
 def recorded(model: nn.Module, loss_fn: LossFunction | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """As `traced`, without an export: see `recording`. TraceError where the forward cannot be recorded."""
+    """The graph that `traced` gives, by recording the ops of one call in place of an export (`ir/sizes/recording.py`).
+
+    TraceError where the forward cannot be recorded.
+    """
     if loss_fn is None:
         return normalise(to_graph(model, args, dict(sorted(kwargs.items())), record_outline))
     return trace_loss(model, loss_fn, args, kwargs, record_outline)

@@ -68,7 +68,10 @@ def request_of(
     schedule: str | None,
     reduce_dtype: torch.dtype | None = None,
 ) -> PlanRequest:
-    """The planning options of `autopar.plan` as a request; AutoparError for one of a wrong type or value."""
+    """The planning options of `autopar.plan`, where None stands for the default, as a request.
+
+    AutoparError for one of a wrong type or value, with what was expected.
+    """
     request: dict[str, Any] = {}
     if pins:
         if not isinstance(pins, Mapping) or not all(isinstance(x, str) for pair in pins.items() for x in pair):

@@ -64,4 +64,7 @@ class BasePlan(ABC):
     @classmethod
     @abstractmethod
     def of_saved(cls, saved: Any, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> Self:
-        """`loads` of content that has been read already, an instance of `SAVED`."""
+        """The plan of a file's content, an instance of `SAVED`, for this graph and mesh; errors as `loads`.
+
+        `is_own`: whether this run wrote it, so that its results are taken over.
+        """

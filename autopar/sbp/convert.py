@@ -105,10 +105,10 @@ def convert_together(
     *tensors: torch.Tensor,
     sum_in: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`convert` of several tensors of one dtype, each from its source to its target, with one collective for all.
+    """`convert` of several `tensors` of one dtype, each from its source to its target, with one collective for all.
 
     All make the same change but for the dims that are split. The collective of backward is issued when the last
-    gradient has been computed.
+    gradient has been computed. `sum_in`: dtype in which gradients are summed, None for their own.
     """
     if not torch.is_grad_enabled():
         return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
@@ -193,7 +193,10 @@ def dual(placement: Placement) -> Placement:
 
 
 def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
-    """`convert` without a gradient. I and R are the same here: a whole value is equal on every rank."""
+    """This rank's part of a tensor in placement `dst` from that in `src`, as `convert`, without a gradient.
+
+    I and R are the same here: a whole value is equal on every rank.
+    """
     src_kind, dst_kind = src.kind.replace("R", "I"), dst.kind.replace("R", "I")
     if axis.size == 1 or (src_kind == dst_kind and src.dim == dst.dim):
         return x

@@ -48,7 +48,7 @@ class Schedule:
 
 
 def can_run(name: str, num_stages: int, num_ranks: int, num_microbatches: int) -> bool:
-    """Whether a `Schedule` of these arguments exists."""
+    """Whether schedule `name` runs `num_stages` stages on `num_ranks` ranks with so many microbatches."""
     return not _refusal(name, num_stages, num_ranks, num_microbatches)
 
 

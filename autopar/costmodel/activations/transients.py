@@ -44,7 +44,9 @@ class Transient:
 def largest_transient(
     sampled: Sampled, known: Mapping[str, Footprint], regions: Regions, offloaded: Regions, num_microbatches: int
 ) -> Transient:
-    """The largest transient of `graph`, by global shapes.
+    """The largest transient of the sampled graph, by global shapes; `known`: op name -> footprint.
+
+    `regions` are recomputed, `offloaded` ones wait on the host.
 
     With several microbatches the gradients of earlier ones exist, so that none is pending. A stage without a loss has
     no transient: the sweep that cuts stages adds up blocks and does not know the largest of each.

@@ -23,7 +23,10 @@ Members = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, ...]) -> Assignment:
-    """The assignment that gives every member of a class the option chosen for the class."""
+    """The assignment of `graph` that gives every member of a class the option chosen for the class.
+
+    `strategies`: of each entity of `priced`, the index of its option.
+    """
     chosen: dict[tuple[str, str], Any] = {
         (entity.kind, entity.name): entity.options[index] for entity, index in zip(priced.entities, strategies)
     }

@@ -37,7 +37,9 @@ Crossing = Mapping[str, Layout]
 def choose_crossing(
     cut: Cut, point: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> dict[str, Layout]:
-    """Name of each boundary tensor -> its layout, the same for all tensors of one shape and hand layout.
+    """Name of each boundary tensor of `cut`, the stages of `point` -> its layout on their `mesh`.
+
+    Tensors of one shape that have one layout in the hand plan keep one.
 
     From the hand plan on, one layout is changed on one axis at a time as long as the step becomes shorter. The step is
     simulated with the best time of each stage for these layouts, without a memory limit. Nothing is tried if even the

@@ -72,8 +72,9 @@ def model_of(graph: Graph, folded: Folded, *, num_stages: int = 1) -> Model:
 
 
 def grids(num_devices: int, cluster: Cluster, *, num_layers: int, most_tensor: int) -> Iterator[tuple[int, Mesh]]:
-    """(ranks of the pipeline, mesh dp x tp) for every factorisation of
-    the devices, stages outermost, tensors innermost.
+    """(ranks of the pipeline, mesh dp x tp) for every factorisation of `num_devices`, stages outermost.
+
+    At most `num_layers` ranks and `most_tensor` devices of an axis tp.
     """
     for num_ranks in (n for n in range(1, min(num_devices, num_layers) + 1) if num_devices % n == 0):
         rest = num_devices // num_ranks

@@ -27,7 +27,10 @@ _NAMED = 0.05
 def refusal(
     model: Model, meshes: Sequence[tuple[int, Mesh]], cluster: Cluster, request: PlanRequest, deadline: Deadline
 ) -> InfeasibleError:
-    """The error with the memory of the lightest point of the sweep, or with the reason why there is none."""
+    """The error that no plan fits, with the least memory of a point of the sweep or the reason why there is none.
+
+    `meshes`: (ranks of the pipeline, mesh of a stage), each to be tried until the `deadline`.
+    """
     num_microbatches, schedule = request.num_microbatches, request.schedule
     counts = () if num_microbatches is None else (num_microbatches,)
     schedules = LIGHTEST if schedule is None else (schedule,)

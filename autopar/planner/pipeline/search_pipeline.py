@@ -59,7 +59,10 @@ def model_in_stages(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) ->
 def sweep_stages(
     model: Model, mesh: Mesh | Devices, cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> list[Staged]:
-    """The points of the sweep that fit, fastest first."""
+    """The points of the sweep that fit within the memory limit of `request`, fastest first.
+
+    On an open mesh every grid of so many devices is tried; the sweep takes at most a share of the `budget`.
+    """
     meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
     schedules = SCHEDULES if request.schedule is None else (request.schedule,)
     counts = () if request.num_microbatches is None else (request.num_microbatches,)

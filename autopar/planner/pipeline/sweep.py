@@ -138,7 +138,10 @@ class _Sweep:
                     yield Staged(plan, mesh, schedule, cut, time_s, assignment)
 
     def may_fit(self, plan: HandPlan, mesh: Mesh, num_ranks: int, num: int) -> bool:
-        """Whether an even share of what is stored and gathered fits."""
+        """Whether an even share of all parameters and their state, and what `plan` gathers of them, fits a device.
+
+        `num`: of microbatches.
+        """
         data = num_data(plan, mesh)
         parameters = [item.value for item in self.model.graph.of_kind("parameter")]
         own_bytes, elements = sum(x.num_bytes for x in parameters), sum(math.prod(x.shape) for x in parameters)
