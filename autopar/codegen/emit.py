@@ -15,6 +15,7 @@ from autopar.codegen.program import (
     RecomputedRegion,
     RegatheredOperand,
     Release,
+    StartGather,
     Variable,
     reads,
 )
@@ -115,6 +116,9 @@ class _Emitter:
             return self._offload(step)
         if isinstance(step, Convert):
             return [self._convert(step), *self._declare(step.output, step.after)]
+        if isinstance(step, StartGather):
+            earlier = f"bucket_{step.earlier}" if step.earlier >= 0 else ""
+            return [f"bucket_{step.bucket.number} = GatherBucket{self._bucket(step.bucket)}.started({earlier})"]
         if isinstance(step, ConvertTogether):
             return self._convert_together(step)
         return self._call(step)
@@ -145,16 +149,20 @@ class _Emitter:
     def _convert_together(self, step: ConvertTogether) -> list[str]:
         steps = [_planned(step.axes, *ends) for ends in zip(step.src, step.dst, step.after, strict=True)]
         done = collectives_together(steps, step.values, self.program.mesh.shape)
-        left, right = (", ".join(map(variable, names)) for names in (step.outputs, step.sources))
+        left = _tuple(map(variable, step.outputs))
         note = comment(f"{' '.join(map(format_layout, step.after))}: {_note(done)}")
-        right += _sum_in(step.values[0])
-        bucket = f"({self._axis(step.axes)}, ({_items(step.src)}), ({_items(step.dst)}), {right})"
         if step.number < 0:
-            lines = [f"({left}) = convert_together{bucket}  {note}"]
+            lines = [f"{left} = convert_together{self._bucket(step)}  {note}"]
         else:
             name = f"bucket_{step.number}"
-            lines = [f"{name} = GatherBucket{bucket}", f"({left}) = {name}.converted()  {note}"]
+            made = [] if step.is_prefetched else [f"{name} = GatherBucket{self._bucket(step)}"]
+            lines = [*made, f"{left} = {name}.converted()  {note}"]
         return lines + [text for one in zip(step.outputs, step.after) for text in self._declare(*one)]
+
+    def _bucket(self, step: ConvertTogether) -> str:
+        """The arguments of a bucket's conversion."""
+        stored = ", ".join(map(variable, step.sources)) + _sum_in(step.values[0])
+        return f"({self._axis(step.axes)}, {_tuple(map(code, step.src))}, {_tuple(map(code, step.dst))}, {stored})"
 
     def _call(self, step: Call) -> list[str]:
         targets = ", ".join(variable(value.name) for value in step.outputs)
@@ -232,8 +240,10 @@ def _planned(axes: tuple[int, ...], src: Placement, dst: Placement, after: Layou
     return LayoutStep(axes, src, dst, before)
 
 
-def _items(placements: Iterable[Placement]) -> str:
-    return ", ".join(map(code, placements))
+def _tuple(items: Iterable[str]) -> str:
+    """A tuple of `items`, which is one with a single item too."""
+    first, *others = items
+    return f"({', '.join([first, *others])}{'' if others else ','})"
 
 
 def _sum_in(value: Value) -> str:

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from autopar.codegen.liveness import with_releases
+from autopar.codegen.prefetch import with_starts
 from autopar.codegen.program import (
     AnyStep,
     Call,
@@ -48,7 +49,7 @@ def lower(
     parameters are converted in each run. `alike`: random ops that draw the same numbers in each run of a step.
     `in_buckets`: whether gradients are reduced in buckets of several blocks.
     """
-    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
+    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets, is_split)
     gather = lowering.gather() if is_split else None
     for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
         lowering.offload(number, tuple(ops))
@@ -56,7 +57,8 @@ def lower(
     mutations = tuple((fqn, lowering.read(value, Use("buffer", i))) for i, (fqn, value) in enumerate(graph.mutations))
     inputs = tuple((item, assignment.layouts[item.value.name]) for item in graph.inputs)
     kept_alive = {v.name for v, _ in outputs if isinstance(v, Variable)} | {name for _, name in mutations}
-    return Program(mesh, inputs, with_releases(lowering.steps, kept_alive), outputs, mutations, gather)
+    steps = with_releases(with_starts(lowering.steps, lowering.regathered_buckets), kept_alive)
+    return Program(mesh, inputs, steps, outputs, mutations, gather)
 
 
 _Key = tuple[str, tuple[Use, ...]]  # of a conversion: the value's name and its uses
@@ -71,6 +73,7 @@ class _Lowering:
     assignment: Assignment
     alike: Collection[str]
     in_buckets: bool
+    is_split: bool
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
     is_in_region: bool = False
@@ -80,6 +83,7 @@ class _Lowering:
         together = buckets(self._conversions, across_blocks=self.in_buckets)
         self._buckets = {_key(member): bucket for bucket in together for member in bucket}
         self._regathered: dict[_Key, int] = {}  # conversion -> number of the bucket that backward gathers again
+        self._num_buckets = 0
         # conversion -> variable that holds its result
         self._converted: dict[_Key, str] = {}
         self._steps_of: dict[_Key, list[Convert]] = {}
@@ -168,24 +172,29 @@ class _Lowering:
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
         self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
-        if len(bucket) == 1:
+        is_prefetched = bucket[0].is_prefetched and not self.is_split
+        if len(bucket) == 1 and not is_prefetched:
             (step,) = steps
             convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after)
             self.steps.append(convert)
             self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
             src, dst, after = zip(*((step.src, step.dst, step.after) for step in steps), strict=True)
-            number = self._number(bucket)
-            self.steps.append(ConvertTogether(tuple(copies), tuple(sources), values, axes, src, dst, after, number))
+            is_regathered = bucket[0].is_regathered and not self.is_in_region
+            number = self._number_bucket() if is_regathered or is_prefetched else -1
+            self._regathered.update((_key(member), number) for member in bucket if is_regathered)
+            ends = tuple(sources), values, axes, src, dst, after
+            self.steps.append(ConvertTogether(tuple(copies), *ends, number, is_prefetched))
         return copies
 
-    def _number(self, bucket: tuple[Conversion, ...]) -> int:
-        """The number of a bucket that is regathered for backward; -1 of others."""
-        if self.is_in_region or not bucket[0].is_regathered:
-            return -1
-        number = len(set(self._regathered.values()))
-        self._regathered.update((_key(member), number) for member in bucket)
-        return number
+    def _number_bucket(self) -> int:
+        self._num_buckets += 1
+        return self._num_buckets - 1
+
+    @property
+    def regathered_buckets(self) -> frozenset[int]:
+        """The numbers of the buckets that backward gathers again."""
+        return frozenset(self._regathered.values())
 
     def _copy_of(self, name: str) -> str:
         """A fresh variable for a converted copy of the value called `name`."""

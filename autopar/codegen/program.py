@@ -68,7 +68,8 @@ class ConvertTogether:
     """Conversions of several parameters on mesh `axes` with one collective in forward and one in backward, or none.
 
     Of parameter number i: variable `sources[i]` from placement `src[i]` to `dst[i]`, after which its layout is
-    `after[i]`. `number`: of the bucket if its parameters are regathered, otherwise -1.
+    `after[i]`. `number`: of the bucket if its parameters are regathered or prefetched, otherwise -1. `is_prefetched`:
+    whether a `StartGather` started it.
     """
 
     outputs: tuple[str, ...]
@@ -79,6 +80,17 @@ class ConvertTogether:
     dst: tuple[Placement, ...]
     after: tuple[Layout, ...]
     number: int = -1
+    is_prefetched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartGather:
+    """The start of the prefetched `bucket`. `earlier`: the number of the bucket that backward gathers again once it has
+    this one; -1: none.
+    """
+
+    bucket: ConvertTogether
+    earlier: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class OffloadedRegion:
     steps: tuple["AnyStep", ...]
 
 
-AnyStep = Call | Convert | ConvertTogether | Release | RecomputedRegion | OffloadedRegion
+AnyStep = Call | Convert | ConvertTogether | StartGather | Release | RecomputedRegion | OffloadedRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +196,10 @@ def reads(step: AnyStep) -> set[str]:
     match step:
         case Convert(source=source):
             return {source}
-        case ConvertTogether(sources=sources):
-            return set(sources)
+        case StartGather(bucket=bucket):
+            return set(bucket.sources)
+        case ConvertTogether(sources=sources, is_prefetched=is_prefetched):
+            return set() if is_prefetched else set(sources)
         case Call(reads=operands, again=again):
             return {name for name, _ in operands} | {one.source for one in again}
         case RecomputedRegion(inputs=inputs):

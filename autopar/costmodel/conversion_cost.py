@@ -13,7 +13,7 @@ from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
-from autopar.sbp.assignment import latency_share, only_gathers
+from autopar.sbp.assignment import InBucket, latency_share, only_gathers
 from autopar.sbp.placement import OWN, OWN_DIM, USED, WHOLE, Codes, Layout, codes_of
 from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
 
@@ -144,13 +144,14 @@ def conversion_times(
 
 @dataclass(frozen=True, slots=True)
 class ParameterWeights:
-    """The weights of a parameter's collectives: when it is converted, when only its gradient is reduced, and when it is
-    converted again in backward.
+    """The weights of a parameter's collectives: when it is converted, when only its gradient is reduced or it is
+    prefetched, and when it is converted again in backward, and that is prefetched.
     """
 
     made: Weigh | None = None
     put_off: Weigh | None = None
     again: Weigh | None = None
+    again_prefetched: Weigh | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,31 +174,33 @@ def parameter_times(
     mesh_shape: tuple[int, ...],
     cluster: Cluster,
     *,
-    bucket_bytes: int,
+    bucket: InBucket | None,
     weights: ParameterWeights = ParameterWeights(),
 ) -> ParameterTimes:
     """The times of a stored parameter, whose gradient may be reduced in a bucket, and which may be gathered in one.
 
-    `bucket_bytes`: of the bucket that it may be in; 0: none (`assignment.buckets`). `weights`: as of
+    `bucket`: the one that it may be in (`assignment.buckets`). `weights`: as of
     `conversion_times`; whether a parameter is gathered in its bucket does not depend on them.
     """
     ends, frozen = (sources, targets, mesh_shape, cluster), replace(value, needs_grad=False)
     only_reduces, share = only_reduces_gradient(sources, targets), latency_share(value)
     # without overlap the fewest collectives are best, whose buckets do not end with a block
-    is_reduced_there = value.needs_grad and bucket_bytes > 0 and cluster.overlap > 0
-    if is_reduced_there:
-        share = value.num_bytes / bucket_bytes
+    is_reduced_there = value.needs_grad and bucket is not None and cluster.overlap > 0
+    if bucket is not None and is_reduced_there:
+        share = value.num_bytes / bucket.num_bytes
     alone = conversion_times(value, *ends, weigh=weights.made)
     reduced = conversion_times(value, *ends, latency_share=share, weigh=weights.put_off)
     cost_s = np.where(only_reduces, reduced, alone)
     again_s = conversion_times(frozen, *ends, weigh=weights.again)
     in_bucket = only_reduces & is_reduced_there
-    if bucket_bytes:
-        shared = {"latency_share": value.num_bytes / bucket_bytes, "is_copied": True}
+    if bucket is not None:
+        shared = {"latency_share": value.num_bytes / bucket.num_bytes, "is_copied": True}
         is_faster = conversion_times(value, *ends, **shared) < conversion_times(value, *ends)
-        is_gathered_there = gathers(sources, targets) & is_faster
-        cost_s = np.where(is_gathered_there, conversion_times(value, *ends, **shared, weigh=weights.made), cost_s)
-        again_s = np.where(is_gathered_there, conversion_times(frozen, *ends, **shared, weigh=weights.again), again_s)
+        is_gathered_there = gathers(sources, targets) & (is_faster | bucket.is_prefetched)
+        made = weights.put_off if bucket.is_prefetched else weights.made
+        again = weights.again_prefetched if bucket.is_prefetched else weights.again
+        cost_s = np.where(is_gathered_there, conversion_times(value, *ends, **shared, weigh=made), cost_s)
+        again_s = np.where(is_gathered_there, conversion_times(frozen, *ends, **shared, weigh=again), again_s)
         in_bucket = in_bucket | is_gathered_there
     return ParameterTimes(cost_s, again_s, in_bucket)
 

@@ -1,7 +1,7 @@
 """The cost of one assignment, op by op and conversion by conversion, without folding and without the table."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.activations.activation_offload import is_moved, movings
@@ -9,7 +9,7 @@ from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shar
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.memory import input_bytes, update_bytes, update_time
-from autopar.costmodel.overlap.backward_lanes import AtOp, Handover, backward_time, lane_of
+from autopar.costmodel.overlap.pass_time import AtOp, BySeconds, PassCost, has_overlap, lane_of
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -43,9 +43,8 @@ class Costs:
     one region), "waiting" (gradients kept for put-off weight gradients), "fetched" (in transfer from or to the host)
     and "transient" (the largest of an op, less gradients that do not exist then). `moved_bytes`: activations offloaded
     to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
-    `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `hidden_s`:
-    seconds of gradient reductions that go on while backward computes; `handover`: where its longest path leaves it;
-    `backward`: what it does at each op, () without overlap.
+    `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `passes`:
+    forward and backward with what they do at each op, nothing without overlap.
     """
 
     compute_forward_s: float
@@ -57,9 +56,7 @@ class Costs:
     moved_bytes: int = 0
     state_on_host_bytes: int = 0
     waiting_s: dict[str, float] = field(default_factory=dict)
-    hidden_s: float = 0.0
-    handover: Handover | None = None
-    backward: tuple[AtOp, ...] = ()
+    passes: tuple[PassCost, PassCost] = (PassCost(), PassCost())
 
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
@@ -78,6 +75,11 @@ class Costs:
         compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase]
         each_s = (compute_s + self.waiting_s.get(phase, 0.0)) / self.num_microbatches
         return each_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of parameters' collectives that go on beside compute."""
+        return sum(each.hidden_s for each in self.passes)
 
     @property
     def once_s(self) -> float:
@@ -117,8 +119,7 @@ def evaluate(
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
     updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
     memory = _memory_bytes(graph, assignment, mesh, training, step)
-    backward = tuple(_backward(graph, step, places, mesh, cluster)) if has_overlap(cluster, training) else ()
-    backward_s, handover = backward_time(backward, cluster.overlap)
+    passes = _passes(graph, step, places, mesh, cluster) if has_overlap(cluster, training) else (PassCost(), PassCost())
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
@@ -136,42 +137,44 @@ def evaluate(
             )
             for phase in ("forward", "backward")
         },
-        hidden_s=max(0.0, sum(at.in_turn_s for at in backward) - backward_s),
-        handover=handover,
-        backward=backward,
+        passes=passes,
     )
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
 
 
-def has_overlap(cluster: Cluster, training: Training) -> bool:
-    """Whether gradients are reduced while backward computes: with several microbatches when all is computed."""
-    return cluster.overlap > 0 and training.num_microbatches == 1
+def _passes(
+    graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster
+) -> tuple[PassCost, PassCost]:
+    """The work of forward and backward at each op.
 
-
-def _backward(graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster) -> list[AtOp]:
-    """The work of backward at each op; that of a conversion is done behind the last of its users."""
-    position, ops = {op.name: number for number, op in enumerate(graph.ops)}, []
+    A conversion is done before the first of its users, backward behind the last of them.
+    """
+    position, forward, backward = {op.name: number for number, op in enumerate(graph.ops)}, list[AtOp](), list[AtOp]()
     for name, cost in step.ops.items():
-        again_s = cost.forward_s if name in places.recomputed else 0.0
-        inner = [c for c in cost.collectives if c.phase == "backward" or name in places.recomputed]
-        ops.append(AtOp(cost.backward_s + again_s + sum(collective_time(cluster, mesh, c) for c in inner)))
+        is_again = name in places.recomputed
+        inner_s = {"forward": 0.0, "backward": 0.0}
+        for collective in cost.collectives:
+            inner_s[collective.phase] += collective_time(cluster, mesh, collective)
+        forward.append(AtOp(cost.forward_s + inner_s["forward"]))
+        backward.append(AtOp(cost.backward_s + inner_s["backward"] + is_again * forward[-1].compute_s))
 
-    def add(cost: ConversionCost, collectives: Sequence[Collective], at: int, *, is_put_off: bool = False) -> None:
-        by_lane = ops[at].put_off if is_put_off else ops[at].blocking
+    def add(by_lane: BySeconds, cost: ConversionCost, collectives: Iterable[Collective]) -> None:
         for one in collectives:
             lane = lane_of(cluster.levels, mesh.shape, one.axes)
             by_lane[lane] = by_lane.get(lane, 0.0) + cost.time_s(one, mesh, cluster)
 
     costs = {id(cost.conversion): cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
-        together = [costs[id(conversion)] for conversion in bucket]
-        users = (position.get(use.user, len(ops) - 1) for conversion in bucket for use in conversion.uses)
-        at = min(users)
-        for cost in together:
-            made = [c for c in cost.collectives if c.phase == "backward"]
-            add(cost, made, at, is_put_off=cost.conversion.is_bucketed)
-            add(cost, cost.runs.num_again * cost.again, at)
-    return ops
+        users = [position.get(use.user, len(forward) - 1) for conversion in bucket for use in conversion.uses]
+        is_prefetched, is_put_off = bucket[0].is_prefetched, bucket[0].is_bucketed
+        first, last = forward[min(users)], backward[min(users)]
+        again = backward[max(users)] if is_prefetched else last
+        for cost in (costs[id(conversion)] for conversion in bucket):
+            made, back = ([c for c in cost.collectives if c.phase == phase] for phase in ("forward", "backward"))
+            add(first.gathered if is_prefetched else first.blocking, cost, made)
+            add(last.reduced if is_prefetched else last.put_off if is_put_off else last.blocking, cost, back)
+            add(again.gathered if is_prefetched else again.blocking, cost, cost.runs.num_again * cost.again)
+    return PassCost(tuple(forward), cluster.overlap), PassCost(tuple(backward), cluster.overlap, is_backward=True)
 
 
 def with_state_on_host(

@@ -139,7 +139,7 @@ def report(plan: Plan) -> Report:
             "compute backward": costs.compute_backward_s,
             "communication forward": costs.communication_s("forward"),
             "communication backward": costs.communication_s("backward"),
-            **({"hidden behind backward": -costs.hidden_s} if costs.hidden_s else {}),
+            **({"hidden behind compute": -costs.hidden_s} if costs.hidden_s else {}),
             "optimizer": costs.optimizer_s,
             **{
                 f"exposed host transfers, {phase}": seconds

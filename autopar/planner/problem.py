@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.costmodel.cluster.hardware import Cluster
-from autopar.costmodel.evaluate import Costs, evaluate, has_overlap
+from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.memory import usable_memory_bytes
+from autopar.costmodel.overlap.pass_time import has_overlap
 from autopar.costmodel.overlap.path_weights import IN_TURN, Paths
 from autopar.costmodel.pricing.encode_decode import Members, decode, encode_members, members_of
 from autopar.costmodel.pricing.price import Priced, PricedStep, price
@@ -71,7 +72,7 @@ class Setting:
     near: Assignment | None = None  # search only assignments that differ from it on few axes
     to_beat_s: float = float("inf")  # plans that are not faster are not needed
     what: str = ""  # the kind of plans that are searched, which errors name
-    paths: Paths | None = None  # through backward, whose lengths are priced instead of all that it does in turn
+    paths: Paths | None = None  # through both passes, whose lengths are priced instead of all that they do in turn
 
     def problem(self, folded: Folded) -> Problem:
         """The search problem with one decision for each class of `folded`."""

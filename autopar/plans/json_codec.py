@@ -121,6 +121,7 @@ def _itself(value: Result) -> Result:
 
 _CODECS: Mapping[Any, _Codec] = {
     str: _Codec(_itself, Fields.text),
+    bool: _Codec(_itself, Fields.flag),
     int: _Codec(_itself, Fields.whole),
     float: _Codec(_itself, Fields.number),
     MemoryLimit: _Codec(lambda limit: None if limit == math.inf else limit, _memory_limit),

@@ -81,6 +81,10 @@ class Fields:
             raise ValueError(f"{self._place(key)}: expected a whole number from {least} on, found {shown(item)}")
         return item
 
+    def flag(self, key: str) -> bool:
+        """The truth value called `key`."""
+        return self._checked(key, self[key], bool, "true or false")
+
     def list(self, key: str) -> list[Any]:
         """The list called `key`, of anything."""
         return self._checked(key, self[key], list, "a list")

@@ -24,9 +24,10 @@ from autopar.plans.plan import Plan
 from autopar.runtime.interop.output_hooks import copied_outputs
 from autopar.runtime.process_groups import joint_group
 from autopar.runtime.rank_agreement import peers_alive
+from autopar.runtime.saved_tensors.gather_bucket import GatherBucket
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.runtime.saved_tensors.recompute import recomputed
-from autopar.runtime.saved_tensors.regather import GatherBucket, regathered
+from autopar.runtime.saved_tensors.regather import regathered
 from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
 from autopar.sbp.in_flight import InFlight, arrived

@@ -25,10 +25,15 @@ def _of(subject: str, **default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class InBucket:
-    """A parameter's place in a bucket: number `place` of those that have `num_bytes` together, whole."""
+    """A parameter's place in a bucket: number `place` of those that have `num_bytes` together, whole.
+
+    `is_prefetched`: whether the bucket is gathered while the ops before its first reader are computed, and its
+    gradients are reduced while backward goes on.
+    """
 
     num_bytes: int
     place: int
+    is_prefetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,6 +226,11 @@ class Conversion:
     def is_copied(self) -> bool:
         """Whether it is copied into a bucket's tensor and out of the result; a reduced gradient stays there."""
         return self.in_bucket is not None and not self.is_bucketed
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether it is gathered ahead of its first use; a recomputed region gathers where it reads."""
+        return self.in_bucket is not None and self.in_bucket.is_prefetched and self.is_copied and self.region < 0
 
 
 def produced_layouts(graph: Graph, assignment: Assignment) -> dict[str, Layout]:

@@ -5,7 +5,7 @@ does not promise (the gradient of `sum` is an expanded view).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,49 +138,95 @@ def move_together(
     axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """`convert_together` without gradients."""
+    return begin_together(axis, sources, targets, *tensors)()
+
+
+def begin_together(
+    axis: Axis,
+    sources: Sequence[Placement],
+    targets: Sequence[Placement],
+    *tensors: torch.Tensor,
+    is_async: bool = False,
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Begin `move_together`; the function that it returns waits for the collective and gives the tensors.
+
+    `is_async`: whether the collective goes on meanwhile; otherwise it has ended.
+    """
     changes = {(src.kind.replace("R", "I"), dst.kind.replace("R", "I")) for src, dst in zip(sources, targets)}
     assert len(changes) == 1, f"one bucket with several changes: {sources} -> {targets}"
     if axis.size > 1:
         tensors = tuple(x.detach().resolve_conj().resolve_neg() for x in tensors)
         match changes.pop():
             case "P", "I":
-                return _sum_together(axis, tensors)
+                return _begin_sum(axis, tensors, is_async)
             case "S", "I":
-                return _gather_together(axis, [src.dim for src in sources], tensors)
+                return _begin_gather(axis, [src.dim for src in sources], tensors, is_async)
             case "P", "S":
-                return _scatter_together(axis, [dst.dim for dst in targets], tensors)
-    return tuple(_moved(x, axis, src, dst) for x, src, dst in zip(tensors, sources, targets))
+                return _begin_scatter(axis, [dst.dim for dst in targets], tensors, is_async)
+    moved = tuple(_moved(x, axis, src, dst) for x, src, dst in zip(tensors, sources, targets))
+    return lambda: moved
 
 
-def _sum_together(axis: Axis, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _wait(work: dist.Work | None, sent: torch.Tensor) -> None:
+    """Wait for a collective, which holds what is `sent` until then.
+
+    There is nothing to wait for if it was issued in turn, or by a rank without peers.
+    """
+    if work is not None:
+        work.wait()
+
+
+def _begin_sum(axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
     flat = torch.cat([x.reshape(-1) for x in tensors])
-    _all_reduce(flat, axis, dist.ReduceOp.SUM)
-    parts = flat.split([x.numel() for x in tensors])
-    return tuple(part.view(x.shape) for part, x in zip(parts, tensors))
+    work = None if axis.group is None else dist.all_reduce(flat, group=axis.group, async_op=is_async)
+    shapes = [x.shape for x in tensors]
+
+    def landed() -> tuple[torch.Tensor, ...]:
+        _wait(work, flat)
+        return tuple(part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes))
+
+    return landed
 
 
-def _gather_together(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _begin_gather(
+    axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """`all_gather` of each tensor along its dim; contiguous."""
     flat = torch.cat([x.movedim(dim, 0).reshape(-1) for x, dim in zip(tensors, dims)])
     gathered = flat.new_empty((axis.size, flat.numel()))
+    work = None
     if axis.group is not None:
-        _all_gather(gathered.view(-1), flat, group=axis.group)
-    parts = gathered.split([x.numel() for x in tensors], dim=1)
-    fronts = [(-1, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
-    # a copy even of a single part: the views of one gathered tensor would keep each other alive
-    whole = (part.contiguous().view(front).movedim(0, dim) for part, front, dim in zip(parts, fronts, dims))
-    return tuple(x.contiguous() for x in whole)
+        work = _all_gather(gathered.view(-1), flat, group=axis.group, async_op=is_async)
+    sizes, fronts = [x.numel() for x in tensors], [(-1, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
+
+    def landed() -> tuple[torch.Tensor, ...]:
+        _wait(work, flat)
+        parts = gathered.split(sizes, dim=1)
+        # a copy even of a single part: the views of one gathered tensor would keep each other alive
+        whole = (part.contiguous().view(front).movedim(0, dim) for part, front, dim in zip(parts, fronts, dims))
+        return tuple(x.contiguous() for x in whole)
+
+    return landed
 
 
-def _scatter_together(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _begin_scatter(
+    axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """`reduce_scatter` of each tensor along its dim; contiguous."""
     flat = torch.cat([x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)], dim=1)
     out = flat.new_empty(flat.shape[1])
+    work = None
     if axis.group is not None:
-        _reduce_scatter(out, flat.view(-1), group=axis.group)
-    parts = out.split([x.numel() // axis.size for x in tensors])
+        work = _reduce_scatter(out, flat.view(-1), group=axis.group, async_op=is_async)
+    sizes = [x.numel() // axis.size for x in tensors]
     fronts = [(x.shape[dim] // axis.size, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
-    return tuple(part.view(front).movedim(0, dim).contiguous() for part, front, dim in zip(parts, fronts, dims))
+
+    def landed() -> tuple[torch.Tensor, ...]:
+        _wait(work, flat)
+        parts = zip(out.split(sizes), fronts, dims)
+        return tuple(part.view(front).movedim(0, dim).contiguous() for part, front, dim in parts)
+
+    return landed
 
 
 def dual(placement: Placement) -> Placement:

@@ -43,6 +43,11 @@ def in_turn() -> Iterator[None]:
         _num_in_turn -= 1
 
 
+def is_in_turn() -> bool:
+    """Whether a scope of `in_turn` is open."""
+    return _num_in_turn > 0
+
+
 def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """The nodes of autograd that made `tensors`; () unless each waits for what is in flight to it, or `in_turn`."""
     nodes = tuple(x.grad_fn for x in tensors)

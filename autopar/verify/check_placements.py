@@ -87,6 +87,10 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         each = zip(tensors, sources, targets, strict=True)
         return tuple(referee.convert(x, axis, src, dst) for x, src, dst in each)
 
+    def bucket(*bucket: Any, **_: Any) -> SimpleNamespace:
+        made = SimpleNamespace(converted=lambda: together(*bucket), started=lambda *_: made)
+        return made
+
     return {
         "aten": _Ops(torch.ops.aten, "aten", referee),
         "autopar": _Ops(torch.ops.autopar, "autopar", referee),
@@ -95,7 +99,7 @@ def _names(referee: "_Referee") -> dict[str, Any]:
         "move": referee.convert,
         "local": _Untyped(namespace()["local"]),
         "seeded": lambda *_: torch.enable_grad(),
-        "GatherBucket": lambda *bucket, **_: SimpleNamespace(converted=lambda: together(*bucket)),
+        "GatherBucket": bucket,
         "regathered": lambda *_: nullcontext(),
         "recomputed": lambda function, *inputs: function(*inputs),
         "Offload": lambda *_: nullcontext(),

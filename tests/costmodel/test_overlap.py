@@ -1,5 +1,6 @@
-"""The time of a backward whose gradients are reduced meanwhile, and the bounds of it that a table gives."""
+"""The time of passes whose parameters are gathered and reduced meanwhile, and the bounds of it that a table gives."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.evaluate import evaluate
-from autopar.costmodel.overlap.backward_lanes import AtOp, Handover, backward_time
+from autopar.costmodel.overlap.pass_time import AtOp, Handover, PassCost
 from autopar.costmodel.overlap.path_weights import Paths
 from autopar.costmodel.pricing.encode_decode import decode, encode
 from autopar.costmodel.pricing.price import PricedStep, price
@@ -52,19 +53,53 @@ def longest_path(ops: list[AtOp], overlap: float) -> float:
 
 @given(OPS, st.sampled_from([0.0, 0.3, 1.0]))
 def test_the_time_is_the_longest_path(ops: list[AtOp], overlap: float) -> None:
-    time_s, _ = backward_time(ops, overlap)
-    assert time_s == pytest.approx(longest_path(ops, overlap), rel=1e-9, abs=1e-9)
+    backward = PassCost(tuple(ops), overlap, is_backward=True)
+    assert backward.time_s == pytest.approx(longest_path(ops, overlap), rel=1e-9, abs=1e-9)
+
+
+PREFETCHED = st.lists(st.builds(AtOp, SECONDS, LANES, LANES, LANES, LANES), max_size=7)
+
+
+@given(PREFETCHED, st.sampled_from([0.0, 0.3, 1.0]), st.booleans())
+def test_no_path_is_longer_than_the_time(ops: list[AtOp], overlap: float, is_backward: bool) -> None:
+    if not is_backward:
+        ops = [replace(at, put_off={}, reduced={}) for at in ops]
+    one = PassCost(tuple(ops), overlap, is_backward)
+    paths = [None, *(Handover(position, lane) for position in range(len(ops) + 1) for lane in (0, 1))]
+    longest_s = max(map(one.length_s, paths))
+    assert one.length_s(one.handover) == pytest.approx(longest_s, rel=1e-9, abs=1e-9)
+    assert longest_s <= one.time_s * (1 + 1e-9) + 1e-9
+    assert one.time_s <= sum(at.in_turn_s for at in ops) * (1 + 1e-9) + 1e-9
+
+
+def known(*ops: AtOp, overlap: float = 1.0, is_backward: bool = True) -> tuple[float, Handover | None]:
+    one = PassCost(ops, overlap, is_backward)
+    return one.time_s, one.handover
 
 
 def test_known_times():
     reduced = {0: 3.0}
-    assert backward_time([AtOp(2.0, {}, reduced), AtOp(2.0, {}, reduced)], 1.0) == (8.0, Handover(1, 0))
-    assert backward_time([AtOp(2.0), AtOp(4.0, {}, reduced)], 1.0) == (7.0, Handover(1, 0))
-    assert backward_time([AtOp(4.0), AtOp(4.0, {}, reduced)], 1.0) == (8.0, None)
-    assert backward_time([AtOp(4.0), AtOp(4.0, {}, reduced)], 0.0) == (11.0, None)
-    assert backward_time([AtOp(0.0, {0: 2.0}), AtOp(4.0, {}, reduced)], 1.0) == (9.0, Handover(1, 0))  # delayed
-    assert backward_time([AtOp(0.0, {1: 2.0}), AtOp(4.0, {}, reduced)], 1.0) == (7.0, Handover(1, 0))  # another lane
-    assert backward_time([], 1.0) == (0.0, None)
+    assert known(AtOp(2.0, {}, reduced), AtOp(2.0, {}, reduced)) == (8.0, Handover(1, 0))
+    assert known(AtOp(2.0), AtOp(4.0, {}, reduced)) == (7.0, Handover(1, 0))
+    assert known(AtOp(4.0), AtOp(4.0, {}, reduced)) == (8.0, None)
+    assert known(AtOp(4.0), AtOp(4.0, {}, reduced), overlap=0.0) == (11.0, None)
+    assert known(AtOp(0.0, {0: 2.0}), AtOp(4.0, {}, reduced)) == (9.0, Handover(1, 0))  # delayed
+    assert known(AtOp(0.0, {1: 2.0}), AtOp(4.0, {}, reduced)) == (7.0, Handover(1, 0))  # another lane
+    assert known() == (0.0, None)
+
+
+def test_known_times_of_prefetched_buckets():
+    def ops(compute_s: float, gather_s: float, reduce_s: float = 0.0) -> list[AtOp]:
+        reduced = {0: reduce_s} if reduce_s else {}
+        return [AtOp(compute_s, reduced=reduced, gathered={0: gather_s}) for _ in range(4)]
+
+    # the first gather is waited for; the others are there when they are needed, or hold up compute
+    assert known(*ops(2.0, 1.0), is_backward=False) == (1.0 + 4 * 2.0, Handover(0, 0))
+    assert known(*ops(1.0, 2.0), is_backward=False) == (4 * 2.0 + 1.0, Handover(3, 0))
+    assert known(*ops(1.0, 2.0), is_backward=False, overlap=0.0)[0] == 3 * 4.0
+    # in backward a lane has the next gather and the last reduction; that of the first op remains
+    assert known(*ops(3.0, 1.0, 1.0))[0] == 1.0 + 4 * 3.0 + 1.0
+    assert known(*ops(1.0, 2.0, 3.0)) == (2.0 + 3 * 2.0 + 4 * 3.0, Handover(4, 0))
 
 
 CLUSTER = Cluster(
@@ -94,9 +129,13 @@ def problem() -> tuple[Graph, Folded]:
     return graph, segmented(folded, graph, ends_apart(folded))
 
 
+def shares(handovers: list[Handover | None]) -> dict[Handover | None, float]:
+    return {each: number / len(handovers) for each, number in Counter(handovers).items()}
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 4)])
 def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...]) -> None:
-    """No choice costs more in the table than its plan takes; along its own longest path it nearly costs that."""
+    """No choice costs more in the table than its plan takes; along its own longest paths it nearly costs that."""
     graph, folded = problem()
     mesh, draw = Mesh(shape, ("dp", "tp")[: len(shape)]), Random(0)
     candidates = annotate(graph, mesh, folded)
@@ -108,12 +147,14 @@ def test_any_weights_of_paths_give_a_table_of_lower_bounds(shape: tuple[int, ...
     assert sum(plan.hidden_s > 0 for plan in plans) > 3
     for number, (choice, plan) in enumerate(zip(choices, plans)):
         for met in (plans[: number + 1], [plan]):
-            paths = Paths(CLUSTER.overlap, tuple((one.handover, 1 / len(met)) for one in met))
+            forward, backward = (shares([each.handover for each in passes]) for passes in zip(*(x.passes for x in met)))
+            paths = Paths(CLUSTER.overlap, forward, backward)
             weights = paths.weights(graph, folded)
             table = price(graph, folded, candidates, mesh, CLUSTER, PricedStep(weights=weights)).table
             for other, its_plan in zip(choices, plans):
                 assert cost_of(table, other) <= its_plan.step_s * (1 + 1e-9)
-        assert cost_of(table, choice) == pytest.approx(plan.step_s, rel=0.05)
+        # those drawn at random change layouts within a block, and gather in no order
+        assert cost_of(table, choice) == pytest.approx(plan.step_s, rel=0.01 if number < len(by_hand) else 0.15)
 
 
 def test_without_overlap_all_is_done_in_turn():

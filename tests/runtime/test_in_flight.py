@@ -1,4 +1,4 @@
-"""Gradients that are summed while backward goes on: all are complete when somebody sees them."""
+"""Parameters gathered ahead and gradients reduced while backward goes on: all are complete when somebody sees them."""
 
 import os
 import time
@@ -20,9 +20,11 @@ from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.plans.plan import plan_of
+from autopar.runtime.saved_tensors import gather_bucket
 from autopar.sbp import in_flight
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.candidates import annotate
+from autopar.sbp.convert import Axis
 from tests.workers import RankError, Ranks, device_mesh
 
 pytestmark = pytest.mark.multirank
@@ -39,18 +41,23 @@ class Net(nn.Module):
         return self.layers(x).square().mean()
 
 
-def data_parallel(model: nn.Module, x: torch.Tensor) -> nn.Module:
-    """The model with whole weights, each layer's gradients in a bucket of its own, and the batch split."""
+def data_parallel(model: nn.Module, x: torch.Tensor, way: str) -> nn.Module:
+    """The model with the batch split, stored whole, split (zero2) or split and gathered again in backward (zero3).
+
+    Each layer is in a bucket of its own.
+    """
     graph, mesh, cluster = trace(skeleton(model), (x,), {}), Mesh((4,), ("dp",)), load_cluster("free-links")
     folded = fold(graph)
-    by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)["ddp"]
-    places = parameter_buckets(graph, folded, 1e9)
+    by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)["ddp" if way == "ddp" else "zero3"]
+    again = by_hand.regathered if way == "zero3" else frozenset()
+    assert bool(again) == (way == "zero3")
+    places = parameter_buckets(graph, folded, 9 * 8 * 8, is_prefetched=True)
     assert len({place.num_bytes for place in places.values()}) < len(places)
-    plan = plan_of(graph, replace(by_hand, parameter_buckets=places), mesh, cluster)
+    plan = plan_of(graph, replace(by_hand, parameter_buckets=places, regathered=again), mesh, cluster)
     return autopar.compile(model, device_mesh((4,), ("dp",)), args=(x,), plan=plan)
 
 
-def on_ranks(use: Callable[[nn.Module, torch.Tensor], list[torch.Tensor]]) -> None:
+def on_ranks(use: Callable[[nn.Module, torch.Tensor], list[torch.Tensor]], way: str) -> None:
     """`use` of a model gives the same tensors sharded as on one device."""
     torch.manual_seed(0)
     x = torch.randn(8, 8, dtype=torch.float64)
@@ -69,7 +76,7 @@ def on_ranks(use: Callable[[nn.Module, torch.Tensor], list[torch.Tensor]]) -> No
         started.append("landing")
         return landed(one)
 
-    sharded = data_parallel(model, x)
+    sharded = data_parallel(model, x, way)
     dist.all_reduce, in_flight.InFlight.landed = noted, noted_landing  # type: ignore[method-assign]
     try:
         made = use(sharded, x)
@@ -78,7 +85,7 @@ def on_ranks(use: Callable[[nn.Module, torch.Tensor], list[torch.Tensor]]) -> No
     for one, other in zip(made, expected, strict=True):
         whole = one.full_tensor() if hasattr(one, "full_tensor") else one
         torch.testing.assert_close(whole, other)
-    if use is once:
+    if use is once and way == "ddp":
         first = started.index("landing")
         assert started[:first].count("start") == started.count("start") >= 1
 
@@ -140,20 +147,72 @@ def after_a_failure(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 USES = (once, accumulated, twice_through, of_some, of_gradients, seen_by_hooks, after_a_failure)
 
 
+@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_same_gradients_as_on_one_device(ranks4: Ranks, use: Callable) -> None:
-    ranks4.run(on_ranks, use)
+def test_same_gradients_as_on_one_device(ranks4: Ranks, use: Callable, way: str) -> None:
+    ranks4.run(on_ranks, use, way)
 
 
-def die_with_a_sum_on_its_way(folder: str) -> None:
-    """Rank 2 dies when backward waits for the first sum; the others write what they met and after how long."""
+def order_of_collectives() -> list[str]:
+    """What happens to the collectives of buckets in a step, in order."""
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(8, 8, dtype=torch.float64)
-    sharded = data_parallel(model, x)
+    sharded, begin, happened = data_parallel(model, x, "zero3"), gather_bucket.begin_together, list[str]()
+
+    def noted(axis: Axis, sources: Any, *rest: Any, is_async: bool) -> gather_bucket.Landing:
+        assert is_async
+        what = "gather" if sources[0].is_split else "reduction"
+        landing = begin(axis, sources, *rest, is_async=is_async)
+        happened.append(f"{what} starts")
+
+        def noted_landing() -> tuple[torch.Tensor, ...]:
+            happened.append(f"{what} lands")
+            return landing()
+
+        return noted_landing
+
+    gather_bucket.begin_together = noted
+    try:
+        loss = sharded(x)
+        happened.append("backward")
+        loss.backward()
+    finally:
+        gather_bucket.begin_together = begin
+    return happened
+
+
+def test_one_bucket_is_gathered_ahead_and_one_is_reduced_behind(ranks4: Ranks) -> None:
+    """So the memory of what is on its way is bounded, and ranks issue all in the same order."""
+    happened, *others = ranks4.run(order_of_collectives)
+    assert all(other == happened for other in others)
+    at = happened.index("backward")
+    num_buckets = happened[:at].count("gather starts")
+    assert num_buckets >= 3
+    assert happened[:at] == ["gather starts", *["gather lands", "gather starts"] * (num_buckets - 1), "gather lands"]
+    backward = happened[at + 1 :]
+    assert backward.count("gather starts") >= 3 and backward.count("reduction starts") == num_buckets
+    for what in ("gather", "reduction"):
+        running = 0
+        for one in backward:
+            running += {f"{what} starts": 1, f"{what} lands": -1}.get(one, 0)
+            assert 0 <= running <= 1
+        assert running == 0
+    # a gather is on its way while another layer is differentiated, and a reduction while the next one is
+    assert [one for one in backward if "gather" in one][:3] == ["gather starts", "gather lands", "gather starts"]
+    first = backward.index("reduction starts")
+    assert "gather lands" in backward[first : backward.index("reduction lands")]
+
+
+def die_with_a_sum_on_its_way(folder: str, way: str) -> None:
+    """Rank 2 dies when it waits for the first sum or gather; the others write what they met and after how long."""
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(8, 8, dtype=torch.float64)
+    sharded = data_parallel(model, x, way)
     sharded(x).backward()
     start, error = time.monotonic(), None
     if dist.get_rank() == 2:
         in_flight.InFlight.landed = lambda _: os._exit(1)  # type: ignore[method-assign]
+        gather_bucket.begin_together = lambda *_, **__: lambda: os._exit(1)
     try:
         for _ in range(3):  # the sums of the first step may have ended without it
             sharded(x).backward()
@@ -163,11 +222,12 @@ def die_with_a_sum_on_its_way(folder: str) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_dies_before_its_sums_have_landed_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_a_rank_that_dies_before_its_sums_have_landed_ends_all(tmp_path: Path, way: str) -> None:
     ranks = Ranks(4)
     try:
         with pytest.raises(RankError, match="died"):
-            ranks.run(die_with_a_sum_on_its_way, str(tmp_path))
+            ranks.run(die_with_a_sum_on_its_way, str(tmp_path), way)
         deadline = time.monotonic() + 20
         while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)

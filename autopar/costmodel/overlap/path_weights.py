@@ -1,51 +1,69 @@
-"""Weights of paths through backward, under which a table of sums gives lower bounds of plans with overlap."""
+"""Weights of paths through both passes, under which a table of sums gives lower bounds of plans with overlap."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autopar.costmodel.overlap.backward_lanes import BySeconds, Handover
+from autopar.costmodel.overlap.pass_time import BySeconds, Handover
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 
 
 @dataclass(frozen=True)
 class PathWeights:
-    """Weights of paths through backward: from each run of ops on along a lane, and along compute to the end.
+    """Weights of paths through a pass: from each run of ops on along a lane, and along compute throughout.
 
+    The order is that of backward, which forward is seen in, too: from its end along compute, then along a lane.
     A run is an op, or the copies of blocks whose ops are alike: within it a path stays where it is, so that all members
-    of a class have one weight. `run_of`: representative op -> its run, in the order of backward; `several`: runs of
-    more than one op, of which a path leaves compute behind the last; `leaving[run][lane]`: the weight of paths that
-    leave compute there. Other paths stay. `overlap`: as of the cluster.
+    of a class have one weight. `run_of`: representative op -> its run; `several`: runs of more than one op, of which a
+    path leaves compute behind the last; `copies[run]`: the least number of members of a class; `leaving[run][lane]`:
+    the weight of paths that leave compute there; `throughout[lane]`: of those along a lane from the start. Others stay.
+    `overlap`: as of the cluster.
     """
 
     run_of: Mapping[str, int]
     several: frozenset[int]
+    copies: tuple[int, ...]
     leaving: tuple[Mapping[int, float], ...]
+    throughout: Mapping[int, float]
     overlap: float
+    is_backward: bool
 
     def at(self, run: int) -> "RunWeights":
-        """The weights of the work of a run; all 1 of `IN_TURN`."""
-        before: BySeconds = {}
+        """The weights of the work of a run; all 1 where there is no overlap."""
+        if not self.leaving:
+            return RunWeights()
+        before: BySeconds = dict(self.throughout)
         for leaving in self.leaving[:run]:
             for lane, weight in leaving.items():
                 before[lane] = before.get(lane, 0.0) + weight
-        return RunWeights(
-            tuple(sorted(before.items())),
-            () if run in self.several or not self.leaving else tuple(sorted(self.leaving[run].items())),
-            self.overlap,
-        )
+        copies = self.copies[run]
+        leaving = {} if run in self.several else self.leaving[run]
+        started = {
+            lane: (copies - 1) / copies * weight + self.throughout.get(lane, 0.0) / copies
+            for lane, weight in before.items()
+        }
+        in_turn = _items(before), _items(leaving)
+        return RunWeights(*in_turn, _items(started) if self.is_backward else None, self.overlap)
+
+
+def _items(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(weights.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class RunWeights:
     """The weights of paths in a run, as (lane, weight).
 
-    `before`: of those that follow the lane already; `leaving`: of those that leave compute for it at this op.
-    `overlap`: as of the cluster, 0 where nothing is put off.
+    `before`: of those that follow the lane already; `leaving`: of those that leave compute for it at this op;
+    `started`: of those that follow it when what this run needs is gathered again in backward, which in the first of
+    several copies, and for an op by itself, may be any time before. `overlap`: as of the cluster, 0 where nothing is
+    put off.
     """
 
     before: tuple[tuple[int, float], ...] = ()
     leaving: tuple[tuple[int, float], ...] = ()
+    started: tuple[tuple[int, float], ...] | None = None
     overlap: float = 0.0
 
     @property
@@ -63,47 +81,96 @@ class RunWeights:
         stays = self.compute - sum(leaving.values())
         return dict(self.before).get(lane, 0.0) + leaving.get(lane, 0.0) + (1 - self.overlap) * stays
 
+    def gathered(self, lane: int) -> float:
+        """Of the gather of a prefetched bucket."""
+        if self.started is None:
+            return self.put_off(lane)
+        return dict(self.started).get(lane, 0.0) + (1 - self.overlap) * self.compute
 
-# All of backward in turn.
-IN_TURN = PathWeights({}, frozenset(), (), 0.0)
+
+@dataclass(frozen=True)
+class StepWeights:
+    """The weights of paths through both passes."""
+
+    forward: PathWeights
+    backward: PathWeights
+
+    def at(self, run: int) -> "BothWeights":
+        """The weights of the work of a run in both."""
+        return BothWeights(self.forward.at(run), self.backward.at(run))
+
+    def of(self, op: str) -> "BothWeights":
+        """The weights at a representative op."""
+        return self.at(self.backward.run_of.get(op, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class BothWeights:
+    """The weights of paths in a run of both passes."""
+
+    forward: RunWeights = RunWeights()
+    backward: RunWeights = RunWeights()
+
+
+# All in turn.
+IN_TURN = StepWeights(*(PathWeights({}, frozenset(), (), (), {}, 0.0, is_backward) for is_backward in (False, True)))
+
+# Where the path through a pass changes between compute and a lane, None if it never does -> its share.
+Shares = Mapping[Handover | None, float]
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Paths with their weights, of sum 1: where each leaves compute, None where it never does.
+    """Paths through forward and through backward with their shares, of sum 1 each.
 
     `overlap`: as of the cluster.
     """
 
     overlap: float
-    shares: tuple[tuple[Handover | None, float], ...] = ((None, 1.0),)
+    forward: Shares = field(default_factory=lambda: {None: 1.0})
+    backward: Shares = field(default_factory=lambda: {None: 1.0})
 
     @property
     def is_trivial(self) -> bool:
         """Whether the only path is along compute."""
-        return all(handover is None for handover, _ in self.shares)
+        return all(handover is None for handover in (*self.forward, *self.backward))
 
     def towards(self, other: "Paths", step: float) -> "Paths":
-        """The weights between these (`step` 0) and those of `other` (1)."""
-        mixed: dict[Handover | None, float] = {}
-        for shares, factor in ((self.shares, 1 - step), (other.shares, step)):
-            for handover, share in shares:
-                mixed[handover] = mixed.get(handover, 0.0) + factor * share
-        return Paths(self.overlap, tuple(mixed.items()))
+        """The shares between these (`step` 0) and those of `other` (1)."""
+        return Paths(
+            self.overlap, _mixed(self.forward, other.forward, step), _mixed(self.backward, other.backward, step)
+        )
 
-    def weights(self, graph: Graph, folded: Folded) -> PathWeights:
-        """Their weights in the runs; within a run of several ops a path leaves at the nearer end."""
+    def weights(self, graph: Graph, folded: Folded) -> StepWeights:
+        """Their weights in the runs; within a run of several copies a path changes at the nearer end."""
         runs, same = _runs(graph, folded), folded.representative
         number = {position: number for number, run in enumerate(runs) for position in run}
-        leaving: list[BySeconds] = [{} for _ in runs]
-        for handover, share in self.shares:
-            if handover is not None:
-                at = number[handover.position]
-                at -= bool(at) and _is_near_start(runs[at], handover.position)
-                leaving[at][handover.lane] = leaving[at].get(handover.lane, 0.0) + share
         run_of = {op.name: number[at] for at, op in enumerate(graph.ops) if same[op.name] == op.name}
+        names = [op.name for op in graph.ops]
+        copies = tuple(min(Counter(same[names[position]] for position in run).values()) for run in runs)
         several = frozenset(at for at, run in enumerate(runs) if len(run) > 1)
-        return PathWeights(run_of, several, tuple(leaving), self.overlap)
+
+        def weights(shares: Shares, *, is_backward: bool) -> PathWeights:
+            leaving: list[BySeconds] = [{} for _ in runs]
+            throughout: BySeconds = {}
+            for handover, share in shares.items():
+                if handover is None:
+                    continue
+                at = number.get(handover.position, -1)
+                at -= at >= 0 and _is_near_start(runs[at], handover.position)
+                weights = leaving[at] if at >= 0 else throughout
+                weights[handover.lane] = weights.get(handover.lane, 0.0) + share
+            return PathWeights(run_of, several, copies, tuple(leaving), throughout, self.overlap, is_backward)
+
+        return StepWeights(weights(self.forward, is_backward=False), weights(self.backward, is_backward=True))
+
+
+def _mixed(here: Shares, there: Shares, step: float) -> Shares:
+    mixed: dict[Handover | None, float] = {}
+    for shares, factor in ((here, 1 - step), (there, step)):
+        for handover, share in shares.items():
+            mixed[handover] = mixed.get(handover, 0.0) + factor * share
+    return mixed
 
 
 def _is_near_start(run: range, position: int) -> bool:

@@ -58,9 +58,9 @@ def with_parameter_buckets(
         if first.src == first.dst:
             continue
         ends = replace(first.value, name=""), (first.src,), (first.dst,)
-        key = (*ends, place.num_bytes)
+        key = (*ends, place.num_bytes, place.is_prefetched)
         if key not in known:
-            times = parameter_times(*ends, mesh.shape, cluster, bucket_bytes=place.num_bytes)
+            times = parameter_times(*ends, mesh.shape, cluster, bucket=place)
             known[key] = bool(times.in_bucket[0, 0])
         if known[key]:
             chosen[name] = place

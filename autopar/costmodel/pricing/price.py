@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.overlap.path_weights import IN_TURN, PathWeights
+from autopar.costmodel.overlap.path_weights import IN_TURN, StepWeights
 from autopar.costmodel.pricing.flows import Entity, find_flows
 from autopar.costmodel.pricing.price_edges import price_edges
 from autopar.costmodel.pricing.price_nodes import price_nodes
@@ -27,12 +27,12 @@ class PricedStep:
     """The training step that a table prices.
 
     `given`: the choices that the table leaves no options for, such as the recomputed regions. `weights`: of paths
-    through backward; by default the only one is along all of it, without overlap.
+    through both passes; by default all is done in turn.
     """
 
     training: Training = WHOLE_BATCH
     given: Assignment = NO_CHOICES
-    weights: PathWeights = IN_TURN
+    weights: StepWeights = IN_TURN
 
 
 WHOLE_STEP = PricedStep()
@@ -73,7 +73,7 @@ def price(
     check_mesh(cluster, mesh.num_devices)
     few = sampled(graph, folded, (given.recomputed, given.offloaded), given.state_on_host)
     here = (of_graph(given.recomputed, few.graph), of_graph(given.offloaded, few.graph))
-    places = priced_buckets(graph, folded, mesh, cluster, min(memory_limit_bytes, cluster.memory_bytes))
+    places = priced_buckets(graph, folded, mesh, cluster, training, min(memory_limit_bytes, cluster.memory_bytes))
     flows = find_flows(few, folded, candidates, cluster, *here, training, given.state_on_host)
     nodes = price_nodes(few.graph, flows, mesh, cluster, training, weights)
     table = CostTable(*price_edges(flows, nodes, mesh, cluster, training, places, weights), memory_limit_bytes)

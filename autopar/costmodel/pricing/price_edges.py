@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.costmodel.activations.saved_activations import Saving
+from autopar.costmodel.activations.saved_activations import NOWHERE, Saving
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.conversion_cost import (
     ParameterWeights,
@@ -16,8 +16,8 @@ from autopar.costmodel.conversion_cost import (
     only_reduces_gradient,
     parameter_times,
 )
-from autopar.costmodel.overlap.backward_lanes import lane_of
-from autopar.costmodel.overlap.path_weights import PathWeights, RunWeights
+from autopar.costmodel.overlap.pass_time import lane_of
+from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
 from autopar.costmodel.pricing.flows import Flow, Flows
 from autopar.costmodel.pricing.options import Offered
 from autopar.costmodel.step_cost import runs_of
@@ -43,8 +43,8 @@ class PricedFlow:
     saving: Saving
     is_parameter: bool
     is_stored: bool
-    bucket_bytes: int
-    weights: RunWeights
+    bucket: InBucket | None
+    weights: BothWeights
 
     @property
     def transition(self) -> Transition:
@@ -73,13 +73,13 @@ def price_edges(
     cluster: Cluster,
     training: Training,
     buckets: Mapping[str, InBucket],
-    weights: PathWeights,
+    weights: StepWeights,
 ) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
     """(nodes, edges) of the table: flows between two entities form one edge, those of an entity with itself join its
     node.
 
     Equal edges share their arrays. `buckets`: parameter -> its place in the bucket that may gather it; `weights`: of
-    what backward does.
+    what both passes do.
     """
     parts = _parts(flows, buckets, weights, training.num_microbatches)
     found_flows = dict.fromkeys(part.flow for found in parts.values() for part in found)
@@ -98,7 +98,7 @@ def price_edges(
 
 
 def _parts(
-    flows: Flows, buckets: Mapping[str, InBucket], weights: PathWeights, num_microbatches: int
+    flows: Flows, buckets: Mapping[str, InBucket], weights: StepWeights, num_microbatches: int
 ) -> dict[tuple[int, int], tuple[EdgePart, ...]]:
     """Pair of entities -> the flows between them."""
     parts: dict[tuple[int, int], tuple[EdgePart, ...]] = {}
@@ -107,15 +107,20 @@ def _parts(
         a, b = flow.src.node, flow.dst.node
         pair = min(a, b), max(a, b)
         of_run = weights.at(runs[flow.dst.node])
-        numbers = count.times, count.share, count.moved_share, num_microbatches * of_run.compute * count.moved_s
+        numbers = (
+            count.times,
+            count.share,
+            count.moved_share,
+            num_microbatches * of_run.backward.compute * count.moved_s,
+        )
         parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows, buckets, of_run), numbers, a > b))
     return parts
 
 
-def _last_runs(flows: Flows, weights: PathWeights) -> dict[int, int]:
+def _last_runs(flows: Flows, weights: StepWeights) -> dict[int, int]:
     """Entity -> the run behind which backward has the gradients of all that it reads."""
     runs = {
-        node: weights.run_of.get(entity.name, 0) if entity.kind == "op" else 0
+        node: weights.backward.run_of.get(entity.name, 0) if entity.kind == "op" else 0
         for node, entity in enumerate(flows.entities)
     }
     for flow in flows.counts:
@@ -124,13 +129,13 @@ def _last_runs(flows: Flows, weights: PathWeights) -> dict[int, int]:
     return runs
 
 
-def _priced_flow(flow: Flow, flows: Flows, buckets: Mapping[str, InBucket], weights: RunWeights) -> PricedFlow:
+def _priced_flow(flow: Flow, flows: Flows, buckets: Mapping[str, InBucket], weights: BothWeights) -> PricedFlow:
     value = flows.values[flow.value]
     value = replace(value, name="", needs_grad=value.needs_grad and flow.gives_gradient)
     ends = flows.offered[flow.src], flows.offered[flow.dst]
     kind = flow.value in flows.parameters, flows.is_stored(flow)
     place = buckets.get(flow.value) if all(kind) else None
-    return PricedFlow(value, *ends, flow.saving, *kind, place.num_bytes if place else 0, weights)
+    return PricedFlow(value, *ends, flow.saving, *kind, place and replace(place, place=0), weights)
 
 
 def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -> Prices:
@@ -145,7 +150,11 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
     kept, regathered = (
         runs_of(flow.saving, training, is_parameter=is_parameter, is_regathered=each) for each in (False, True)
     )
-    cost_s, again_s = _times(flow, mesh, cluster)
+    cost_s, again_s = _times(flow, mesh, cluster, flow.bucket)
+    if flow.saving.region != NOWHERE and flow.bucket is not None and flow.bucket.is_prefetched:
+        # what is gathered again in a recomputed region is gathered there in forward, too
+        inside_s = _times(flow, mesh, cluster, replace(flow.bucket, is_prefetched=False))
+        cost_s, again_s = (np.where(again, *both) for both in zip(inside_s, (cost_s, again_s)))
     cost_s = cost_s + np.where(again, regathered.num_again, kept.num_again) * again_s
     num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
     cost_s = num_runs * cost_s
@@ -154,27 +163,31 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
     return cost_s, *kept_bytes(way, mesh.shape, training, again=again)
 
 
-def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster) -> Matrices:
+def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster, bucket: InBucket | None) -> Matrices:
     """f64[src.layouts, dst.layouts]: seconds of a conversion, and of a repetition in backward."""
     ends = flow.src.layouts, flow.dst.layouts, mesh.shape, cluster
-    if flow.weights == RunWeights():
+    forward, backward = flow.weights.forward, flow.weights.backward
+
+    def lane(kind: CollectiveKind) -> int:
+        return lane_of(cluster.levels, mesh.shape, kind.axes)
+
+    def put_off(kind: CollectiveKind) -> float:
+        return (backward if kind.phase == "backward" else forward).put_off(lane(kind))
+
+    def made(kind: CollectiveKind) -> float:
+        return (backward if kind.phase == "backward" else forward).blocking(lane(kind))
+
+    weights = ParameterWeights(
+        made, put_off, lambda kind: backward.blocking(lane(kind)), lambda kind: backward.gathered(lane(kind))
+    )
+    if flow.weights == BothWeights():
         weights = ParameterWeights()
-    else:
-
-        def lane(kind: CollectiveKind) -> int:
-            return lane_of(cluster.levels, mesh.shape, kind.axes)
-
-        weights = ParameterWeights(
-            lambda kind: flow.weights.blocking(lane(kind)) if kind.phase == "backward" else 1.0,
-            lambda kind: flow.weights.put_off(lane(kind)),
-            lambda kind: flow.weights.blocking(lane(kind)),
-        )
     if flow.is_parameter and flow.is_stored:
-        times = parameter_times(flow.value, *ends, bucket_bytes=flow.bucket_bytes, weights=weights)
+        times = parameter_times(flow.value, *ends, bucket=bucket, weights=weights)
         return times.cost_s, times.again_s
     frozen = replace(flow.value, needs_grad=False)
-    made, again = conversion_times(flow.value, *ends, weigh=weights.made), weights.again
-    return made, conversion_times(frozen, *ends, weigh=again)
+    found = conversion_times(flow.value, *ends, weigh=weights.made)
+    return found, conversion_times(frozen, *ends, weigh=weights.again)
 
 
 def _matrices(part: EdgePart, prices: Mapping[PricedFlow, Prices]) -> Matrices:

@@ -11,7 +11,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, update_time, waiting_bytes
-from autopar.costmodel.overlap.path_weights import PathWeights
+from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
 from autopar.costmodel.pricing.flows import Count, End, Flows
 from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
 from autopar.costmodel.roofline import shapes_time
@@ -28,11 +28,11 @@ Prices = tuple[np.ndarray, np.ndarray]  # f64[options] seconds and bytes
 
 
 def price_nodes(
-    graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training, weights: PathWeights
+    graph: Graph, flows: Flows, mesh: Mesh, cluster: Cluster, training: Training, weights: StepWeights
 ) -> list[Node]:
     """A node for each entity, without the costs of flows; equal nodes share their arrays.
 
-    `weights`: of what backward does.
+    `weights`: of what both passes do.
     """
     ops, inputs = {op.name: op for op in graph.ops}, {item.value.name: item for item in graph.inputs}
     known: dict[tuple, Prices] = {}
@@ -41,12 +41,12 @@ def price_nodes(
         options: Any = entity.options
         if entity.kind == "op":
             op, count = ops[entity.name], flows.members[entity.name]
-            weight = weights.at(weights.run_of.get(op.name, 0)).compute
-            key = op.nameless, id(entity.options), astuple(count), weight
+            of_run = weights.of(op.name)
+            key = op.nameless, id(entity.options), astuple(count), of_run
             if key not in known:
                 parameters = flows.parameters if count.transient_share else None
                 each = _price_op(op, options, _operands(op, number, flows), mesh, cluster, parameters)
-                known[key] = _summed(each, count, training, weight)
+                known[key] = _summed(each, count, training, of_run)
             node = known[key]
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
@@ -60,15 +60,16 @@ def price_nodes(
     return nodes
 
 
-def _summed(each: np.ndarray, count: Count, training: Training, weight: float) -> Prices:
-    """The costs of a class of ops, from those of one op and their multiplicities; `weight`: of its backward.
+def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWeights) -> Prices:
+    """The costs of a class of ops, from those of one op and their multiplicities; `weights`: of its run.
 
     Ops in a recomputed region run forward twice, and their saved tensors exist only while it is recomputed; those of
     other ops may be on the host.
     """
     forward_s, backward_s, saved, waiting, transient = each.T
-    times_s = (count.times + weight * count.num_inside) * forward_s + weight * count.times * backward_s
-    times_s = times_s + weight * count.moved_s * saved
+    ahead, back = weights.forward.compute, weights.backward.compute
+    times_s = (ahead * count.times + back * count.num_inside) * forward_s + back * count.times * backward_s
+    times_s = times_s + back * count.moved_s * saved
     kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
     held = kept * saved + training.num_waiting * count.times * waiting + count.transient_share * transient
     return training.num_microbatches * times_s, np.ascontiguousarray(held)

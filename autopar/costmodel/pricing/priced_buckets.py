@@ -12,6 +12,8 @@ import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.collective_time import collective_times
+from autopar.costmodel.overlap.pass_time import has_overlap
+from autopar.costmodel.training import Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
@@ -26,14 +28,15 @@ _LEAST_FILLED = 0.5
 
 
 def priced_buckets(
-    graph: Graph, folded: Folded, mesh: Mesh, cluster: Cluster, memory_bytes: float
+    graph: Graph, folded: Folded, mesh: Mesh, cluster: Cluster, training: Training, memory_bytes: float
 ) -> Mapping[str, InBucket]:
     """Parameter -> its place in the bucket that may gather it or reduce its gradient.
 
     `memory_bytes`: of a device.
     """
     most = bucket_bytes(graph, mesh, cluster, memory_bytes)
-    return parameter_buckets(graph, folded, most, least=_LEAST_FILLED * most if cluster.overlap else 0.0)
+    least = _LEAST_FILLED * most if cluster.overlap else 0.0
+    return parameter_buckets(graph, folded, most, least=least, is_prefetched=has_overlap(cluster, training))
 
 
 def bucket_bytes(graph: Graph, mesh: Mesh, cluster: Cluster, memory_bytes: float) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
-from autopar.costmodel.evaluate import evaluate, has_overlap
+from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.overlap.pass_time import has_overlap
 from autopar.costmodel.pricing.encode_decode import decode, encode, with_parameter_buckets
 from autopar.costmodel.pricing.price import PricedStep, price
 from autopar.costmodel.training import WHOLE_BATCH, Training

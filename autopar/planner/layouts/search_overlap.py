@@ -1,22 +1,22 @@
-"""The search of a mesh whose plans hide reductions behind backward, so that no table of sums has their time.
+"""The search of a mesh whose plans hide collectives behind compute, so that no table of sums has their time.
 
-A table prices the weighted lengths of paths through backward, which are lower bounds (`overlap.path_weights`). Its best
-choice is timed as a plan, whose longest path joins those that the next table weighs, by the weights that are best for
-the plans met so far (`overlap.best_shares`).
+A table prices the weighted lengths of paths through forward and backward, which are lower bounds
+(`overlap.path_weights`). Its best choice is timed as a plan, whose longest paths join those that the next table weighs,
+by the weights that are best for the plans met so far (`overlap.best_shares`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.evaluate import Costs
-from autopar.costmodel.overlap.backward_lanes import Handover, backward_time, path_length
 from autopar.costmodel.overlap.best_shares import best_shares
+from autopar.costmodel.overlap.pass_time import Handover, PassCost
 from autopar.costmodel.overlap.path_weights import Paths
 from autopar.planner.layouts.optimizer_offload import Solution
 from autopar.planner.problem import ENOUGH_GAP, Problem, Setting
 from autopar.search.table import Choice, cost_of, memory_of
 
-_MOST_ROUNDS = 5
+_MOST_ROUNDS = 12
 # The share of the time left for a round that is not the last.
 _SHARE = 0.5
 # The step from the weights of the best bound so far towards those that are best for the plans met, which alone jump
@@ -34,11 +34,16 @@ class Timed:
     step_s: float
     costs: Costs | None = None
 
-    def length_s(self, overlap: float, handover: Handover | None) -> float:
-        """Seconds of the step along a path through backward."""
+    @property
+    def passes(self) -> tuple[PassCost, PassCost]:
+        """Its forward and its backward."""
         assert self.costs is not None, "timed with overlap"
-        rest_s = self.step_s - backward_time(self.costs.backward, overlap)[0]
-        return rest_s + path_length(self.costs.backward, overlap, handover)
+        return self.costs.passes
+
+    def lengths_s(self, paths: Sequence[Sequence[Handover | None]]) -> list[list[float]]:
+        """Seconds along each of the paths through each pass; the rest of the step counts as forward."""
+        rest_s = [self.step_s - sum(each.time_s for each in self.passes), 0.0]
+        return [[rest + each.length_s(path) for path in own] for rest, each, own in zip(rest_s, self.passes, paths)]
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class MeshRounds:
         fitting = [one for one in known if memory_of(table, one.strategies) <= table.memory_limit_bytes]
         self.best = min(fitting, key=lambda one: one.step_s, default=None)
         self.lower_bound_s = 0.0
+        self._is_stuck = False  # whether the last round gave neither a plan that was not met nor a better bound
         self.met = [one for one in fitting if self.best and one.step_s <= _NEAR * self.best.step_s]
         self.paths = self.around = setting.paths or Paths(self.overlap)
 
@@ -96,12 +102,14 @@ class MeshRounds:
             assert self.best is not None, "the choice was taken"
             missing_s = min(self.best.step_s, most_s) - self.lower_bound_s
             is_enough = missing_s <= ENOUGH_GAP * self.best.step_s or self.lower_bound_s >= setting.to_beat_s
-            if is_enough or setting.budget.is_spent:
+            if is_enough or self._is_stuck or setting.budget.is_spent:
                 return
 
     def take(self, choice: Choice) -> None:
         """Take the choice of the last round."""
         self.choice, made = choice, timed(self.last.setting, self.last.problem, choice.strategies)
+        is_better = choice.lower_bound_s > self.lower_bound_s + ENOUGH_GAP * made.step_s / 4
+        self._is_stuck = not is_better and any(one.strategies == made.strategies for one in self.met)
         if self.best is None or made.step_s <= self.best.step_s:
             self.best = made
         if choice.lower_bound_s >= self.lower_bound_s:
@@ -117,6 +125,8 @@ class MeshRounds:
 
 def _best_paths(met: Sequence[Timed], overlap: float) -> tuple[float, Paths]:
     """(the best lower bound of the plans `met` that weights of their paths give, these)."""
-    paths = tuple(dict.fromkeys([None, *(one.costs.handover for one in met if one.costs is not None)]))
-    bound_s, shares = best_shares([[one.length_s(overlap, path) for path in paths] for one in met])
-    return bound_s, Paths(overlap, tuple(zip(paths, shares)))
+    paths = [
+        tuple(dict.fromkeys([None, *(each.handover for each in passes)])) for passes in zip(*(x.passes for x in met))
+    ]
+    bound_s, shares = best_shares([one.lengths_s(paths) for one in met])
+    return bound_s, Paths(overlap, *(dict(zip(own, share)) for own, share in zip(paths, shares)))

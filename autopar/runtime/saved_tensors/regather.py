@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.runtime.saved_tensors.gather_bucket import GatherBucket, Unchanged
 from autopar.runtime.saved_tensors.offload_saved import Offload, unpack
-from autopar.sbp.convert import Axis, convert_together, move, move_together
+from autopar.sbp.convert import Axis, move
 from autopar.sbp.placement import Placement
 from autopar.torch_compat import StorageWeakRef
 
@@ -28,25 +29,11 @@ class _GatheredView:
         return view.conj() if self.is_conj else view
 
 
-class _Unchanged:
-    """A stored parameter, and that it is not changed between forward and backward."""
-
-    def __init__(self, stored: torch.Tensor) -> None:
-        self.stored, self.version = stored, stored._version
-
-    def checked(self) -> torch.Tensor:
-        if self.stored._version != self.version:
-            raise RuntimeError(
-                "a parameter that backward gathers again was changed in place after forward; update it after backward"
-            )
-        return self.stored.detach()
-
-
 class _GatheredAlone:
     """A parameter that is gathered by itself, in `steps`."""
 
     def __init__(self, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
-        self.stored, self.steps = _Unchanged(stored), steps
+        self.stored, self.steps = Unchanged(stored), steps
 
     def want(self) -> None:
         pass
@@ -56,43 +43,6 @@ class _GatheredAlone:
         for axis, src, dst in self.steps:
             made = move(made, axis, src, dst)
         return made
-
-
-class GatherBucket:
-    """Stored parameters that are gathered with one collective in forward, and again with one in backward.
-
-    `sources`, `targets`: their placements on `axis`, before and after; `sum_in`: as in `convert`.
-    Backward gathers those that it has any use for
-    when the first of them is asked for, and hands each out once.
-    """
-
-    def __init__(
-        self,
-        axis: Axis,
-        sources: tuple[Placement, ...],
-        targets: tuple[Placement, ...],
-        *stored: torch.Tensor,
-        sum_in: torch.dtype | None = None,
-    ) -> None:
-        self.sum_in = sum_in
-        self.axis, self.ends, self.stored = axis, list(zip(sources, targets, strict=True)), stored
-        self.unchanged = [_Unchanged(x) for x in stored]
-        self.wanted: set[int] = set()
-        self.made: dict[int, torch.Tensor] = {}
-
-    def converted(self) -> tuple[torch.Tensor, ...]:
-        """The gathered parameters, for forward."""
-        sources, targets = zip(*self.ends, strict=True)
-        return convert_together(self.axis, sources, targets, *self.stored, sum_in=self.sum_in)
-
-    def gathered(self, number: int) -> torch.Tensor:
-        """Parameter `number`, gathered again."""
-        if number not in self.made:
-            wanted = sorted(self.wanted)
-            sources, targets = zip(*(self.ends[one] for one in wanted), strict=True)
-            again = (self.unchanged[one].checked() for one in wanted)
-            self.made = dict(zip(wanted, move_together(self.axis, sources, targets, *again), strict=True))
-        return self.made.pop(number)
 
 
 class _GatheredInBucket:

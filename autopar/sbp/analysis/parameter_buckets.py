@@ -11,11 +11,13 @@ from autopar.ir.graph import Graph
 from autopar.sbp.assignment import InBucket
 
 
-def parameter_buckets(graph: Graph, folded: Folded, most: float, *, least: float = 0.0) -> Mapping[str, InBucket]:
+def parameter_buckets(
+    graph: Graph, folded: Folded, most: float, *, least: float = 0.0, is_prefetched: bool = False
+) -> Mapping[str, InBucket]:
     """Parameter -> its place in the bucket that may gather it or reduce its gradient, maybe alone there.
 
     A bucket has parameters of one dtype, all trained or all not, in order of first use, and of several at most `most`
-    bytes; with fewer than `least` it takes the next one of any size.
+    bytes; with fewer than `least` it takes the next one of any size. `is_prefetched`: as of `InBucket`.
     """
     places: dict[str, InBucket] = {}
     parameters = {item.value.name: item.value for item in graph.of_kind("parameter")}
@@ -26,7 +28,7 @@ def parameter_buckets(graph: Graph, folded: Folded, most: float, *, least: float
         for of_kind in kinds.values():
             for bucket in _filled({name: parameters[name].num_bytes for name in of_kind}, most, least):
                 num_bytes = sum(parameters[name].num_bytes for name in bucket)
-                places.update((name, InBucket(num_bytes, place)) for place, name in enumerate(bucket))
+                places.update((name, InBucket(num_bytes, place, is_prefetched)) for place, name in enumerate(bucket))
     return _alike(places, value_classes(graph, folded), parameters)
 
 

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from autopar.costmodel.activations.autograd_footprint import regatherable
 from autopar.ir.folding.fold import fold
 from autopar.plans.plan import Plan, plan_of
+from autopar.runtime.saved_tensors import gather_bucket
+from autopar.runtime.saved_tensors.gather_bucket import Landing
 from autopar.runtime.saved_tensors.regather import regathered
 from autopar.sbp import convert
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
@@ -27,9 +29,9 @@ from tests.workers import Ranks, device_mesh
 from tests.zoo import Case, build
 
 
-def twice(name: str, shape: tuple[int, ...], in_buckets: bool) -> tuple[Plan, Plan]:
+def twice(name: str, shape: tuple[int, ...], how: str) -> tuple[Plan, Plan]:
     """A plan that stores parameters split and keeps what it gathers of them, and the one that gathers again whatever it
-    can, by themselves or in buckets.
+    can: by themselves, in buckets, or in buckets that are prefetched.
     """
     plan = plans_for(name, shape, ("zero3",))["zero3"]
     graph, layouts = plan.graph, plan.assignment.layouts
@@ -37,9 +39,9 @@ def twice(name: str, shape: tuple[int, ...], in_buckets: bool) -> tuple[Plan, Pl
     again = frozenset(name for name in again if any(p.is_split for p in layouts[name]))
     assert again
     gathered = {n: c[0] for n, c in conversions(graph, plan.assignment).items() if only_gathers(c[0].src, c[0].dst)}
-    places = parameter_buckets(graph, fold(graph), 1e9) if in_buckets else {}
+    places = parameter_buckets(graph, fold(graph), 1e9, is_prefetched=how == "prefetched") if how != "alone" else {}
     places = {name: place for name, place in places.items() if name in gathered}
-    assert bool(places) == in_buckets
+    assert bool(places) == (how != "alone")
     given = replace(plan.assignment, parameter_buckets=places)
     assignments = (replace(given, regathered=found) for found in (frozenset(), again))
     return tuple(plan_of(graph, assignment, plan.mesh, plan.cluster) for assignment in assignments)
@@ -48,7 +50,7 @@ def twice(name: str, shape: tuple[int, ...], in_buckets: bool) -> tuple[Plan, Pl
 def gathered_bytes_after_forward(case: Case) -> int:
     """Bytes that backward keeps of what forward gathered."""
     made: list[tuple[StorageWeakRef, int]] = []
-    gather, gather_together = convert.all_gather, convert.move_together
+    gather, gather_together, begin = convert.all_gather, convert.move_together, gather_bucket.begin_together
 
     def note(*outs: torch.Tensor) -> None:
         made.extend((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()) for out in outs)
@@ -63,11 +65,21 @@ def gathered_bytes_after_forward(case: Case) -> int:
         note(*(outs if sources[0].is_split else ()))
         return outs
 
-    convert.all_gather, convert.move_together = noted, noted_together
+    def noted_landing(axis: Axis, sources: Any, *rest: Any, **how: Any) -> Landing:
+        landing = begin(axis, sources, *rest, **how)
+
+        def noted() -> tuple[torch.Tensor, ...]:
+            outs = landing()
+            note(*outs)
+            return outs
+
+        return noted
+
+    convert.all_gather, convert.move_together, gather_bucket.begin_together = noted, noted_together, noted_landing
     try:
         outputs = case.model(*case.args, **case.kwargs)
     finally:
-        convert.all_gather, convert.move_together = gather, gather_together
+        convert.all_gather, convert.move_together, gather_bucket.begin_together = gather, gather_together, begin
     assert any(x.requires_grad for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
     dist.barrier()  # gloo's own thread lets go of the last tensor a moment after the call returns
     for _ in range(100):
@@ -104,9 +116,9 @@ def _bytes_of(plan: Plan) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("name", "shape"), [("mlp", (4,)), ("llama", (4,)), ("gpt2", (2, 2)), ("resnet", (4,))], ids=str
 )
-@pytest.mark.parametrize("in_buckets", [False, True])
-def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], in_buckets: bool) -> None:
-    plans = twice(name, shape, in_buckets)
+@pytest.mark.parametrize("how", ["alone", "bucket", "prefetched"])
+def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ...], how: str) -> None:
+    plans = twice(name, shape, how)
     for kept, again in ranks4.run(train_both, name, plans):
         for when in ("first", "last"):
             assert kept[when].keys() == again[when].keys()
@@ -115,6 +127,8 @@ def test_same_numbers_less_memory(ranks4: Ranks, name: str, shape: tuple[int, ..
             assert found["issued"] == Counter(planned(plan))
         saved = plans[0].costs.total_memory_bytes - plans[1].costs.total_memory_bytes
         assert kept["kept"] - again["kept"] == saved > 0
+        assert (".started(" in again["code"]) == (how == "prefetched")
+        assert name not in ("llama", "gpt2") or (".started(bucket_" in again["code"]) == (how == "prefetched")
         assert "regathered(" in again["code"] and "regathered(" not in kept["code"]
     more = _bytes_of(plans[1])
     more.subtract(_bytes_of(plans[0]))
