@@ -27,7 +27,7 @@ from autopar.costmodel.activations.autograd_footprint import footprint
 from autopar.ir.graph import Graph, Op, Slot, Use, Value
 from autopar.ir.op_facts import is_random
 from autopar.mesh import Mesh
-from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions
+from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions, without_prefetch
 from autopar.sbp.localize import localize
 from autopar.sbp.placement import Layout
 from autopar.sbp.redistribute import LayoutStep, live_axes, redistribute
@@ -49,7 +49,9 @@ def lower(
     parameters are converted in each run. `alike`: random ops that draw the same numbers in each run of a step.
     `in_buckets`: whether gradients are reduced in buckets of several blocks.
     """
-    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets, is_split)
+    if is_split:
+        assignment = without_prefetch(assignment)
+    lowering = _Lowering(graph, mesh, assignment, alike, in_buckets)
     gather = lowering.gather() if is_split else None
     for number, ops in groupby(graph.ops, key=_number_of(assignment.offloaded)):
         lowering.offload(number, tuple(ops))
@@ -73,7 +75,6 @@ class _Lowering:
     assignment: Assignment
     alike: Collection[str]
     in_buckets: bool
-    is_split: bool
     steps: list[AnyStep] = field(default_factory=list)
     num_random: int = 0
     is_in_region: bool = False
@@ -172,7 +173,7 @@ class _Lowering:
         values = tuple(member.value for member in bucket)
         copies = [self._copy_of(value.name) for value in values]
         self._of_inputs.update(copy for copy, source in zip(copies, sources) if source in self._of_inputs)
-        is_prefetched = bucket[0].is_prefetched and not self.is_split
+        is_prefetched = bucket[0].is_prefetched
         if len(bucket) == 1 and not is_prefetched:
             (step,) = steps
             convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after)
@@ -180,9 +181,9 @@ class _Lowering:
             self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
             src, dst, after = zip(*((step.src, step.dst, step.after) for step in steps), strict=True)
-            is_regathered = bucket[0].is_regathered and not self.is_in_region
-            number = self._number_bucket() if is_regathered or is_prefetched else -1
-            self._regathered.update((_key(member), number) for member in bucket if is_regathered)
+            again = [member for member in bucket if member.is_regathered and not self.is_in_region]
+            number = self._number_bucket() if again or is_prefetched else -1
+            self._regathered.update((_key(member), number) for member in again)
             ends = tuple(sources), values, axes, src, dst, after
             self.steps.append(ConvertTogether(tuple(copies), *ends, number, is_prefetched))
         return copies

@@ -128,6 +128,12 @@ class Assignment:
 NO_CHOICES = Assignment({}, {}, {}, {})
 
 
+def without_prefetch(assignment: Assignment) -> Assignment:
+    """`assignment` for a program that gathers most parameters before it runs, once for several runs."""
+    places = assignment.parameter_buckets.items()
+    return replace(assignment, parameter_buckets={name: replace(place, is_prefetched=False) for name, place in places})
+
+
 def _choices(value: Any, *source: Hashable) -> Mapping[str, Any]:
     """A field as name -> choice; that of a member of a group is `source`, the group's number, and its place there."""
     if isinstance(value, Mapping):
@@ -313,10 +319,11 @@ def buckets(
 ) -> tuple[tuple[Conversion, ...], ...]:
     """The `by_name` conversions that are not empty, grouped as they are issued; most groups have one.
 
-    Parameters of one bucket that are gathered on the same axes, all for good or all again in the same region, share an
-    all-gather, and their gradients a reduce-scatter. Whole parameters that split compute reads (every step I -> R) move
-    nothing in forward; those of one bucket and one pair of layouts share an all-reduce of their gradients. All are of
-    one dtype, also of their sums. A new copy of a bucket begins where a place does not come later than the one before.
+    Parameters of one bucket that are gathered on the same axes share an all-gather, and their gradients a
+    reduce-scatter, if the bucket is prefetched, or if all are gathered for good or all again in the same region. Whole
+    parameters that split compute reads (every step I -> R) move nothing in forward; those of one bucket and one pair of
+    layouts share an all-reduce of their gradients. All are of one dtype, also of their sums. A new copy of a bucket
+    begins where a place does not come later than the one before.
 
     Whole parameters of no bucket share an all-reduce in order of first use, up to BUCKET_BYTES; a parameter that fills
     a bucket is alone in it. `across_blocks`: whether there are such buckets, which do not end with a block.
@@ -341,7 +348,8 @@ def _bucket_key(conversion: Conversion, across_blocks: bool) -> tuple[Hashable, 
     if place is not None and not conversion.is_bucketed:
         (step,) = redistribute(conversion.src, conversion.dst)
         kind = value.dtype, value.sum_dtype, value.needs_grad, place.num_bytes
-        return *kind, step.axes, step.dst.kind, conversion.is_regathered, conversion.region
+        is_again = conversion.is_regathered and not conversion.is_prefetched
+        return *kind, conversion.is_prefetched, step.axes, step.dst.kind, is_again, conversion.region
     if conversion.is_bucketed and conversion.latency_share < 1.0 and (across_blocks or place is not None):
         return value.dtype, value.sum_dtype, conversion.src, conversion.dst, place and place.num_bytes
     return ()

@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
 from autopar.runtime.accumulate import close_step, open_step
 from autopar.runtime.load_program import axes_of, compile_source, namespace
-from autopar.sbp.assignment import Assignment, InBucket
+from autopar.sbp.assignment import Assignment, InBucket, without_prefetch
 from autopar.sbp.candidates import annotate
 from autopar.sbp.convert import Axis, dual
 from autopar.sbp.placement import I, Layout, P, R, S, is_even
@@ -62,6 +62,7 @@ def draw_example(draw: Random, num_calls: int, meshes: Sequence[tuple[int, ...]]
     mesh = Mesh(shape, tuple(f"a{axis}" for axis in range(len(shape))))
     cotangents = {index: _cotangent(draw, v) for index, v in enumerate(graph.outputs) if v.needs_grad}
     assignment, is_split = draw_assignment(draw, graph, mesh), draw.random() < 0.3
+    assignment = without_prefetch(assignment) if is_split else assignment
     assignment = replace(assignment, recomputed=_any_regions(draw, graph), offloaded=_any_regions(draw, graph))
     if not _is_nested(assignment):
         assignment = replace(assignment, offloaded=())
@@ -130,7 +131,11 @@ def _any_buckets(draw: Random, graph: Graph) -> dict[str, InBucket]:
     starts = sorted({0, *(at for at in range(len(names)) if draw.random() < 0.15)})
     buckets = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)])]
     totals = [sum(sizes[name] for name in bucket) for bucket in buckets]
-    return {name: InBucket(total, at) for bucket, total in zip(buckets, totals) for at, name in enumerate(bucket)}
+    return {
+        name: InBucket(total, at, is_prefetched)
+        for bucket, total, is_prefetched in zip(buckets, totals, (draw.random() < 0.5 for _ in buckets))
+        for at, name in enumerate(bucket)
+    }
 
 
 def _same(graph: Graph) -> dict[str, str]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,7 @@ def test_one_bucket_is_gathered_ahead_and_one_is_reduced_behind(ranks4: Ranks) -
         assert running == 0
     # a gather is on its way while another layer is differentiated, and a reduction while the next one is
     assert [one for one in backward if "gather" in one][:3] == ["gather starts", "gather lands", "gather starts"]
-    first = backward.index("reduction starts")
-    assert "gather lands" in backward[first : backward.index("reduction lands")]
+    assert ("reduction starts", "gather lands") in pairwise(backward)
 
 
 def die_with_a_sum_on_its_way(folder: str, way: str) -> None:
