@@ -33,7 +33,8 @@ from autopar.peak_memory.predict import predict_peak, predict_peaks, rank_peaks
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.plans.plan import plan_of
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
-from autopar.sbp.assignment import Assignment
+from autopar.sbp.analysis.parameter_buckets import parameter_buckets
+from autopar.sbp.assignment import Assignment, conversions, only_gathers
 from autopar.sbp.candidates import annotate
 from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
 from tests.planner.cases import CPU, MESH
@@ -66,7 +67,20 @@ def deep(name: str, num_layers: int = 12) -> Graph:
 
 def by_hand(graph: Graph, kind: str, mesh: Mesh = MESH) -> Assignment:
     folded = fold(graph)
-    return hand_plan(parse_hand_plan(kind, mesh), graph, folded, annotate(graph, mesh, folded), mesh)
+    kind, _, prefetched = kind.partition(" ")
+    assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, annotate(graph, mesh, folded), mesh)
+    if not prefetched:
+        return assignment
+    return with_prefetch(graph, assignment)
+
+
+def with_prefetch(graph: Graph, assignment: Assignment) -> Assignment:
+    """The assignment with what it gathers in prefetched buckets, of a block each."""
+    first = {name: of_value[0] for name, of_value in conversions(graph, assignment).items()}
+    places = parameter_buckets(graph, fold(graph), 1e9, is_prefetched=True)
+    gathered = {name: place for name, place in places.items() if only_gathers(first[name].src, first[name].dst)}
+    assert gathered
+    return replace(assignment, parameter_buckets=gathered)
 
 
 def some_recomputed(graph: Graph, assignment: Assignment, num: int) -> Assignment:
@@ -79,6 +93,8 @@ def some_recomputed(graph: Graph, assignment: Assignment, num: int) -> Assignmen
         ("gpt2", "zero3", "cuda", 0, 1),
         ("gpt2", "zero3", "cpu", 12, 1),
         ("gpt2", "ddp", "cuda", 0, 2),
+        ("gpt2", "zero3 prefetched", "cuda", 0, 1),
+        ("llama", "zero3 prefetched", "cpu", 0, 1),
         ("llama", "megatron:sp,zero2", "cuda", 12, 1),
         ("llama", "megatron:sp,zero2", "cpu", 0, 2),
         ("t5", "zero3", "cuda", 6, 1),  # of two lengths, and the longer in two parts

@@ -17,10 +17,11 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.placement import I
 from autopar.schedule.orders import Schedule, num_in_flight
 from autopar.schedule.timeline import Action
-from bench.memory import TOLERANCE, measure, sample_of
+from bench.memory import TOLERANCE, measure, measure_on_rank, plan_called, sample_of
 from bench.memory_stages import KINDS, MESHES, measure_stages, staged_plan
 from tests.costmodel.build import layer_stack
 from tests.costmodel.test_evaluate import ACTIVATION, LAYERS, MESH, NUM_LAYERS, WEIGHT, data_parallel
+from tests.peak_memory.test_few_copies import with_prefetch
 from tests.planner.cases import CPU, traced
 from tests.planner.cases import folded as folded_graph
 from tests.workers import Ranks
@@ -129,6 +130,16 @@ def test_a_prediction_is_what_ranks_measure(ranks4: Ranks, name: str, kind: str)
     row = measure(ranks4, name, kind)
     assert abs(row.error) < TOLERANCE, (row.predicted, row.measured)
     assert row.predicted.phase in row.measured[0]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_what_is_gathered_ahead_counts(ranks4: Ranks, name: str):
+    plan = plan_called(name, "zero3")
+    plan = replace(plan, assignment=with_prefetch(plan.graph, plan.assignment))
+    predicted = predict_peak(plan.graph, plan.mesh, plan.assignment)
+    for measured in ranks4.run(measure_on_rank, name, plan):
+        assert max(measured.values()) == pytest.approx(predicted.total_bytes, rel=TOLERANCE)
 
 
 @pytest.mark.multirank
