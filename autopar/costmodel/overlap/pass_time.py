@@ -102,11 +102,15 @@ class PassCost:
     @property
     def hidden_s(self) -> float:
         """Seconds of collectives that go on while others, or compute, do."""
-        return max(0.0, sum(at.in_turn_s for at in self.ops) - self.time_s)
+        return self._in_turn_s - self.time_s
+
+    @property
+    def _in_turn_s(self) -> float:
+        return sum(at.in_turn_s for at in self.ops)
 
     @cached_property
     def time_s(self) -> float:
-        """Seconds of the pass."""
+        """Seconds of the pass, at most those of all in turn."""
         clock = _Clock(self.overlap)
         gathered = [at.gathered for at in self._in_order() if at.gathered]
         following = iter([*gathered[1:], {}])
@@ -126,7 +130,7 @@ class PassCost:
             for lane, time_s in at.put_off.items():
                 clock.start({lane: time_s})
                 clock.now_s += (1 - self.overlap) * time_s
-        return max([clock.now_s, *clock.lanes.values()])
+        return min(self._in_turn_s, max([clock.now_s, *clock.lanes.values()]))
 
     def _in_order(self) -> Iterator[AtOp]:
         return reversed(self.ops) if self.is_backward else iter(self.ops)
