@@ -39,7 +39,10 @@ def test_a_plan_that_splits_experts_has_a_peak(device_type: str):
     graph = trace(skeleton(model), (), {"input_ids": tokens, "labels": tokens.clone()})
     folded = fold(graph)
     candidates = annotate(graph, MESH, folded)
-    whole = hand_plan(parse_hand_plan("ddp", MESH), graph, folded, candidates, MESH)
+    by_hand = hand_plan(parse_hand_plan("ddp", MESH), graph, folded, candidates, MESH)
+    same = folded.representative
+    strategies = {op.name: candidates.strategies[same[op.name]][0] for op in graph.ops}  # all tokens on every rank
+    whole = Assignment(strategies, by_hand.layouts, {}, by_hand.outputs)
     by_expert = {
         op.name: next(one for one in candidates.strategies[op.name] if one.signatures[0].role == "experts")
         for op in graph.ops

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autopar.ir.passes.turn_grouped import TURNED as TURNED_GROUPED
 from autopar.sbp.candidates import strategies_of
 from autopar.sbp.op_signatures import signatures_of
 from autopar.sbp.rules.matmul import RULES, parse_equation
@@ -40,7 +41,7 @@ SAMPLES = [
     ("einsum", ("iij->j", [f64(4, 4, 2)])),
     ("einsum", ("ij,k->k", [f64(2, 4), f64(6)])),
 ]
-GROUPED = {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
+GROUPED = {*TURNED_GROUPED, *TURNED_GROUPED.values()}
 TURNED = "autopar.turned_linear.default"
 
 
@@ -107,6 +108,20 @@ def test_grouped_product(ends):
     }
     assert exercise_mesh(target, *args, roles=("rows", "experts")) == 1
     assert exercise_mesh(target, *args, roles=("experts", "experts")) == 1
+
+
+def test_a_grouped_product_with_turned_weights_is_split_as_one_without():
+    pytest.importorskip("transformers.integrations.moe")
+    x, weight, ends = f64(8, 4), f64(4, 4, 6), torch.tensor([2, 2, 5, 8])
+    plain = "transformers.grouped_mm_fallback.default"
+    found = exercise(TURNED_GROUPED[plain], x, weight.detach().mT.contiguous().requires_grad_(), ends)
+    swapped = str.maketrans({"1": "2", "2": "1"})
+
+    def turned(text):
+        first, second, *rest = text.split(" ", 2)
+        return " ".join((first, second.translate(swapped), *rest))
+
+    assert found == set(map(turned, exercise(plain, x, weight, ends)))
 
 
 def test_grouped_product_of_aten_has_the_same_signatures():

@@ -14,6 +14,7 @@ from autopar.ir.passes.drop_identities import drop_identities
 from autopar.ir.passes.merge_reshapes import merge_reshapes
 from autopar.ir.passes.row_gather import read_own_rows
 from autopar.ir.passes.split_constants import split_constants
+from autopar.ir.passes.turn_grouped import turn_grouped_weights
 from autopar.ir.passes.unflatten_matmul import unflatten_products
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
@@ -21,6 +22,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     canonicalise,
     drop_identities,
     unflatten_products,
+    turn_grouped_weights,
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input
     read_own_rows,

@@ -43,6 +43,11 @@ def grouped_mm(
     return F.pad(product, (0, 0, start, x.shape[0] - end))
 
 
-TARGETS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+TARGETS = (
+    "aten._grouped_mm.default",
+    "transformers.grouped_mm_fallback.default",
+    "autopar.turned_grouped_mm.default",
+    "autopar.turned_grouped_mm_fallback.default",
+)
 
 LOCAL_OPS = {target: LocalOp(partial(grouped_mm, target), no_collectives) for target in TARGETS}

@@ -89,11 +89,12 @@ def tensordot(op: Op) -> Iterator[Signature]:
 # Kernels that need the row stride, of the last two dims' strides the one that is not 1, to be a multiple of this number
 # of bytes (`_meta_grouped_mm_common` in torch/_meta_registrations.py); a split that leaves another stride has no
 # kernel.
-ROW_BYTES = {"aten._grouped_mm.default": 16}
+ROW_BYTES = {"aten._grouped_mm.default": 16, "autopar.turned_grouped_mm.default": 16}
 
 
 def grouped_mm(op: Op) -> Iterator[Signature]:
-    """tk, ekn -> tn, where row t uses the weight of its group; weights of two dims or rows of three only whole.
+    """tk, ekn (turned: enk) -> tn, where row t uses the weight of its group; weights of two dims or rows of three only
+    whole.
 
     Columns n and k split as in any product. A slice of the rows needs the groups' bounds within it (role "rows"). A
     slice of the groups computes their rows, zero elsewhere (role "experts"): a term of the output, and of the rows'
@@ -103,7 +104,8 @@ def grouped_mm(op: Op) -> Iterator[Signature]:
     x, weight = (tensor_of(op, name) for name in names)
     if (len(x.shape), len(weight.shape)) != (2, 3) or optional_tensor(op, "offs") is None:
         return
-    for placements, placed in products([(None, "k"), (None, "k", "n")], (None, "n")):
+    matrix = ("n", "k") if op.target.startswith("autopar.") else ("k", "n")
+    for placements, placed in products([(None, "k"), (None, *matrix)], (None, "n")):
         yield from signature(op, dict(zip(names, placements)), placed)
     yield from signature(op, {names[0]: S(0), names[1]: R}, S(0), role="rows")
     yield from signature(op, {names[0]: R, names[1]: S(0)}, P, role="experts")
@@ -164,4 +166,6 @@ RULES = {
     "aten.einsum.default": einsum,
     "aten._grouped_mm.default": grouped_mm,
     "transformers.grouped_mm_fallback.default": grouped_mm,
+    "autopar.turned_grouped_mm.default": grouped_mm,
+    "autopar.turned_grouped_mm_fallback.default": grouped_mm,
 }
