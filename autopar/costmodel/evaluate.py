@@ -142,6 +142,14 @@ def evaluate(
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
 
 
+def passes_of(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
+) -> tuple[PassCost, PassCost]:
+    """The work of forward and backward at each op of a step with one microbatch."""
+    step = step_cost(graph, assignment, mesh, cluster, training)
+    return _passes(graph, step, _RegionNumbers.of(assignment), mesh, cluster)
+
+
 def _passes(
     graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster
 ) -> tuple[PassCost, PassCost]:
@@ -166,7 +174,7 @@ def _passes(
     costs = {id(cost.conversion): cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
         users = [position.get(use.user, len(forward) - 1) for conversion in bucket for use in conversion.uses]
-        is_prefetched, is_put_off = bucket[0].is_prefetched, bucket[0].is_bucketed
+        is_prefetched, is_put_off = bucket[0].is_prefetched, bucket[0].is_bucketed and cluster.overlap > 0
         first, last = forward[min(users)], backward[min(users)]
         again = backward[max(users)] if is_prefetched else last
         for cost in (costs[id(conversion)] for conversion in bucket):

@@ -1,15 +1,15 @@
 """A plan of either kind as text, as JSON and as a trace."""
 
+import json
 from typing import Any
 
 from autopar.explain.memory_over_time import memory_over_time
 from autopar.explain.report import report
 from autopar.explain.staged_text import format_staged, staged_json
+from autopar.explain.step_events import step_events
 from autopar.explain.text import format_report
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.schedule.orders import Schedule
-from autopar.schedule.simulate import StageTimes, simulate
 from autopar.schedule.timeline import trace_json
 
 
@@ -24,10 +24,11 @@ def plan_json(plan: Plan | StagedPlan) -> dict[str, Any]:
 
 
 def plan_trace(plan: Plan | StagedPlan) -> str:
-    """A trace file of the planned step; without stages and microbatches, of one forward and one backward."""
+    """A trace file of the planned step: of the ranks of a pipeline, or without stages of what a device does on compute
+    and on each link level.
+    """
     if isinstance(plan, StagedPlan):
         over_time = {rank: memory_over_time(plan, rank) for rank in range(plan.schedule.num_ranks)}
         memory = {rank: [(x.start_s, x.bytes_by_kind) for x in row] for rank, row in over_time.items()}
         return trace_json({"planned": plan.timeline}, memory)
-    times = StageTimes(plan.costs.microbatch_s("forward"), plan.costs.microbatch_s("backward"))
-    return trace_json({"planned": simulate(Schedule("accumulate", 1, 1, 1), [times])})
+    return json.dumps({"traceEvents": list(step_events(plan)), "displayTimeUnit": "ms"}, indent=1)

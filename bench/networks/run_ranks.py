@@ -23,6 +23,7 @@ import autopar
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
 from autopar.costmodel.pricing.encode_decode import with_parameter_buckets
 from autopar.costmodel.pricing.priced_buckets import priced_buckets
+from autopar.costmodel.training import WHOLE_BATCH
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -54,7 +55,7 @@ def plans_of(graph: Graph, mesh: Mesh, cluster: Cluster) -> dict[str, Plan]:
     """The hand plans of a mesh by name, with their parameters in buckets."""
     folded = fold(graph)
     by_hand = hand_plans(graph, folded, annotate(graph, mesh, folded), mesh)
-    places = priced_buckets(graph, folded, mesh, cluster, cluster.memory_bytes)
+    places = priced_buckets(graph, folded, mesh, cluster, WHOLE_BATCH, cluster.memory_bytes)
     return {
         name: plan_of(graph, with_parameter_buckets(assignment, graph, places, mesh, cluster), mesh, cluster)
         for name, assignment in by_hand.items()

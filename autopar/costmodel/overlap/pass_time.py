@@ -111,29 +111,41 @@ class PassCost:
     @cached_property
     def time_s(self) -> float:
         """Seconds of the pass, at most those of all in turn."""
-        clock = _Clock(self.overlap)
-        gathered = [at.gathered for at in self._in_order() if at.gathered]
+        clock = self._run(_Clock(self.overlap))
+        return min(self._in_turn_s, max([clock.now_s, *clock.lanes.values()]))
+
+    @property
+    def spans(self) -> list["LaneSpan"]:
+        """What it does when, on each lane."""
+        spans: list[LaneSpan] = []
+        self._run(_Recorder(self.overlap, spans))
+        return spans
+
+    def _run(self, clock: "_Clock") -> "_Clock":
+        gathered = [at.gathered for _, at in self._in_order() if at.gathered]
         following = iter([*gathered[1:], {}])
         ready: BySeconds | None = None
         reduced: BySeconds = {}
-        for at in self._in_order():
+        for clock.position, at in self._in_order():
             if at.gathered:
-                clock.wait(clock.start(at.gathered) if ready is None else ready, sum(at.gathered.values()))
-                ready = clock.start(next(following))
-            clock.now_s += at.compute_s
+                ends = clock.start(at.gathered, "gather") if ready is None else ready
+                clock.wait(ends, sum(at.gathered.values()))
+                ready = clock.start(next(following), "gather ahead")
+            clock.compute(at.compute_s)
             for lane, time_s in at.blocking.items():
                 clock.block(lane, time_s, (ready or {}, reduced))
             if at.reduced:
                 clock.wait(reduced)
-                reduced = clock.start(at.reduced)
+                reduced = clock.start(at.reduced, "reduction")
                 clock.now_s += (1 - self.overlap) * sum(at.reduced.values())
             for lane, time_s in at.put_off.items():
-                clock.start({lane: time_s})
+                clock.start({lane: time_s}, "reduction")
                 clock.now_s += (1 - self.overlap) * time_s
-        return min(self._in_turn_s, max([clock.now_s, *clock.lanes.values()]))
+        return clock
 
-    def _in_order(self) -> Iterator[AtOp]:
-        return reversed(self.ops) if self.is_backward else iter(self.ops)
+    def _in_order(self) -> Iterator[tuple[int, AtOp]]:
+        numbered = list(enumerate(self.ops))
+        return reversed(numbered) if self.is_backward else iter(numbered)
 
     @cached_property
     def handover(self) -> Handover | None:
@@ -196,8 +208,12 @@ class _Clock:
     def __init__(self, overlap: float) -> None:
         self.now_s, self.overlap = 0.0, overlap
         self.lanes: BySeconds = {}
+        self.position = 0  # of the op
 
-    def start(self, collective: BySeconds) -> BySeconds:
+    def compute(self, time_s: float) -> None:
+        self.now_s += time_s
+
+    def start(self, collective: BySeconds, what: str) -> BySeconds:
         """Start a collective; lane -> when it has ended."""
         for lane, time_s in collective.items():
             self.lanes[lane] = max(self.lanes.get(lane, 0.0), self.now_s) + time_s
@@ -213,6 +229,43 @@ class _Clock:
         for ends in (self.lanes, *others):
             if lane in ends:
                 ends[lane] += time_s
+
+
+@dataclass(slots=True)
+class LaneSpan:
+    """Seconds, from the start of a pass, of the op at `position` on compute, lane None, or of a collective for it."""
+
+    lane: int | None
+    position: int
+    what: str
+    start_s: float
+    end_s: float
+
+
+class _Recorder(_Clock):
+    """A clock that notes what it is asked to time."""
+
+    def __init__(self, overlap: float, spans: list[LaneSpan]) -> None:
+        super().__init__(overlap)
+        self.spans = spans
+
+    def compute(self, time_s: float) -> None:
+        self.spans.append(LaneSpan(None, self.position, "compute", self.now_s, self.now_s + time_s))
+        super().compute(time_s)
+
+    def start(self, collective: BySeconds, what: str) -> BySeconds:
+        ends = super().start(collective, what)
+        for lane, time_s in collective.items():
+            self.spans.append(LaneSpan(lane, self.position, what, ends[lane] - time_s, ends[lane]))
+        return ends
+
+    def block(self, lane: int, time_s: float, others: Sequence[BySeconds]) -> None:
+        for span in self.spans:
+            if span.lane == lane and span.end_s > self.now_s:  # it is delayed
+                span.start_s += time_s if span.start_s >= self.now_s else 0.0
+                span.end_s += time_s
+        self.spans.append(LaneSpan(lane, self.position, "collective", self.now_s, self.now_s + time_s))
+        super().block(lane, time_s, others)
 
 
 def _summed(*kinds: BySeconds) -> BySeconds:
