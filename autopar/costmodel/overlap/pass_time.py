@@ -116,9 +116,9 @@ class PassCost:
 
     @property
     def spans(self) -> list["LaneSpan"]:
-        """What it does when, on each lane."""
+        """The times of its ops and collectives, on each lane."""
         spans: list[LaneSpan] = []
-        self._run(_Recorder(self.overlap, spans))
+        self._run(_SpanClock(self.overlap, spans))
         return spans
 
     def _run(self, clock: "_Clock") -> "_Clock":
@@ -242,8 +242,8 @@ class LaneSpan:
     end_s: float
 
 
-class _Recorder(_Clock):
-    """A clock that notes what it is asked to time."""
+class _SpanClock(_Clock):
+    """A clock that notes a span of whatever it times."""
 
     def __init__(self, overlap: float, spans: list[LaneSpan]) -> None:
         super().__init__(overlap)
