@@ -107,7 +107,7 @@ def on_meta(run: Run) -> Numbers:
         model = Stack()
     model = run.compile(model, args=args)
     run.step(model, *args)
-    return {"one": 1 + sum((run.whole(x).detach().sum() * 0).cpu() for x in model.parameters())}
+    return {"one": 1 + sum((run.whole(x).detach().sum() * 0).cpu() for _, x in run.named(model))}
 
 
 def already_there(run: Run) -> Numbers:

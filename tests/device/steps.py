@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from tests.device.cases import CASES
 from tests.device.emulated import NAME, content_of
 from tests.device.nccl_rules import Transfer, traffic
@@ -40,6 +41,10 @@ class OnDevice(Run):
         if self.setting in (PP, PP_ONLY):
             return model.train_step(*args, **kwargs)
         return super().step(model, *args, **kwargs)
+
+    def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages."""
+        return [(fqn, p) for fqn, p in super().named(model) if not isinstance(p, ParameterElsewhere)]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x
