@@ -26,6 +26,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime import offload_optimizer as home
 from autopar.runtime.offload_optimizer import offload_optimizer
+from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
 from autopar.runtime.pipeline.trainer import Trainer
 from bench.memory import TOLERANCE
 from bench.memory import sample_of as sample
@@ -98,7 +99,8 @@ def most_bytes(plan: Plan | StagedPlan) -> dict[str, int]:
     state = [x for name, p in model.named_parameters() if name not in away for x in optimizer.state[p].values()]
     batch = [x for x in tree_leaves((case.args, case.kwargs)) if isinstance(x, torch.Tensor)]
     constants = [x for loaded in loadeds for x in loaded.constants.values()]
-    held = [*model.parameters(), *model.buffers(), *constants, *state, *batch]
+    own = [p for p in model.parameters() if not isinstance(p, ParameterElsewhere)]
+    held = [*own, *model.buffers(), *constants, *state, *batch]
     with count_storages(held) as storages, the_host_is_elsewhere():
         for _ in range(NUM_STEPS):
             storages.restart()

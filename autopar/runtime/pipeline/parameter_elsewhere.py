@@ -27,6 +27,7 @@ class ParameterElsewhere(torch.Tensor):
     """
 
     fqn: str
+    is_copy: bool = False  # of a copied module, which has no gradients until it is trained itself
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, fqn: str, device: torch.device) -> "ParameterElsewhere":
@@ -40,7 +41,8 @@ class ParameterElsewhere(torch.Tensor):
 
     @property
     def grad(self) -> "ParameterElsewhere | None":  # type: ignore[override]
-        return ParameterElsewhere(self.detach(), self.fqn, self.device) if self.requires_grad else None
+        has_gradient = self.requires_grad and not self.is_copy
+        return ParameterElsewhere(self.detach(), self.fqn, self.device) if has_gradient else None
 
     @grad.setter
     def grad(self, value: Any) -> None:
@@ -52,6 +54,7 @@ class ParameterElsewhere(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterElsewhere":
         made = ParameterElsewhere(self, self.fqn, self.device)
         memo[id(self)] = made if not isinstance(self, nn.Parameter) else nn.Parameter(made, self.requires_grad)
+        memo[id(self)].is_copy = True
         return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
