@@ -141,12 +141,12 @@ def plan_by_hand(
         counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
         again = _regions(cut, stage)[: point.partition.num_recomputed[number]]
         by_hand = replace(restricted(cut.by_hand, stage.graph, crossing), recomputed=again)
-        own = replace(training, num_microbatches=schedule.num_microbatches, **counts)
+        own = training.staged(schedule.num_microbatches, schedule.num_ranks, **counts)
         places = priced_buckets(stage.graph, fold(stage.graph), point.mesh, cluster, own, cluster.memory_bytes)
         assignment = with_parameter_buckets(by_hand, stage.graph, places, point.mesh, cluster)
         stages.append(plan_of(stage.graph, assignment, point.mesh, cluster, training=own))
     mesh = _whole_mesh(point)
-    own = replace(training, num_microbatches=schedule.num_microbatches)
+    own = training.staged(schedule.num_microbatches, schedule.num_ranks)
     return StagedPlan(
         mesh, cluster, own, float("inf"), model.graph, schedule, cut.starts, tuple(stages), found_by="hand"
     )

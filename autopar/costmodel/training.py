@@ -38,8 +38,9 @@ class Training:
 
     `num_in_flight`: the most microbatches between their forward and their backward at a time; `num_waiting`: those
     whose weight gradients are put off, as in zero-bubble schedules. `reduce_dtype`: name of the dtype in which the
-    gradients of parameters are summed over ranks; "": their own. ValueError for an unknown optimizer or dtype, or a
-    count below 1.
+    gradients of parameters are summed over ranks; "": their own. `in_stages`: whether other ranks run other stages, and
+    parameters are gathered before all microbatches and reduced behind them, even of a single one. ValueError for an
+    unknown optimizer or dtype, or a count below 1.
     """
 
     optimizer: str = "adamw"
@@ -47,6 +48,7 @@ class Training:
     num_in_flight: int = 1
     num_waiting: int = 0
     reduce_dtype: str = ""
+    in_stages: bool = False
 
     def __post_init__(self) -> None:
         if self.reduce_dtype not in ("", *REDUCE_DTYPES):
@@ -61,6 +63,13 @@ class Training:
                 "training: expected 1 <= num_in_flight <= num_microbatches and as many waiting at most, found"
                 f" {self.num_in_flight} in flight, {self.num_waiting} waiting, of {self.num_microbatches} microbatches"
             )
+
+    def staged(
+        self, num_microbatches: int, num_ranks: int, *, num_in_flight: int = 1, num_waiting: int = 0
+    ) -> "Training":
+        """The step with so many microbatches and ranks along the pipeline; the counts are those of a stage."""
+        counts = num_microbatches, num_in_flight, num_waiting
+        return Training(self.optimizer, *counts, self.reduce_dtype, in_stages=num_ranks > 1)
 
     @property
     def described(self) -> str:

@@ -169,3 +169,5 @@ def test_without_overlap_all_is_done_in_turn():
     assert hidden.step_s == pytest.approx(in_turn.step_s - hidden.hidden_s)
     several = Training(num_microbatches=2)
     assert evaluate(graph, by_hand, mesh, CLUSTER, training=several).hidden_s == 0.0
+    assert evaluate(graph, by_hand, mesh, CLUSTER, training=Training().staged(1, num_ranks=2)).hidden_s == 0.0
+    assert Training().staged(1, num_ranks=1) == Training()

@@ -118,7 +118,14 @@ def test_paths_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 CLUSTER = json.loads(hand_made("mlp").dumps())["cluster"]
-TRAINING = {"optimizer": "adam", "num_microbatches": 1, "num_in_flight": 1, "num_waiting": 0, "reduce_dtype": ""}
+TRAINING = {
+    "optimizer": "adam",
+    "num_microbatches": 1,
+    "num_in_flight": 1,
+    "num_waiting": 0,
+    "reduce_dtype": "",
+    "in_stages": False,
+}
 MANY = [{"size": 2**62, "latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}]
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "true as a number": ({"training": TRAINING | {"num_microbatches": True}}, "num_microbatches"),

@@ -195,11 +195,11 @@ def _rests(example: Example) -> bool:
     """
     inside = set(chain.from_iterable(example.assignment.recomputed))
     trained = (
-        [value.shape for value in op.inputs if value.needs_grad]
+        [slot for slot, value in enumerate(op.inputs) if value.needs_grad]
         for op in example.graph.ops
         if op.name in inside and ("norm" in op.target or "linear" in op.target or "conv" in op.target)
     )
-    return any(len(shapes) == 1 and len(shapes[0]) == 1 for shapes in trained)
+    return any(len(slots) == 1 and slots != [0] for slots in trained)
 
 
 _CLUSTER = load_cluster("free-links")

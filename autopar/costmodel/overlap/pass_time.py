@@ -31,8 +31,8 @@ BySeconds = dict[int, float]
 
 
 def has_overlap(cluster: Cluster, training: Training) -> bool:
-    """Whether parameters' collectives go on beside compute: with several microbatches they do not."""
-    return cluster.overlap > 0 and training.num_microbatches == 1
+    """Whether parameters' collectives go on beside compute: with stages or several microbatches they do not."""
+    return cluster.overlap > 0 and training.num_microbatches == 1 and not training.in_stages
 
 
 @lru_cache(maxsize=2**12)

@@ -103,7 +103,7 @@ class _Pipeline:
         self, cut: Cut, point: Staged, mesh: Mesh, cluster: Cluster, request: PlanRequest, budget: Budget
     ) -> None:
         self.cut, self.schedule, self.mesh, self.cluster = cut, point.schedule, mesh, cluster
-        self.training = replace(request.training, num_microbatches=point.schedule.num_microbatches)
+        self.training = request.training.staged(self.schedule.num_microbatches, self.schedule.num_ranks)
         self.request = replace(request, training=self.training, memory_limit_bytes=math.inf, crossing={})
         self.budget = budget
         self.values = _values(cut)

@@ -294,7 +294,7 @@ def _searched(
         except InfeasibleError:
             continue
         point, request = task.point, task.request
-        training = replace(request.training, num_microbatches=point.schedule.num_microbatches)
+        training = request.training.staged(point.schedule.num_microbatches, point.schedule.num_ranks)
         place, limit, starts = (_whole_mesh(point), task.cluster), request.limit_bytes, task.cut.starts
         found_by = "search" if solved.is_searched else f"hand plan {point.name}"
         plans.append(

@@ -93,7 +93,7 @@ def _tie_within(task: CutTask, numbers: Sequence[int], tied: dict[str, str]) -> 
 def _training(task: CutTask, number: int) -> Training:
     schedule = task.point.schedule
     counts = {"num_in_flight": in_flight(schedule)[number], "num_waiting": waiting(schedule)[number]}
-    return replace(task.request.training, num_microbatches=schedule.num_microbatches, **counts)
+    return task.request.training.staged(schedule.num_microbatches, schedule.num_ranks, **counts)
 
 
 def _wanted(task: CutTask, number: int, tied: Mapping[str, str]) -> Wanted:
