@@ -3,6 +3,7 @@
 import math
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.planner.cases import CPU, traced
 from tests.zoo import build
 
 MOST, MOST_WITH_STAGES = 8, 13
+PACKAGE = Path(autopar.__file__).parent
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def recorded(*args: object, **kwargs: object) -> object:
         frames = traceback.extract_stack(sys._getframe(1))
-        found.append([*(frame.name for frame in frames if "/autopar/" in frame.filename), "solve"])
+        found.append([*(frame.name for frame in frames if PACKAGE in Path(frame.filename).parents), "solve"])
         return solve(*args, **kwargs)
 
     monkeypatch.setattr(problem, "solve", recorded)
