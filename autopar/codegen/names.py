@@ -38,7 +38,7 @@ GLOBALS = frozenset(
         "regathered",
         "seed",
     )
-    + ("seeded", "self", "torch", "convert_together", "GatherBucket", "I", "L", "Offload", "P", "R", "S")
+    + ("seeded", "self", "torch", "convert_together", "E", "GatherBucket", "I", "L", "Offload", "P", "R", "S")
 )
 # Prefixes of names that Python or this package chooses, and of names that `emit` numbers.
 _PREFIXES = ("__", "axis_", "bucket_", "named_", "offload_", "region_")
@@ -131,8 +131,8 @@ def code(item: Any) -> str:
             return f"[{', '.join(map(code, item))}]"
         case Placement(kind="S", dim=dim):
             return f"S({int(dim)})"
-        case Placement(kind="L", dim=dim):
-            return f"L({int(dim)})"
+        case Placement(kind="L" | "E" as kind, dim=dim):
+            return f"{kind}({int(dim)})"
         case Placement(kind="P" | "I" | "R" as kind):
             return kind
         case torch.device():

@@ -47,6 +47,8 @@ def _head(report: Report) -> str:
 def _of_own_tokens(report: Report) -> Iterator[str]:
     if any("L" in signature for row in report.ops for signature in row.signatures):
         yield "L: what each device has of its own tokens, in its own order (L(d)) or count (L)."
+    if any("E(" in signature for row in report.ops for signature in row.signatures):
+        yield "E(d): the rows of each device's own experts, sent to it by all devices."
 
 
 def _gathered_outputs(gathered: GatheredOutputs) -> Iterator[str]:

@@ -32,7 +32,7 @@ from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
 from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
-from autopar.sbp.placement import I, L, Layout, P, R, S
+from autopar.sbp.placement import E, I, L, Layout, P, R, S
 
 _numbers = itertools.count()
 
@@ -169,6 +169,7 @@ def namespace() -> dict[str, Any]:
         "P": P,
         "R": R,
         "S": S,
+        "E": E,
         "L": L,
         "inf": math.inf,
         "nan": math.nan,

@@ -9,6 +9,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.expert_routing import routed_signatures
+from autopar.sbp.exchange import EXCHANGES
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
 from autopar.sbp.rules import rule_of
@@ -114,22 +115,28 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
             split = known.get(sig)
             if split is None:
                 split = known[sig] = extents_of(op, sig)
-                own |= {sig} if any(placement.kind == "L" for placement in sig.inputs + sig.outputs) else set()
+                own |= {sig} if any(placement.is_own for placement in sig.inputs + sig.outputs) else set()
             extents |= split
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
-        if is_even and not (own and _mixes_orders(combination)):
+        if is_even and not (own and (_mixes_orders(combination) or _mixes_exchanges(combination))):
             yield Strategy(combination)
 
 
 def _mixes_orders(combination: tuple[Signature, ...]) -> bool:
-    """Whether some value is S(dim) on one axis and L(dim) on another."""
+    """Whether some value is S(dim) on one axis and L(dim) or E(dim) on another."""
     for layout in zip(*((*one.inputs, *one.outputs) for one in combination)):
-        dims = [{placement.dim for placement in layout if placement.kind == kind} for kind in "SL"]
-        if dims[0] & dims[1]:
+        own, all_tokens = ({p.dim for p in layout if p.is_split and p.is_own == is_own} for is_own in (True, False))
+        if own & all_tokens:
             return True
     return False
+
+
+def _mixes_exchanges(combination: tuple[Signature, ...]) -> bool:
+    """Whether rows are exchanged by expert on one axis while another axis takes another role."""
+    roles = {signature.role for signature in combination} - {""}
+    return len(roles) > 1 and bool(roles & EXCHANGES)
 
 
 def _on_axis(op: Op, size: int, routed: Signatures, known: Collection[Signature] | None = None) -> list[Signature]:

@@ -9,14 +9,17 @@ class Placement:
     """The way a tensor lies on one mesh axis: S(dim) split, P pending sum, I whole, R whole with a pending gradient.
 
     L: each rank has what it computed of its own tokens alone, which is no part of the global value: L(dim) has a part
-    of the global size, in the rank's own order, L() the global size. There is no conversion from or to L.
+    of the global size, in the rank's own order, L() the global size. E(dim): each rank has the rows of its own experts,
+    sorted by expert, as many as there are, on average a part of the global size. There is no conversion from or to L
+    and E: only ops turn one into the other.
     """
 
     kind: str
     dim: int = -1
 
     def __str__(self) -> str:
-        return self.kind + f"({self.dim})" * (self.dim >= 0) if self.kind in "SLP" else {"I": "B", "R": "B*"}[self.kind]
+        name = {"I": "B", "R": "B*"}.get(self.kind, self.kind)
+        return f"{name}({self.dim})" if self.is_split else name
 
     __repr__ = __str__
 
@@ -24,6 +27,11 @@ class Placement:
     def is_split(self) -> bool:
         """Whether a rank has a part of the global size."""
         return self.dim >= 0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a rank has what is no part of the global value, in an order of its own (L, E)."""
+        return self.kind in "LE"
 
 
 P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is the field's letter
@@ -42,11 +50,16 @@ def L(dim: int = -1) -> Placement:
     return Placement("L", dim)
 
 
-# A layout as numbers, which compare fast: for each axis the dim of a split (of L: more than any dim), or a negative
-# number for another kind.
+def E(dim: int) -> Placement:
+    """The placement of the rows of each rank's own experts along `dim`."""
+    return Placement("E", dim)
+
+
+# A layout as numbers, which compare fast: for each axis the dim of a split (of L and E: more than any dim), or a
+# negative number for another kind.
 Codes = tuple[int, ...]
 PENDING, WHOLE, USED, OWN = -1, -2, -3, -4
-OWN_DIM = 64  # the code of L(0); torch's tensors have at most as many dims
+OWN_DIM = 64  # the code of L(0), and half that of E(0); torch's tensors have at most as many dims
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED, "L": OWN}
 _OF_CODE = {PENDING: P, WHOLE: I, USED: R, OWN: L()}
 
@@ -61,7 +74,9 @@ def codes_of(layout: Layout) -> Codes:
 
 
 def _other_code(placement: Placement) -> int:
-    return OWN_DIM + placement.dim if placement.is_split else _OF_KIND[placement.kind]
+    if not placement.is_split:
+        return _OF_KIND[placement.kind]
+    return placement.dim + (OWN_DIM if placement.kind == "L" else 2 * OWN_DIM)
 
 
 def kind_of(code: int) -> str:
@@ -73,12 +88,12 @@ def placement_of(code: int) -> Placement:
     """The placement whose code is `code`."""
     if code < 0:
         return _OF_CODE[code]
-    return Placement("S", code) if code < OWN_DIM else Placement("L", code - OWN_DIM)
+    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM)
 
 
 def is_convertible(src: Layout, dst: Layout) -> bool:
-    """Whether a value can be converted from `src` to `dst`: on no axis from or to L."""
-    return all(a == b or "L" not in (a.kind, b.kind) for a, b in zip(src, dst))
+    """Whether a value can be converted from `src` to `dst`: on no axis from or to L or E."""
+    return all(a == b or not (a.is_own or b.is_own) for a, b in zip(src, dst))
 
 
 def format_layout(layout: Layout) -> str:
@@ -96,7 +111,7 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(r"[SL]\([0-9]+\)|B\*|B|P|L", text)
+    parts = re.findall(r"[SLE]\([0-9]+\)|B\*|B|P|L", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
     plain = {"B": I, "B*": R, "P": P, "L": L()}

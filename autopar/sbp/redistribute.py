@@ -61,7 +61,11 @@ class LayoutStep:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective over all ranks of some mesh axes; `num_bytes`: of the larger of its two buffers on one rank."""
+    """One collective over all ranks of some mesh axes; `num_bytes`: of the larger of its two buffers on one rank.
+
+    Of an uneven all-to-all, and of any collective of rows that were exchanged by one, it is the mean over the ranks,
+    which is the same whatever their shares are.
+    """
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     axes: tuple[int, ...]

@@ -25,7 +25,7 @@ from autopar.sbp.convert import Axis
 from autopar.sbp.placement import Layout, Placement, local_shape
 from autopar.torch_compat import pytree
 
-_KINDS = {"S": spmd.V, "L": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
+_KINDS = {"S": spmd.V, "L": spmd.V, "E": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
 # Ops that are linear in an operand that may be pending and that the checker has no entry for: a pending operand makes
 # the result pending, else a varying one makes it varying. The op rules claim the linearity; tests check them against
 # the real ops.

@@ -75,7 +75,9 @@ class CountingMode(TorchDispatchMode):
         elif name not in (*WITHOUT_DATA, *RECEIVES):
             group = _group_name(arguments)
             axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
-            self.issued.append(Collective(KINDS.get(name, name), axes, _num_bytes(arguments, out), self.phase()))
+            kind = KINDS.get(name, name)
+            num_bytes = _bytes_sent(arguments) if kind == "all_to_all" else _num_bytes(arguments, out)
+            self.issued.append(Collective(kind, axes, num_bytes, self.phase()))
 
     @staticmethod
     def phase() -> str:
@@ -93,7 +95,15 @@ def _group_name(arguments: tuple[Any, ...]) -> str:
 
 def _num_bytes(arguments: tuple[Any, ...], out: Any) -> int:
     """Bytes of the larger side of a collective, whose outputs are arguments or its result."""
-    return max(
-        sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor))
-        for side in (*arguments, out)
-    )
+    return max(map(_bytes_of, (*arguments, out)))
+
+
+def _bytes_sent(arguments: tuple[Any, ...]) -> int:
+    """Bytes that a rank puts into an all-to-all, its last argument with tensors: of an uneven one all ranks together
+    put in what all get out.
+    """
+    return [num_bytes for num_bytes in map(_bytes_of, arguments) if num_bytes][-1]
+
+
+def _bytes_of(side: Any) -> int:
+    return sum(t.numel() * t.itemsize for t in pytree.tree_leaves(side) if isinstance(t, torch.Tensor))

@@ -14,6 +14,7 @@ from autopar.mesh import Mesh
 from autopar.planner.handwritten.complete_layouts import Moved, ParameterStorage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
 from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
+from autopar.sbp.analysis.expert_routing import exchanges_rows
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
 from autopar.sbp.analysis.sample_blocks import Short, shorten
 from autopar.sbp.analysis.sequence_dim import batch_arguments, sequence_dims
@@ -29,6 +30,8 @@ FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
 class HandPlan:
     """A hand plan: `tensor_axes` split tensors as Megatron does (arXiv:1909.08053), all other mesh axes the batch.
 
+    `expert_axes`: of these other axes, those that split experts too, between which rows are exchanged by expert.
+
     `is_hf`: they split tensors as the transformers model's own plan says. `is_sequence_parallel`: activations between
     tensor-parallel regions are split along the sequence (arXiv:2205.05198). `flavour`: the way in which the data axes
     store parameters and their state: whole ("ddp") or split (the stages of ZeRO, arXiv:1910.02054). "zero2" gathers a
@@ -41,6 +44,7 @@ class HandPlan:
     is_sequence_parallel: bool = False
     flavour: str = "ddp"
     is_hf: bool = False
+    expert_axes: tuple[int, ...] = ()
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
@@ -48,20 +52,20 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
 
     'ddp', 'zero1', 'zero2', 'zero3': all axes split the batch. 'megatron': all but the last do. It takes options after
     a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its
-    data axes. 'hf' has the same options and is the plan that a transformers model has of its own. PlanError if it is
-    none of these or the degrees are no products of mesh axes.
+    data axes; 'ep=8' for the ranks that share a set of experts, on the inner data axes ('ep=a1': by name), and without
+    tensor axes if that is the only degree. 'hf' has the same options and is the plan that a transformers model has of
+    its own. PlanError if it is none of these or the degrees are no products of mesh axes.
 
     >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
-    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False)
+    HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False, expert_axes=())
     """
     name, _, rest = text.partition(":")
     if name in FLAVOURS and not rest:
         return HandPlan(flavour=name)
     words = [word.strip() for word in rest.split(",") if word.strip()]
     flavours = [word for word in words if word in FLAVOURS]
-    degrees = {
-        key: size for key, is_given, size in (word.partition("=") for word in words) if is_given and key in ("dp", "tp")
-    }
+    given = (word.partition("=") for word in words)
+    degrees = {key: size for key, is_given, size in given if is_given and key in ("dp", "tp", "ep")}
     if (
         name not in ("megatron", "hf")
         or len(flavours) > 1
@@ -71,9 +75,31 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
         raise PlanError(
             f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp'"
             f" (sequence parallel), '{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by"
-            " +), or hf with the same options"
+            f" +), 'megatron:ep={mesh.shape[-1]}' (expert parallel), or hf with the same options"
         )
-    return HandPlan(_tensor_axes(text, degrees, mesh), "sp" in words, flavours[0] if flavours else "ddp", name == "hf")
+    experts = degrees.pop("ep", "")
+    tensor = () if experts and not degrees else _tensor_axes(text, degrees, mesh)
+    return HandPlan(
+        tensor,
+        "sp" in words,
+        flavours[0] if flavours else "ddp",
+        name == "hf",
+        _expert_axes(text, experts, [axis for axis in range(mesh.ndim) if axis not in tensor], mesh),
+    )
+
+
+def _expert_axes(text: str, experts: str, data_axes: list[int], mesh: Mesh) -> tuple[int, ...]:
+    """The axes named in `experts`, or the last of `data_axes` with so many ranks together."""
+    axes = tuple(axis for axis in data_axes if mesh.axis_names[axis] in experts.split("+"))
+    if not experts or len(axes) == experts.count("+") + 1:
+        return axes
+    for first in range(len(data_axes)):
+        if str(math.prod(mesh.shape[axis] for axis in data_axes[first:])) == experts:
+            return tuple(data_axes[first:])
+    raise PlanError(
+        f"hand plan {text!r} does not fit mesh {mesh}: ep must be the product of the last axes that split the batch, or"
+        " names of such axes joined by +; change it"
+    )
 
 
 def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int, ...]:
@@ -97,15 +123,26 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
 
     >>> format_hand_plan(HandPlan((1,), True, "zero3"), Mesh((4, 8), ("a", "b")))
     'megatron:dp=4,tp=8,sp,zero3'
+    >>> format_hand_plan(HandPlan((), False, "zero3", expert_axes=(1,)), Mesh((4, 8), ("a", "b")))
+    'megatron:ep=8,zero3'
     """
-    if not plan.tensor_axes:
+    if not plan.tensor_axes and not plan.expert_axes:
         return plan.flavour
     tensor = math.prod(mesh.shape[axis] for axis in plan.tensor_axes)
     is_inner = plan.tensor_axes == tuple(range(mesh.ndim - len(plan.tensor_axes), mesh.ndim))
     by_name = "tp=" + "+".join(mesh.axis_names[axis] for axis in plan.tensor_axes)
-    words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name]
+    words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name] if plan.tensor_axes else []
+    words += [f"ep={_experts(plan, mesh)}"] * bool(plan.expert_axes)
     words += ["sp"] * plan.is_sequence_parallel + [plan.flavour] * (plan.flavour != "ddp")
     return f"{'hf' if plan.is_hf else 'megatron'}:{','.join(words)}"
+
+
+def _experts(plan: HandPlan, mesh: Mesh) -> str:
+    """The degree of expert parallelism on the last data axes, names of other axes."""
+    data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
+    if plan.expert_axes == data_axes[-len(plan.expert_axes) :]:
+        return str(math.prod(mesh.shape[axis] for axis in plan.expert_axes))
+    return "+".join(mesh.axis_names[axis] for axis in plan.expert_axes)
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
@@ -113,16 +150,18 @@ def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh)
     duplicates: starts of the search, and for comparison.
     """
     outline, plans = outlined(graph, folded), {}
-    for plan, assignment in outline.follow(tuple(_useful(mesh)), candidates, mesh).items():
+    for plan, assignment in outline.follow(tuple(_useful(mesh, outline)), candidates, mesh).items():
         if assignment not in plans.values():
             plans[format_hand_plan(plan, mesh)] = assignment
     return {name: outline.short.expand(assignment) for name, assignment in plans.items()}
 
 
-def _useful(mesh: Mesh) -> Iterator[HandPlan]:
+def _useful(mesh: Mesh, outline: "ModelFacts") -> Iterator[HandPlan]:
     """Hand plans with data parallelism on all axes or tensor parallelism on the last ones, and ways to save memory."""
     flavours = ("ddp", "zero2", "zero3")
     yield from (HandPlan(flavour=flavour) for flavour in flavours)
+    for axes in outline.expert_axes(tuple(range(mesh.ndim))):
+        yield from (HandPlan(flavour=flavour, expert_axes=axes) for flavour in flavours if axes)
     for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
         for flavour in flavours if first else ("ddp",):
             yield from (HandPlan(tuple(range(first, mesh.ndim)), is_sp, flavour) for is_sp in (False, True))
@@ -143,6 +182,11 @@ def hand_plan(
     if plan.is_hf and not styles:
         raise PlanError("hand plan 'hf' is the model's own plan: pass styles=hf_styles(model)")
     outline = outlined(graph, folded)
+    if plan.expert_axes and not outline.has_experts:
+        raise PlanError(
+            "hand plan with ep: the model has no experts whose rows can be exchanged, groups of at least two grouped"
+            " products in turn; leave ep out"
+        )
     if plan.is_hf:
         outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
     return outline.short.expand(outline.follow((plan,), candidates, mesh)[plan])
@@ -155,6 +199,11 @@ class ModelFacts:
     short: Short
     structure: Structure
     sequence: Mapping[str, int]
+    has_experts: bool
+
+    def expert_axes(self, data_axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The choices of axes for experts: none, or the last ones of `data_axes`."""
+        return ((), *(data_axes[first:] for first in range(len(data_axes)) if self.has_experts))
 
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
         """Hand plan -> its assignment of the short graph; common choices on the first axes are computed once."""
@@ -175,9 +224,9 @@ class ModelFacts:
         graph, same = self.short.graph, self.short.folded.representative
         classes = {same[op.name] for op in graph.ops}
         options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
-        if kind == "batch":
+        if kind in ("batch", "experts"):
             batch = _place_batch(graph, candidates, walk.arguments)
-            signatures = follow_batch(graph, same, options, batch)
+            signatures = follow_batch(graph, same, options, batch, is_by_expert=kind == "experts")
         else:
             batch = dict.fromkeys(walk.arguments, I)
             signatures = follow_tensors(
@@ -221,14 +270,15 @@ class _AxisChoices:
 def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
     """The kind of split of each mesh axis."""
     tensors = "tensors, sequence" if plan.is_sequence_parallel else "tensors"
-    return tuple(tensors if axis in plan.tensor_axes else "batch" for axis in range(mesh.ndim))
+    kinds = dict.fromkeys(plan.tensor_axes, tensors) | dict.fromkeys(plan.expert_axes, "experts")
+    return tuple(kinds.get(axis, "batch") for axis in range(mesh.ndim))
 
 
 def outlined(graph: Graph, folded: Folded) -> ModelFacts:
     """The outline of a graph, computed once for all hand plans and meshes."""
     short = shorten(graph, folded)
     structure = structure_of(short.graph)
-    return ModelFacts(short, structure, sequence_dims(short.graph, structure))
+    return ModelFacts(short, structure, sequence_dims(short.graph, structure), exchanges_rows(short.graph))
 
 
 def _options(

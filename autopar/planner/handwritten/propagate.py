@@ -29,9 +29,14 @@ Placed = dict[str, Placement]
 
 
 def follow_batch(
-    graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed
+    graph: Graph, representative: Mapping[str, str], options: Options, batch: Placed, *, is_by_expert: bool = False
 ) -> dict[str, Signature]:
-    """Op name -> its signature under data parallelism; `batch`: placements of the arguments. Parameters are whole."""
+    """Op name -> its signature under data parallelism; `batch`: placements of the arguments. Parameters are whole.
+
+    `is_by_expert`: rows are exchanged by expert where they can be, and the weights of experts split.
+    """
+    at_experts = _at_experts(graph, options) if is_by_expert else {}
+    options = partial(_of_kind, options, at_experts)
     placed = {item.value.name: batch.get(item.value.name, I) for item in graph.inputs}
     placed.update((item.value.name, R if item.value.needs_grad else I) for item in graph.of_kind("parameter"))
     chosen: dict[str, Signature] = {}
@@ -67,10 +72,43 @@ def follow_tensors(
     return chosen
 
 
+def _of_kind(options: Options, at_experts: Mapping[str, str], op: Op) -> tuple[Option, ...]:
+    """The options of an op at the experts with its role there (`_at_experts`), and of others all elsewhere."""
+    if op.name not in at_experts:
+        return tuple(option for option in options(op) if not _is_at_experts(option))
+    there = (option for option in options(op) if _is_at_experts(option))
+    return tuple(option for option in there if option.signature.role == at_experts[op.name])
+
+
+def _is_at_experts(option: Option) -> bool:
+    return any(placement.kind == "E" for placement in option.signature.inputs + option.signature.outputs)
+
+
+def _at_experts(graph: Graph, options: Options) -> dict[str, str]:
+    """Op name -> its role where rows are at their experts for as long as they can be, from the first grouped product on
+    to the last; "" for ops without role.
+
+    None at all if a value in between is read in the rank's own order too.
+    """
+    roles: dict[str, str] = {}
+    there: set[str] = set()  # values that are read at the experts
+    for op in reversed(graph.ops):
+        fits = [option.signature for option in options(op) if _is_at_experts(option)]
+        ends = there & {value.name for value in op.outputs}
+        wanted = "E" if ends else "L"
+        one = next((fit for fit in fits if fit.outputs[0].kind == wanted), None)
+        if one is not None:
+            roles[op.name] = one.role
+            there.update(value.name for value, placement in zip(op.inputs, one.inputs) if placement.kind == "E")
+        elif ends:
+            return {}
+    return {} if any(value.name in there and op.name not in roles for op in graph.ops for value in op.inputs) else roles
+
+
 def _with_all_tokens(options: Options, op: Op) -> tuple[Option, ...]:
     """The options in which no rank has tokens of its own."""
     placed = ((option, option.signature.inputs + option.signature.outputs) for option in options(op))
-    return tuple(option for option, placements in placed if not any(p.kind == "L" for p in placements))
+    return tuple(option for option, placements in placed if not any(p.is_own for p in placements))
 
 
 def _is_for_consumer(op: Op, structure: Structure) -> bool:
@@ -210,7 +248,7 @@ def _free(wanted: Placement) -> Placement:
 def _conversion_bytes(value: Value, src: Placement, dst: Placement) -> int:
     if src == dst:
         return 0
-    if "L" in (src.kind, dst.kind):
+    if src.is_own or dst.is_own:
         return NEVER_BYTES
     forward, backward = CONVERSIONS[src.kind, dst.kind]
     return value.num_bytes * (bool(forward) + (bool(backward) and value.needs_grad))

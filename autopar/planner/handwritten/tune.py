@@ -70,7 +70,7 @@ def tuned(
     for grid in (mesh,) if isinstance(mesh, Mesh) else _grids(mesh.num_devices):
         if fitting and deadline.is_past:
             break
-        choices = _plans(grid) if isinstance(mesh, Mesh) else _plans_by_name(grid)
+        choices = _plans(grid, outline) if isinstance(mesh, Mesh) else _plans_by_name(grid, outline)
         plans = tuple(plan for plan in choices if ("tensor" if plan.tensor_axes else "data") in kinds)
         for tried, assignment in _priced(graph, outline, plans, grid, cluster, training):
             fitting[grid, tried.plan] = tried, assignment
@@ -87,20 +87,22 @@ def _grids(num_devices: int) -> Iterator[Mesh]:
         yield Mesh(tuple(named.values()), tuple(named))
 
 
-def _plans_by_name(mesh: Mesh) -> Iterator[HandPlan]:
+def _plans_by_name(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
     """The hand plans whose tensor axis is the one called tp."""
     return (
         plan
-        for plan in _plans(mesh)
+        for plan in _plans(mesh, outline)
         if [mesh.axis_names[axis] for axis in plan.tensor_axes] == ["tp"] * mesh.axis_names.count("tp")
     )
 
 
-def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """The hand plans with every choice of tensor axes, and every flavour of the other axes."""
+def _plans(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
+    """The hand plans with every choice of tensor axes, experts on the last others, and every flavour of these."""
     for axes in chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1)):
         for flavour in ("ddp", "zero2", "zero3") if len(axes) < mesh.ndim else ("ddp",):
-            yield from (HandPlan(axes, is_sp, flavour) for is_sp in ((False, True) if axes else (False,)))
+            for experts in outline.expert_axes(tuple(axis for axis in range(mesh.ndim) if axis not in axes)):
+                for is_sp in (False, True) if axes else (False,):
+                    yield HandPlan(axes, is_sp, flavour, expert_axes=experts)
 
 
 def _priced(

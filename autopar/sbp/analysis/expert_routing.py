@@ -6,6 +6,10 @@ only processed row by row, or group by group with group sizes counted from the s
 the inverse of the same order, each row has the same result as among all: its position in between does not matter.
 Values in between have placement L, from and to which nothing is converted, so that all ops of a region take part on the
 same mesh axes. The gradient of a row is that of the same row among all; that of a weight sums over rows: R.
+
+Where an expert is a group of a grouped product, the rows may also be exchanged by expert (`sbp.exchange`): the first
+product sends them to their experts, the last one sends its rows back, and in between they have placement E, on which
+each rank has all rows of its own experts, so that the gradient of these experts' weights is whole: S(0).
 """
 
 import math
@@ -17,14 +21,17 @@ import torch
 
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.interpret import constants_for, run_constants
+from autopar.sbp.exchange import BETWEEN, COMBINE, DISPATCH, EXCHANGES
 from autopar.sbp.local_ops.grouped_mm import TARGETS as GROUPED
+from autopar.sbp.localize import LOCAL_ARGUMENTS
 from autopar.sbp.op_signatures import signatures_of_call
-from autopar.sbp.placement import I, L, P, Placement, R, S
+from autopar.sbp.placement import E, I, L, P, Placement, R, S
 from autopar.sbp.signature import Signature
 
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 INVERSE = "inverse"  # the role of an index_put that writes 0, 1, 2, ..., of which a part needs as many as it has rows
 _PASSED = Signature((L(0),), (L(0),))
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +39,15 @@ class _Tag:
     """The `kind` of a value with respect to the op called `sort`, which sorts `num_rows` keys.
 
     Kinds: the sorted "keys", the "order" itself, "tokens" (the order divided by `divisor`), "rows" in that order, the
-    "counts" of keys, a "blank" of the order's shape, or the order's "inverse".
+    "counts" of keys, a "blank" of the order's shape, or the order's "inverse". `is_at_experts`: of rows, whether they
+    may be those of a rank's experts.
     """
 
     sort: str
     kind: str
     num_rows: int
     divisor: int = 1
+    is_at_experts: bool = False
 
 
 @dataclass
@@ -48,6 +57,9 @@ class _RoutingTags:
     # op name -> (sort, signatures of the op)
     signatures: dict[str, tuple[str, tuple[Signature, ...]]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)  # sorts whose order another op reads
+    # sort -> what its ops take for the number of experts and for the counts of their rows: each must be one
+    experts: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    counts: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     counting: dict[str, bool] = field(default_factory=dict)  # value -> whether it is 0, 1, 2, ...
     # first slice of a value, as a microbatch reads it of a constant -> the value
     first_of: dict[str, str] = field(default_factory=dict)
@@ -67,17 +79,38 @@ def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
         value.name for _, value in graph.mutations
     ]
     walk.refused.update(walk.tags[name].sort for name in external if name in walk.tags)
+    roles: defaultdict[str, set[str]] = defaultdict(set)
+    for sort, found in walk.signatures.values():
+        roles[sort].update(one.role for one in found)
     num_units: defaultdict[str, int] = defaultdict(int)
     for op in (op for op in graph.ops if op.name in walk.signatures):
         sort, found = walk.signatures[op.name]
-        split = (zip(one.inputs + one.outputs, op.inputs + op.outputs) for one in found)
+        split = (zip(one.inputs + one.outputs, op.inputs + op.outputs) for one in found if one.role not in EXCHANGES)
         sizes = (value.shape[0] for placed in split for placement, value in placed if placement.is_split)
         num_units[sort] = math.gcd(num_units[sort], *sizes)
     return {
-        name: tuple(replace(one, num_units=num_units[sort]) for one in found)
+        name: tuple(
+            replace(one, num_units=num_units[sort])
+            for one in found
+            if not _is_at_experts(one) or (COMBINE in roles[sort] and _agree(sort, walk))
+        )
         for name, (sort, found) in walk.signatures.items()
         if sort not in walk.refused
     }
+
+
+def exchanges_rows(graph: Graph) -> bool:
+    """Whether there is a region whose rows can be exchanged by expert."""
+    return any(_is_at_experts(one) for found in routed_signatures(graph).values() for one in found)
+
+
+def _is_at_experts(signature: Signature) -> bool:
+    """Whether an op has rows of each rank's experts."""
+    return any(placement.kind == "E" for placement in signature.inputs + signature.outputs)
+
+
+def _agree(sort: str, walk: _RoutingTags) -> bool:
+    return _UNKNOWN not in walk.experts[sort] and len(walk.experts[sort]) == len(walk.counts[sort]) == 1
 
 
 def _visit(op: Op, walk: _RoutingTags) -> None:
@@ -86,6 +119,7 @@ def _visit(op: Op, walk: _RoutingTags) -> None:
     if not known_tags:
         if op.target in _SORTS and len(op.inputs[0].shape) == 1:
             kinds = ("keys", "order")[-len(op.outputs) :]
+            walk.experts[op.name].update({_UNKNOWN} if arguments_of(op)["descending"] else ())
             made = [_Tag(op.name, kind, op.inputs[0].shape[0]) for kind in kinds]
             _enter(op, walk, op.name, [Signature((S(0),), (L(0),) * len(kinds))], made)
         elif op.target == "aten.slice.Tensor" and op.args[1:3] == (0, 0) and len(op.args) == 4:
@@ -113,13 +147,14 @@ def _step(op: Op, tags: list[_Tag | None], walk: _RoutingTags) -> tuple[list[Sig
     first = next(tag for tag in tags if tag)
     kinds = [tag.kind if tag else "" for tag in tags]
 
-    def gives(kind: str, divisor: int = 1) -> _Tag:
-        return _Tag(first.sort, kind, first.num_rows, divisor)
+    def gives(kind: str, divisor: int = 1, *, is_at_experts: bool = False) -> _Tag:
+        return _Tag(first.sort, kind, first.num_rows, divisor, is_at_experts)
 
     match op.target, kinds:
         case "aten.to.dtype", ["keys"]:
             return [_PASSED], gives("keys")
         case "aten.histc.default", ["keys"] if Signature((S(0),), (P,)) in signatures_of_call(op):
+            walk.experts[first.sort].add(_num_counted(op))
             return [Signature((L(0),), (L(),))], gives("counts")
         case "aten.cumsum.default" | "aten.to.dtype", ["counts"]:
             return [Signature((L(),), (L(),))], gives("counts")
@@ -138,15 +173,39 @@ def _step(op: Op, tags: list[_Tag | None], walk: _RoutingTags) -> tuple[list[Sig
         ):
             return [Signature((S(0), L(0)), (L(0),))], gives("rows")
         case "aten.index.Tensor", ["", "keys"] if _is_plain(op):  # what belongs to the row's expert
-            return [Signature((_whole(op.inputs[0]), L(0)), (L(0),))], gives("rows")
+            walk.experts[first.sort].add(op.inputs[0].shape[0])
+            by_expert = Signature((S(0), L(0)), (E(0),), BETWEEN)
+            return [Signature((_whole(op.inputs[0]), L(0)), (L(0),)), by_expert], gives("rows", is_at_experts=True)
         case "aten.index.Tensor", ["rows", "inverse"] if _is_plain(op):
             return [Signature((L(0), L(0)), (S(0),))], None
         case target, ["rows", "", "counts"] if target in GROUPED:
-            return [Signature((L(0), _whole(op.inputs[1]), L()), (L(0),))], gives("rows")
+            local = Signature((L(0), _whole(op.inputs[1]), L()), (L(0),))
+            walk.experts[first.sort].add(op.inputs[1].shape[0])
+            walk.counts[first.sort].add(op.inputs[2].name)
+            return [local, *_at_experts(tags[0])], gives("rows", is_at_experts=True)
     if set(kinds) <= {"rows", ""} and all(value.shape[:1] == (first.num_rows,) for value in op.outputs):
-        by_rows = [_in_own_order(fit, kinds) for fit in signatures_of_call(op) if _is_row_by_row(fit, kinds)]
-        return (by_rows, gives("rows")) if by_rows else None
+        by_rows = [fit for fit in signatures_of_call(op) if _is_row_by_row(fit, kinds)]
+        # E has as many rows as there are, which must not be written into arguments
+        is_at_experts = all(tag.is_at_experts for tag in tags if tag) and op.target not in LOCAL_ARGUMENTS
+        placements = (L(0), E(0)) if is_at_experts else (L(0),)
+        own = [_in_own_order(fit, kinds, placement) for fit in by_rows for placement in placements]
+        return (own, gives("rows", is_at_experts=is_at_experts)) if own else None
     return None
+
+
+def _num_counted(op: Op) -> int:
+    """The number of ids that histc counts, if each is a bin of its own."""
+    bins, low, high = (arguments_of(op)[name] for name in ("bins", "min", "max"))
+    return bins if low == 0 and high in (bins - 1, bins) else _UNKNOWN
+
+
+def _at_experts(rows: _Tag | None) -> tuple[Signature, ...]:
+    """The signatures of a grouped product that has each rank's experts, for rows that may be sent to them or are
+    there.
+    """
+    if rows is None or not rows.is_at_experts:
+        return (Signature((L(0), S(0), L()), (E(0),), DISPATCH),)
+    return tuple(Signature((E(0), S(0), L()), (to,), role) for to, role in ((L(0), COMBINE), (E(0), BETWEEN)))
 
 
 def _whole(value: Value) -> Placement:
@@ -166,10 +225,10 @@ def _is_row_by_row(signature: Signature, kinds: list[str]) -> bool:
     return are_split and not signature.role and all(placement == S(0) for placement in signature.outputs)
 
 
-def _in_own_order(signature: Signature, kinds: list[str]) -> Signature:
-    """A signature that splits rows, for rows in the order of a rank."""
-    inputs = (L(0) if kind else placement for placement, kind in zip(signature.inputs, kinds))
-    return Signature(tuple(inputs), (L(0),) * len(signature.outputs))
+def _in_own_order(signature: Signature, kinds: list[str], own: Placement) -> Signature:
+    """A signature that splits rows, for rows in the `own` order of a rank."""
+    inputs = (own if kind else placement for placement, kind in zip(signature.inputs, kinds))
+    return Signature(tuple(inputs), (own,) * len(signature.outputs))
 
 
 def _inverts(op: Op, walk: _RoutingTags) -> bool:

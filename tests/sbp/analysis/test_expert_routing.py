@@ -14,12 +14,14 @@ from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
+from autopar.planner.handwritten.hand_plan import format_hand_plan, hand_plan, parse_hand_plan
 from autopar.plans.fit_assignment import fit_assignment
 from autopar.plans.validate import check_assignment
-from autopar.sbp.analysis.expert_routing import routed_signatures
+from autopar.sbp.analysis.expert_routing import exchanges_rows, routed_signatures
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
-from autopar.sbp.placement import I, L, S
+from autopar.sbp.exchange import EXCHANGES
+from autopar.sbp.placement import E, I, L, R, S, codes_of, format_layout, is_convertible, parse_layout, placement_of
 from autopar.sbp.redistribute import redistribute
 from autopar.sbp.signature import Strategy
 from tests.runtime.any_plan import Example, differences
@@ -27,6 +29,7 @@ from tests.runtime.training import random_assignment
 
 WIDTH, EXPERTS, TOP = 4, 3, 2
 Between = Callable[[torch.Tensor], torch.Tensor]
+Counted = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 class Experts(nn.Module):
@@ -146,3 +149,101 @@ def test_what_is_in_a_ranks_own_order_is_not_converted() -> None:
 
 def assignment_values(graph: Graph, name: str) -> tuple:
     return next(op.outputs for op in graph.ops if op.name == name)
+
+
+class Grouped(nn.Module):
+    """Experts as groups of two grouped products, with a bias in between."""
+
+    def __init__(self, counted: Counted, between: Between = lambda rows: rows) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.first, self.last = (nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(4, 8))
+        self.counted, self.between = counted, between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts, order = self.gate(x).argmax(-1).sort()
+        offs = self.counted(experts)
+        rows = torch._grouped_mm(x[order], self.first, offs[0]) + self.bias[experts]
+        rows = torch._grouped_mm(self.between(rows), self.last, offs[-1])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return rows[back]
+
+
+def ends(experts: torch.Tensor, bins: int = 4, high: int = 3) -> torch.Tensor:
+    return torch.histc(experts.float(), bins, 0, high).cumsum(0, dtype=torch.int32)
+
+
+def grouped_graph(counted: Counted = lambda experts: (ends(experts),), between: Between = lambda rows: rows) -> Graph:
+    with torch.device("meta"):
+        model, x = Grouped(counted, between).bfloat16(), torch.randn(8, 8, dtype=torch.bfloat16)
+    return trace(model, (x,), {})
+
+
+@pytest.mark.parametrize("between", [torch.relu, lambda rows: torch.cat(rows.chunk(2, 1)[::-1], 1), nn.Dropout(0.5)])
+def test_rows_of_grouped_products_are_exchanged_by_expert(between: Between) -> None:
+    graph = grouped_graph(between=between)
+    assert exchanges_rows(graph)
+    roles = [one.role for found in routed_signatures(graph).values() for one in found if one.role]
+    assert sorted(roles) == ["between", "between", "combine", "dispatch", "inverse"]
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        lambda experts: (ends(experts), ends(experts).long().int()),  # are two counts one?
+        lambda experts: (ends(experts, 4, 7),),  # two experts in a bin
+        lambda experts: (ends(experts, 8, 7)[:4],),  # more ids than experts
+        lambda experts: (ends(experts, 4, 3)[[0, 1, 2, 3]],),
+    ],
+)
+def test_rows_whose_counts_are_not_their_experts_are_not_exchanged(counted: Counted) -> None:
+    assert not exchanges_rows(grouped_graph(counted))
+
+
+def test_axes_that_exchange_rows_take_no_other_role() -> None:
+    graph = grouped_graph()
+    product = next(
+        op for op in graph.ops if "dispatch" in {one.role for one in routed_signatures(graph).get(op.name, ())}
+    )
+    for strategy in annotate(graph, Mesh((2, 2), ("a", "b"))).strategies[product.name]:
+        roles = {one.role for one in strategy.signatures} - {""}
+        assert len(roles) < 2 or not roles & EXCHANGES, strategy
+
+
+def test_a_row_count_in_an_argument_keeps_rows_where_they_are() -> None:
+    graph = grouped_graph(between=lambda rows: rows.view(8, 2, 4).relu().view(8, 8))
+    view = next(op for op in graph.ops if op.target in ("aten.view.default", "aten.reshape.default"))
+    found = routed_signatures(graph)
+    assert view.name in found
+    assert not any(placement.kind == "E" for one in found[view.name] for placement in one.outputs)
+
+
+def test_hand_plans_exchange_rows_from_the_first_product_to_the_last() -> None:
+    mesh = Mesh((2, 2), ("a", "b"))
+    graph = grouped_graph()
+    folded, candidates = fold(graph), annotate(graph, mesh, fold(graph))
+    for text, axes in (("megatron:ep=2,zero3", (1,)), ("megatron:ep=4", (0, 1)), ("megatron:dp=2,tp=2,ep=2", (0,))):
+        plan = parse_hand_plan(text, mesh)
+        assert plan.expert_axes == axes
+        assert parse_hand_plan(format_hand_plan(plan, mesh), mesh) == plan
+        found = hand_plan(plan, graph, folded, candidates, mesh)
+        check_assignment(found, graph, folded, candidates, mesh)
+        for axis in range(mesh.ndim):
+            roles = [found.strategies[op.name].signatures[axis].role for op in graph.ops]
+            expected = ["between", "combine", "dispatch"] if axis in axes else []
+            assert sorted(role for role in roles if role in EXCHANGES) == expected, (text, axis)
+    with pytest.raises(PlanError, match="ep must be the product of the last axes that split the batch"):
+        parse_hand_plan("megatron:ep=3", mesh)
+    dense = routing_graph()[0]
+    with pytest.raises(PlanError, match="the model has no experts whose rows can be exchanged"):
+        hand_plan(parse_hand_plan("megatron:ep=4", mesh), dense, fold(dense), annotate(dense, mesh, fold(dense)), mesh)
+
+
+def test_what_each_device_has_of_its_experts_is_not_converted() -> None:
+    assert is_convertible((E(0), I), (E(0), R))
+    for pair in (((E(0),), (L(0),)), ((L(0),), (E(0),)), ((E(0),), (I,)), ((S(0),), (E(0),))):
+        assert not is_convertible(*pair)
+    assert [placement_of(code) for code in codes_of((E(0), L(0), E(1), S(3)))] == [E(0), L(0), E(1), S(3)]
+    assert parse_layout(format_layout((E(0), L(0), L(), I))) == (E(0), L(0), L(), I)

@@ -1,0 +1,75 @@
+"""Mixtures of experts whose rows are exchanged by expert train as one device does."""
+
+from collections import Counter
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.ir.folding.fold import fold
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.planner.handwritten.complete_layouts import bytes_moved, complete
+from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
+from autopar.planner.layouts.search_meshes import plan_of
+from autopar.plans.plan import Plan
+from autopar.sbp.analysis.expert_routing import routed_signatures
+from autopar.sbp.candidates import annotate
+from autopar.sbp.redistribute import Collective
+from tests.runtime.any_plan import all_gradients_arrive
+from tests.runtime.test_local_routing import MORE, TOLERANCE, built, plan_called, train_under
+from tests.runtime.training import traced
+from tests.workers import Ranks
+
+KINDS = {(4,): ("megatron:ep=4,zero2",), (2, 2): ("megatron:ep=2,zero3", "megatron:dp=2,tp=2,ep=2", "drawn:ep=4")}
+
+
+def drawn(graph: Graph, like: str, mesh: Mesh) -> Plan:
+    """Any strategies and layouts, but those of a hand plan where tokens are sorted by expert."""
+    folded, draw = fold(graph), Random(like)
+    candidates, routed = annotate(graph, mesh, folded), routed_signatures(graph)
+    by_hand = hand_plan(parse_hand_plan(f"megatron:{like}", mesh), graph, folded, candidates, mesh)
+    chosen = {
+        name: by_hand.strategies[name] if name in routed else draw.choice(offered)
+        for name, offered in sorted(candidates.strategies.items())
+    }
+    arguments = {
+        item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")
+    }
+    strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
+    found = complete(graph, folded, candidates, strategies, arguments, bytes_moved(mesh))
+    return plan_of(graph, found, mesh, load_cluster("free-links"))
+
+
+def moved(each: list[Counter[Collective]]) -> Mapping[tuple[str, tuple[int, ...], str], tuple[int, int]]:
+    """Kind, axes and phase of the collectives of all ranks -> how many there are, and their bytes."""
+    numbers, sizes = Counter[tuple](), Counter[tuple]()
+    for collectives in each:
+        for one, count in collectives.items():
+            numbers[one.kind, one.axes, one.phase] += count
+            sizes[one.kind, one.axes, one.phase] += count * one.num_bytes
+    return {key: (numbers[key], sizes[key]) for key in numbers}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape", KINDS, ids=str)
+@pytest.mark.parametrize("name", MORE)
+def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
+    """And moves the bytes that were priced, over all ranks together, whatever the experts' shares are."""
+    num_layers, mesh = 5, Mesh(shape, ("dp", "tp")[: len(shape)])  # of more copies than a hand plan's graph keeps
+    graph = traced(built(name, num_layers))
+    plans = {
+        kind: drawn(graph, kind.removeprefix("drawn:"), mesh) if "drawn" in kind else plan_called(kind, graph, mesh)
+        for kind in KINDS[shape]
+    }
+    plans = {kind: Plan.loads(plan.dumps(), graph, mesh) for kind, plan in plans.items()}
+    # of Qwen3-MoE and GLM-4 the scores beside those of the chosen experts get no gradient
+    phases = {"forward", "backward"} if all_gradients_arrive(graph) else {"forward"}
+    for reports in zip(*ranks4.run(train_under, name, num_layers, plans)):
+        assert all(report["found"][0] < TOLERANCE for report in reports), reports
+        issued, planned = (moved([report[key] for report in reports]) for key in ("issued", "planned"))
+        assert any(kind == "all_to_all" for kind, *_ in issued)
+        assert {key: found for key, found in issued.items() if key[2] in phases} == {
+            key: found for key, found in planned.items() if key[2] in phases
+        }
