@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from autopar.ir.flex.index_functions import share_seen
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 
 Shape = tuple[int, ...]
@@ -103,6 +104,14 @@ def _attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     return 2.0 * pairs * (query[-1] + value[-1])
 
 
+def _flex_attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
+    query, value, arguments = inputs[0], inputs[2], arguments_of(op)
+    shapes = tuple(op.inputs[slot.index].shape for slot in arguments["captured"])
+    num_queries, num_parts = op.inputs[0].shape[-2], op.inputs[0].shape[-2] // query[-2]
+    seen = share_seen(arguments["functions"], shapes, num_queries, value[-2], num_parts)
+    return 2.0 * math.prod(query[:-1]) * value[-2] * seen * (query[-1] + value[-1])
+
+
 def _inner(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     return 2.0 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
 
@@ -150,6 +159,7 @@ OP_FACTS: Mapping[str, OpFacts] = MappingProxyType(
         **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", OpFacts(Product(_conv, bias=2))),
         **_rows("lstm gru rnn_tanh rnn_relu", OpFacts(Product(_recurrent, _recurrent_operands))),
         ATTENTION: OpFacts(Product(_attention, _all_inputs, ATTENTION_BACKWARD_RATIO)),
+        **_rows("flex_attention", OpFacts(Product(_flex_attention, _all_inputs, ATTENTION_BACKWARD_RATIO)), "autopar"),
         **_rows("embedding", OpFacts(is_lookup=True, ends_region=True)),
         **_rows("layer_norm rms_norm group_norm index topk cross_entropy_loss", OpFacts(ends_region=True)),
     }

@@ -38,6 +38,7 @@ _LINEAR = {
     "conv2d",
     "dropout",
     "embedding",
+    "flex_attention",
     "gather",
     "index",
     "index_select",

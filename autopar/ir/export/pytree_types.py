@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.flex.keep_flex import register_block_mask
 from autopar.torch_compat import pytree
 
 
@@ -16,6 +17,7 @@ def register_types(tree: Any) -> None:
     transformers, if it is imported) as a pytree node.
     """
     _register_caches()
+    register_block_mask()
     for leaf in pytree.tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             pytree.register_dataclass(type(leaf))

@@ -6,13 +6,11 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
-from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
@@ -21,19 +19,13 @@ from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
-from autopar.ir.export.source_lines import in_own_lines, line_of_error, line_of_stack
+from autopar.ir.export.source_lines import in_own_lines, line_of_error
+from autopar.ir.flex.keep_flex import flex_attention_kept
 from autopar.ir.kept_attributes import keeping_no_state
-from autopar.torch_compat import FakeTensor, HigherOrderOperator, pytree
+from autopar.torch_compat import FakeTensor, pytree
 
 # Number of a leaf of (args, kwargs) -> its dims whose sizes are symbols in the exported program.
 DynamicDims = Mapping[int, Collection[int]]
-
-_FLEX_MODULE, _FLEX_OP = "torch.nn.attention.flex_attention", "flex_attention"
-_FLEX = (
-    "flex_attention has no rule, for its masks and scores are functions of indices: write it as"
-    " torch.nn.functional.scaled_dot_product_attention, with is_causal=True or with the mask as a tensor, attn_mask="
-    " (of transformers: attn_implementation='sdpa')"
-)
 
 
 def export(
@@ -56,6 +48,7 @@ def export(
         _outputs_registered(model),
         _without_dump(),
         functions_kept(),
+        flex_attention_kept(),
         losses_refused(model),
         batch_norms_traced(),
     ):
@@ -75,24 +68,9 @@ def _checked_export(
         where = f"{line}: `{text}`" if line else type(model).__name__
         if isinstance(error, TraceError):  # a refusal, which says all there is
             raise TraceError(f"{where}: {error}") from None
-        if _is_of_flex_attention(error):
-            raise TraceError(f"{where}: {_FLEX}") from None
         told = f"{where} cannot be traced: {type(error).__name__}: {error}{_remedy(error)}"
         raise TraceError(told) from in_own_lines(error)
-    parts = [part for part in program.graph_module.modules() if isinstance(part, GraphModule)]
-    for node in (node for part in parts for node in part.graph.nodes):
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() == _FLEX_OP:
-            raise TraceError(f"{line_of_stack(node.meta.get('stack_trace') or '')}: {_FLEX}")
     return program
-
-
-def _is_of_flex_attention(error: BaseException | None) -> bool:
-    """Whether `error`, or one that it came of, was raised in what `flex_attention` called."""
-    while error is not None:
-        if any(frame.f_globals.get("__name__") == _FLEX_MODULE for frame, _ in walk_tb(error.__traceback__)):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims) -> ExportedProgram:

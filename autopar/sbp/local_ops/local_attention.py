@@ -1,10 +1,12 @@
-"""Causal attention of a slice of the queries."""
+"""Causal attention of a slice of the queries, and attention by functions of indices."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from autopar.ir.flex.flex_op import FLEX, attend
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops._arguments import no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
@@ -31,4 +33,19 @@ def attention(
     return F.scaled_dot_product_attention(query, key, value, is_seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
-LOCAL_OPS = {"aten.scaled_dot_product_attention.default": LocalOp(attention, no_collectives)}
+def flex_attention(
+    query: torch.Tensor,
+    *args: Any,
+    batch: Sequence[Axis] = (),
+    heads: Sequence[Axis] = (),
+    queries: Sequence[Axis] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """autopar.flex_attention of a part of the samples, heads or queries, whose functions count over all of them."""
+    first = [rank_index(axes) * size for axes, size in zip((batch, heads, queries), query.shape)]
+    return attend(query, *args, first=(first[0], first[1], first[2]))
+
+
+LOCAL_OPS = {
+    FLEX: LocalOp(flex_attention, no_collectives),
+    "aten.scaled_dot_product_attention.default": LocalOp(attention, no_collectives),
+}

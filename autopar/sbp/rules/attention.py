@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
-from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.placement import P, R, S
+from autopar.ir.flex.flex_op import BLOCKS_OF_QUERIES, FLEX
+from autopar.ir.flex.index_functions import INDICES, dims_read
+from autopar.ir.graph import Op, Value, arguments_of
+from autopar.sbp.placement import P, Placement, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import Term, broadcast_term, place
 from autopar.sbp.signature import Signature
@@ -49,4 +51,34 @@ def _leading(lead: Term, shape: tuple[int, ...], output: tuple[int, ...], is_gro
     return term
 
 
-RULES = {"aten.scaled_dot_product_attention.default": attention}
+def flex_attention(op: Op) -> Iterator[Signature]:
+    """autopar.flex_attention: as `attention`, with functions of the indices of sample, head, query and key.
+
+    Where the functions only read captured tensors at an index, these are split along with it. Where they compute with
+    it, a part's first index is added to its own (role "batch", "heads" or "queries"). A mask's blocks of queries are
+    split with the queries; those by keys follow from them. The functions' gradients are linear in that of the output.
+    """
+    arguments = arguments_of(op)
+    query, key, _ = (tensor_of(op, name) for name in ("query", "key", "value"))
+    blocks = [op.inputs[slot.index] if slot is not None else None for slot in arguments["block_mask"]]
+    for dim, role in enumerate(("batch", "heads", "queries")):
+        read = dims_read(arguments["functions"], INDICES[dim])
+        is_split = dim < 2 and key.shape[dim] > 1
+        masked = [_of_blocks(value, dim, place < len(BLOCKS_OF_QUERIES)) for place, value in enumerate(blocks)]
+        placed = {
+            "query": S(dim),
+            **dict.fromkeys(("key", "value"), S(dim) if is_split else R),
+            "block_mask": masked,
+            "captured": [R if at is None else S(at) for at in read or ()],
+        }
+        tables = [op.inputs[slot.index].shape for slot in arguments["captured"]]
+        if all(at is None or shape[at] == query.shape[dim] for shape, at in zip(tables, read or ())):
+            yield from signature(op, placed, (S(dim), S(dim)), role="" if read is not None else role)
+
+
+def _of_blocks(value: Value | None, dim: int, by_queries: bool) -> Placement:
+    is_split = value is not None and value.shape[dim] > 1 and (dim < 2 or by_queries)
+    return S(dim) if is_split else R
+
+
+RULES = {"aten.scaled_dot_product_attention.default": attention, FLEX: flex_attention}

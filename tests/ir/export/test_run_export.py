@@ -2,12 +2,13 @@
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
@@ -80,12 +81,31 @@ def _causal(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> 
     return query >= key
 
 
-def _masked(*qkv: torch.Tensor) -> torch.Tensor:
-    return flex_attention(*qkv, block_mask=create_block_mask(_causal, None, None, 2, 2, device="cpu"))
+def _masked(*qkv: torch.Tensor, size: int = 2, **options: Any) -> torch.Tensor:
+    mask = create_block_mask(_causal, None, None, size, size, device="cpu", **options)
+    return flex_attention(*qkv, block_mask=mask)
 
 
 @pytest.mark.parametrize("attend", [flex_attention, _masked, torch.compile(flex_attention, backend="eager")])
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_flex_attention_is_refused_with_what_to_write_for_it(attend: Callable[..., Any], needs_gradient: bool) -> None:
-    with pytest.raises(TraceError, match=r"test_run_export.py:\d+.*flex_attention.*scaled_dot_product_attention"):
-        export(Flexible(attend), (torch.ones(2, 3, requires_grad=needs_gradient),), {})
+def test_flex_attention_is_one_op_however_it_is_called(attend: Callable[..., Any], needs_gradient: bool) -> None:
+    original = flex_attention.__code__
+    program = export(Flexible(attend), (torch.ones(2, 3, requires_grad=needs_gradient),), {})
+    called = [node for node in program.graph.nodes if "flex_attention" in str(node.target)]
+    assert [str(node.target) for node in called] == ["autopar.flex_attention.default"]
+    assert flex_attention.__code__ is original
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (partial(_masked, size=4), "the BlockMask is of 4 queries and 4 keys"),
+        (partial(_masked, compute_dq_write_order=True), "order of writes"),
+        (lambda *qkv: flex_attention(*qkv, return_aux=AuxRequest(max_scores=True)), "no largest scores"),
+        (lambda q, k, v: flex_attention(q, k[:, :, :, :2], v), "head sizes do not fit"),
+        (lambda q, k, v: flex_attention(q.expand(1, 3, 2, 3), k, v), "enable_gqa=True"),
+    ],
+)
+def test_flex_attention_that_cannot_be_kept_is_refused_by_name(attend: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TraceError, match=rf"test_run_export.py:\d+.*flex_attention.*{message}|BlockMask.*{message}"):
+        export(Flexible(attend), (torch.ones(2, 3, requires_grad=True),), {})
