@@ -43,7 +43,7 @@ class Assignment:
     `strategies`: op name -> strategy. `layouts`: input value name -> layout in which it is stored or given. `kept`:
     name of a value with several uses -> layout to which it is converted once, and from which it is converted for each
     use. `outputs`: output value name -> layout. `regathered`: parameters that are not kept in the layout of their only
-    reader, but converted again for its backward (unless it takes a role). `recomputed`: regions, each the names of
+    reader, but converted again for its backward (unless its role forbids it). `recomputed`: regions, each the names of
     consecutive ops, of which only the inputs are kept for backward. `offloaded`: regions whose saved activations wait
     in the host's memory; a recomputed region lies within one or outside all. `state_on_host`: names of the parameters
     whose optimizer state is on the host except during their update. `parameter_buckets`: parameters that are gathered,
@@ -297,9 +297,9 @@ def conversions(
 
 
 def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:
-    """Whether a use is by an op without a role; a local op may save other tensors than the op does."""
+    """Whether a use is by an op of whose parameters autograd saves what it saves of the op itself."""
     strategy = assignment.strategies.get(use.user)
-    return strategy is not None and not any(signature.role for signature in strategy.signatures)
+    return strategy is not None and all(signature.saves_as_op for signature in strategy.signatures)
 
 
 def _as_read(value: Value, uses: Iterable[Use], giving: Collection[str]) -> Value:

@@ -9,11 +9,10 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.expert_routing import routed_signatures
-from autopar.sbp.exchange import EXCHANGES
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
 from autopar.sbp.rules import rule_of
-from autopar.sbp.signature import Candidates, Signature, Strategy
+from autopar.sbp.signature import EXCHANGES, Candidates, Signature, Strategy
 
 Signatures = tuple[Signature, ...]
 

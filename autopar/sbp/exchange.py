@@ -18,11 +18,7 @@ from autopar.ir.graph import Op
 from autopar.sbp.convert import Axis, all_gather
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
-from autopar.sbp.signature import Strategy
-
-# Roles of ops on rows: those sent to their experts first, those there already, and those sent back afterwards.
-DISPATCH, BETWEEN, COMBINE = "dispatch", "between", "combine"
-EXCHANGES = frozenset((DISPATCH, BETWEEN, COMBINE))
+from autopar.sbp.signature import BETWEEN, COMBINE, EXCHANGES, Strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from autopar.sbp.placement import Layout, Placement
 
+# Roles of ops on rows: those sent to their experts first, those there already, and those sent back afterwards.
+DISPATCH, BETWEEN, COMBINE = "dispatch", "between", "combine"
+EXCHANGES = frozenset((DISPATCH, BETWEEN, COMBINE))
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -24,6 +28,13 @@ class Signature:
     def __str__(self) -> str:
         left, right = " ".join(map(str, self.inputs)), " ".join(map(str, self.outputs))
         return f"{left} -> {right}" + (f" [{self.role}]" if self.role else "")
+
+    @property
+    def saves_as_op(self) -> bool:
+        """Whether autograd saves the parameters for backward that it saves of the op itself, and no others; of most
+        local ops it may save others.
+        """
+        return not self.role or self.role in EXCHANGES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.sbp.convert import Axis
-from autopar.sbp.exchange import EXCHANGES, from_experts, route_by, to_experts
+from autopar.sbp.exchange import from_experts, route_by, to_experts
 from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.signature import EXCHANGES
 from tests.sbp.simulate import Coordinate, on_threads
 
 EXPERTS = 12

@@ -33,7 +33,7 @@ class Offered:
 
     `layouts`: in the order of the first option with each. `index`: i64[options], position in `layouts` of each option's
     layout. `again`: for each layout, whether its `Stored` option is regathered or, for an op, whether it can read a
-    regathered value (it runs without a role). A layout that occurs with both is listed twice.
+    regathered value (`Signature.saves_as_op`). A layout that occurs with both is listed twice.
 
     Equal values are one object, so that results can be cached by identity.
     """
@@ -56,7 +56,7 @@ def offered(options: Sequence[Any], port: str, slot: int) -> Offered:
     codes: dict = {}
     code = [codes.setdefault((s.inputs if port == "in" else s.outputs)[slot], len(codes)) for s in signatures]
     packed = np.array(code, dtype=np.int64)[numbers] @ len(codes) ** np.arange(numbers.shape[1])
-    again = np.asarray(np.array([port == "in" and not s.role for s in signatures])[numbers].all(axis=1))
+    again = np.asarray(np.array([port == "in" and s.saves_as_op for s in signatures])[numbers].all(axis=1))
     first, index = distinct(2 * packed + again)
     layouts = tuple(options[k].input_layout(slot) if port == "in" else options[k].output_layout(slot) for k in first)
     return _known(layouts, index.tobytes(), tuple(again[first].tolist()))

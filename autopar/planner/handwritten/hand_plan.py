@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from types import MappingProxyType
 
 from autopar.costmodel.inner_collectives import inner_collectives
@@ -14,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.planner.handwritten.complete_layouts import Moved, ParameterStorage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
 from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
-from autopar.sbp.analysis.expert_routing import exchanges_rows
+from autopar.sbp.analysis.expert_routing import num_exchanged
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
 from autopar.sbp.analysis.sample_blocks import Short, shorten
 from autopar.sbp.analysis.sequence_dim import batch_arguments, sequence_dims
@@ -141,8 +142,12 @@ def _experts(plan: HandPlan, mesh: Mesh) -> str:
     """The degree of expert parallelism on the last data axes, names of other axes."""
     data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
     if plan.expert_axes == data_axes[-len(plan.expert_axes) :]:
-        return str(math.prod(mesh.shape[axis] for axis in plan.expert_axes))
+        return str(_num_ranks(plan.expert_axes, mesh))
     return "+".join(mesh.axis_names[axis] for axis in plan.expert_axes)
+
+
+def _num_ranks(axes: tuple[int, ...], mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def hand_plans(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh) -> dict[str, Assignment]:
@@ -160,7 +165,7 @@ def _useful(mesh: Mesh, outline: "ModelFacts") -> Iterator[HandPlan]:
     """Hand plans with data parallelism on all axes or tensor parallelism on the last ones, and ways to save memory."""
     flavours = ("ddp", "zero2", "zero3")
     yield from (HandPlan(flavour=flavour) for flavour in flavours)
-    for axes in outline.expert_axes(tuple(range(mesh.ndim))):
+    for axes in outline.expert_axes(tuple(range(mesh.ndim)), mesh):
         yield from (HandPlan(flavour=flavour, expert_axes=axes) for flavour in flavours if axes)
     for first in [*range(mesh.ndim - 1, 0, -1)] or [0]:
         for flavour in flavours if first else ("ddp",):
@@ -182,10 +187,11 @@ def hand_plan(
     if plan.is_hf and not styles:
         raise PlanError("hand plan 'hf' is the model's own plan: pass styles=hf_styles(model)")
     outline = outlined(graph, folded)
-    if plan.expert_axes and not outline.has_experts:
+    if plan.expert_axes and (outline.num_experts == 0 or outline.num_experts % _num_ranks(plan.expert_axes, mesh)):
         raise PlanError(
-            "hand plan with ep: the model has no experts whose rows can be exchanged, groups of at least two grouped"
-            " products in turn; leave ep out"
+            f"hand plan {format_hand_plan(plan, mesh)!r}: the model has {outline.num_experts or 'no'} experts whose"
+            " rows can be exchanged, groups of at least two grouped products in turn, which ep must divide; change"
+            " ep or leave it out"
         )
     if plan.is_hf:
         outline = replace(outline, structure=hf_structure(outline.short.graph, outline.structure, styles))
@@ -199,11 +205,12 @@ class ModelFacts:
     short: Short
     structure: Structure
     sequence: Mapping[str, int]
-    has_experts: bool
+    num_experts: int  # 0: none whose rows can be exchanged
 
-    def expert_axes(self, data_axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The choices of axes for experts: none, or the last ones of `data_axes`."""
-        return ((), *(data_axes[first:] for first in range(len(data_axes)) if self.has_experts))
+    def expert_axes(self, data_axes: tuple[int, ...], mesh: Mesh) -> list[tuple[int, ...]]:
+        """The choices of axes for experts: none, or neighbouring ones of `data_axes` that divide the experts."""
+        runs = [data_axes[start:end] for start, end in combinations(range(len(data_axes) + 1), 2)]
+        return [(), *(run for run in runs if self.num_experts and self.num_experts % _num_ranks(run, mesh) == 0)]
 
     def follow(self, plans: tuple[HandPlan, ...], candidates: Candidates, mesh: Mesh) -> dict[HandPlan, Assignment]:
         """Hand plan -> its assignment of the short graph; common choices on the first axes are computed once."""
@@ -278,7 +285,7 @@ def outlined(graph: Graph, folded: Folded) -> ModelFacts:
     """The outline of a graph, computed once for all hand plans and meshes."""
     short = shorten(graph, folded)
     structure = structure_of(short.graph)
-    return ModelFacts(short, structure, sequence_dims(short.graph, structure), exchanges_rows(short.graph))
+    return ModelFacts(short, structure, sequence_dims(short.graph, structure), num_exchanged(short.graph))
 
 
 def _options(

@@ -97,10 +97,10 @@ def _plans_by_name(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
 
 
 def _plans(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
-    """The hand plans with every choice of tensor axes, experts on the last others, and every flavour of these."""
+    """The hand plans with every choice of tensor axes, experts on others, and every flavour of these."""
     for axes in chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1)):
         for flavour in ("ddp", "zero2", "zero3") if len(axes) < mesh.ndim else ("ddp",):
-            for experts in outline.expert_axes(tuple(axis for axis in range(mesh.ndim) if axis not in axes)):
+            for experts in outline.expert_axes(tuple(axis for axis in range(mesh.ndim) if axis not in axes), mesh):
                 for is_sp in (False, True) if axes else (False,):
                     yield HandPlan(axes, is_sp, flavour, expert_axes=experts)
 

@@ -21,12 +21,11 @@ import torch
 
 from autopar.ir.graph import Graph, Op, Slot, Value, arguments_of
 from autopar.ir.interpret import constants_for, run_constants
-from autopar.sbp.exchange import BETWEEN, COMBINE, DISPATCH, EXCHANGES
 from autopar.sbp.local_ops.grouped_mm import TARGETS as GROUPED
 from autopar.sbp.localize import LOCAL_ARGUMENTS
 from autopar.sbp.op_signatures import signatures_of_call
 from autopar.sbp.placement import E, I, L, P, Placement, R, S
-from autopar.sbp.signature import Signature
+from autopar.sbp.signature import BETWEEN, COMBINE, DISPATCH, EXCHANGES, Signature
 
 _SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 INVERSE = "inverse"  # the role of an index_put that writes 0, 1, 2, ..., of which a part needs as many as it has rows
@@ -99,9 +98,11 @@ def routed_signatures(graph: Graph) -> dict[str, tuple[Signature, ...]]:
     }
 
 
-def exchanges_rows(graph: Graph) -> bool:
-    """Whether there is a region whose rows can be exchanged by expert."""
-    return any(_is_at_experts(one) for found in routed_signatures(graph).values() for one in found)
+def num_exchanged(graph: Graph) -> int:
+    """The number of experts between which rows can be exchanged, their greatest common divisor; 0 if there are none."""
+    routed = routed_signatures(graph)
+    at_experts = (op for op in graph.ops if any(one.role == DISPATCH for one in routed.get(op.name, ())))
+    return math.gcd(*(op.inputs[1].shape[0] for op in at_experts))
 
 
 def _is_at_experts(signature: Signature) -> bool:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from autopar.ir.graph import Op, resolve
 from autopar.sbp.convert import Axis
-from autopar.sbp.exchange import EXCHANGES, exchange_collectives, from_experts, route_by, to_experts
+from autopar.sbp.exchange import exchange_collectives, from_experts, route_by, to_experts
 from autopar.sbp.local_ops._arguments import num_ranks, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.redistribute import Collective
-from autopar.sbp.signature import Strategy
+from autopar.sbp.signature import EXCHANGES, Strategy
 
 
 def grouped_mm(

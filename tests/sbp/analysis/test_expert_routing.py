@@ -17,13 +17,12 @@ from autopar.mesh import Mesh
 from autopar.planner.handwritten.hand_plan import format_hand_plan, hand_plan, parse_hand_plan
 from autopar.plans.fit_assignment import fit_assignment
 from autopar.plans.validate import check_assignment
-from autopar.sbp.analysis.expert_routing import exchanges_rows, routed_signatures
+from autopar.sbp.analysis.expert_routing import num_exchanged, routed_signatures
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
-from autopar.sbp.exchange import EXCHANGES
 from autopar.sbp.placement import E, I, L, R, S, codes_of, format_layout, is_convertible, parse_layout, placement_of
 from autopar.sbp.redistribute import redistribute
-from autopar.sbp.signature import Strategy
+from autopar.sbp.signature import EXCHANGES, Strategy
 from tests.runtime.any_plan import Example, differences
 from tests.runtime.training import random_assignment
 
@@ -184,7 +183,7 @@ def grouped_graph(counted: Counted = lambda experts: (ends(experts),), between: 
 @pytest.mark.parametrize("between", [torch.relu, lambda rows: torch.cat(rows.chunk(2, 1)[::-1], 1), nn.Dropout(0.5)])
 def test_rows_of_grouped_products_are_exchanged_by_expert(between: Between) -> None:
     graph = grouped_graph(between=between)
-    assert exchanges_rows(graph)
+    assert num_exchanged(graph) == 4
     roles = [one.role for found in routed_signatures(graph).values() for one in found if one.role]
     assert sorted(roles) == ["between", "between", "combine", "dispatch", "inverse"]
 
@@ -199,7 +198,7 @@ def test_rows_of_grouped_products_are_exchanged_by_expert(between: Between) -> N
     ],
 )
 def test_rows_whose_counts_are_not_their_experts_are_not_exchanged(counted: Counted) -> None:
-    assert not exchanges_rows(grouped_graph(counted))
+    assert num_exchanged(grouped_graph(counted)) == 0
 
 
 def test_axes_that_exchange_rows_take_no_other_role() -> None:
@@ -237,6 +236,9 @@ def test_hand_plans_exchange_rows_from_the_first_product_to_the_last() -> None:
     with pytest.raises(PlanError, match="ep must be the product of the last axes that split the batch"):
         parse_hand_plan("megatron:ep=3", mesh)
     dense = routing_graph()[0]
+    wide = Mesh((8,), ("a",))
+    with pytest.raises(PlanError, match=r"hand plan 'megatron:ep=8': the model has 4 experts .* which ep must divide"):
+        hand_plan(parse_hand_plan("megatron:ep=8", wide), graph, folded, annotate(graph, wide, folded), wide)
     with pytest.raises(PlanError, match="the model has no experts whose rows can be exchanged"):
         hand_plan(parse_hand_plan("megatron:ep=4", mesh), dense, fold(dense), annotate(dense, mesh, fold(dense)), mesh)
 
