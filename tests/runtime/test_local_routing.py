@@ -13,8 +13,7 @@ from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.complete_layouts import bytes_moved, complete
-from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
-from autopar.planner.layouts.search_meshes import make_plan, plan_of
+from autopar.planner.layouts.search_meshes import plan_of
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sbp.analysis.expert_routing import routed_signatures
@@ -24,7 +23,7 @@ from autopar.verify.check_placements import check
 from tests.runtime.any_plan import all_gradients_arrive, is_as_priced
 from tests.runtime.staged import Sample, compared, one_device, plan_of_sample
 from tests.runtime.staged import under as under_stages
-from tests.runtime.training import forward_backward, issued, planned, traced, under, worst
+from tests.runtime.training import forward_backward, issued, plan_called, planned, traced, under, worst
 from tests.workers import Ranks, device_mesh
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Case
 
@@ -76,18 +75,13 @@ def drawn(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw
     return complete(graph, folded, candidates, strategies, arguments, bytes_moved(mesh))
 
 
-def plan_called(kind: str, graph: Graph, mesh: Mesh) -> Plan:
-    """ "searched", "drawn:SEED" or a hand plan."""
-    cluster = load_cluster("free-links")
-    if kind == "searched":
-        return make_plan(graph, mesh, cluster)
+def plan_of_kind(kind: str, graph: Graph, mesh: Mesh) -> Plan:
+    """ "drawn:SEED" (any plan) or a kind of `plan_called`."""
+    if not kind.startswith("drawn:"):
+        return plan_called(kind, graph, mesh)
     folded = fold(graph)
-    candidates = annotate(graph, mesh, folded)
-    if kind.startswith("drawn:"):
-        assignment = drawn(graph, folded, candidates, mesh, random.Random(kind))
-    else:
-        assignment = hand_plan(parse_hand_plan(kind, mesh), graph, folded, candidates, mesh)
-    return plan_of(graph, assignment, mesh, cluster)
+    assignment = drawn(graph, folded, annotate(graph, mesh, folded), mesh, random.Random(kind))
+    return plan_of(graph, assignment, mesh, load_cluster("free-links"))
 
 
 def train_under(name: str, num_layers: int, plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
@@ -121,7 +115,7 @@ KINDS = {
 def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
     num_layers = 5  # of more copies than a hand plan's graph keeps
     graph = traced(built(name, num_layers))
-    plans = {kind: plan_called(kind, graph, Mesh(shape, ("dp", "tp")[: len(shape)])) for kind in KINDS[shape]}
+    plans = {kind: plan_of_kind(kind, graph, Mesh(shape, ("dp", "tp")[: len(shape)])) for kind in KINDS[shape]}
     for kind, plan in plans.items():
         assert kind.startswith("drawn") or is_local(plan), kind
         assert "zero3" not in kind or any("experts" in name for name in plan.assignment.regathered), kind
