@@ -10,8 +10,10 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
-from autopar.ir.graph import Op, arguments_of
+from autopar.ir.graph import Graph, Op, arguments_of
 from autopar.ir.op_facts import ATTENTION, Shapes, facts_of, family
+from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import local_shape
 from autopar.sbp.signature import Strategy
 
@@ -137,6 +139,15 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
     product = facts_of(op.target).product
     assert product is not None, f"{op.target} is no product"
     return product.backward_ratio or float(sum(value.needs_grad for value in product.operands(op)))
+
+
+def weight_gradients_s(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of backward for the gradients of weights."""
+    return sum(
+        share * op_time(op, assignment.strategies[op.name], mesh.shape, cluster)[1]
+        for op in graph.ops
+        if (share := weight_share(op))
+    )
 
 
 def weight_share(op: Op) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from autopar.costmodel.work_bound import floor_s
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import (
     hand_table,
@@ -55,6 +56,8 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
         "num_microbatches": plan.schedule.num_microbatches,
         "step_s": plan.step_s,
         "lower_bound_s": plan.lower_bound_s,
+        "bound_of": plan.bound_of,
+        "gap": plan.gap,
         "notes": list(notes(plan)),
         "bubble": plan.timeline.bubble,
         "starts": list(plan.starts),
@@ -75,11 +78,10 @@ def _moments_json(plan: StagedPlan, rank: int) -> list[dict[str, Any]]:
 
 
 def _head(plan: StagedPlan) -> str:
-    bound = (
-        f"no plan takes less than {format_seconds(plan.lower_bound_s)} (total work divided evenly over the devices)"
-        if plan.lower_bound_s
-        else "no lower bound"
-    )
+    least = f"no {printable(plan.bound_of)} takes less than {format_seconds(plan.lower_bound_s)} (gap {plan.gap:.1%})"
+    floor = floor_s(plan.graph, plan.mesh, plan.cluster, training=plan.training)
+    shared = f"the work shared evenly by all devices takes {format_seconds(floor)}"
+    bound = f"{least}; {shared}" if plan.lower_bound_s else f"no lower bound; {shared}"
     num_on_host = sum(len(stage.assignment.state_on_host) for stage in plan.stages)
     host_bytes = sum(stage.costs.state_on_host_bytes for stage in plan.stages) // plan.schedule.num_ranks
     return "\n".join(

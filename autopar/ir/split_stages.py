@@ -8,7 +8,7 @@ that reads one computes it itself.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -76,6 +76,20 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
 
 def _narrow_points(graph: Graph) -> Iterator[int]:
     """Positions of ops before which one tensor crosses, and behind which a product comes before the next of these."""
+    numbers = _crossing(graph, lambda _: 1)
+    narrow = [at for at in range(1, len(graph.ops)) if numbers[at] == 1]
+    for start, end in pairwise([*narrow, len(graph.ops)]):
+        if any(facts_of(op.target).product for op in graph.ops[start:end]):
+            yield start
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """For each op the bytes of all boundary tensors that cross a cut before it."""
+    return _crossing(graph, lambda value: value.num_bytes)
+
+
+def _crossing(graph: Graph, weigh: Callable[[Value], int]) -> list[int]:
+    """For each op, and the end, the sum of the weights of the boundary tensors that cross a cut before it."""
     remade, last = _made_of_arguments(graph), dict[str, int]()
     for at, op in enumerate(graph.ops):
         last.update((value.name, at) for value in op.inputs)
@@ -84,13 +98,9 @@ def _narrow_points(graph: Graph) -> Iterator[int]:
     for at, op in enumerate(graph.ops):
         for value in op.outputs:
             if value.name not in remade and value.name in last:
-                changes[at + 1] += 1
-                changes[last[value.name] + 1] -= 1
-    numbers = list(accumulate(changes))
-    narrow = [at for at in range(1, len(graph.ops)) if numbers[at] == 1]
-    for start, end in pairwise([*narrow, len(graph.ops)]):
-        if any(facts_of(op.target).product for op in graph.ops[start:end]):
-            yield start
+                changes[at + 1] += weigh(value)
+                changes[last[value.name] + 1] -= weigh(value)
+    return list(accumulate(changes))[:-1]
 
 
 def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:

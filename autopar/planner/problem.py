@@ -8,7 +8,7 @@ from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.evaluate import Costs, evaluate
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.overlap.pass_time import has_overlap
-from autopar.costmodel.overlap.path_weights import IN_TURN, Paths
+from autopar.costmodel.overlap.path_weights import IN_TURN, MicrobatchWeights, Paths, StepWeights
 from autopar.costmodel.pricing.encode_decode import Members, decode, encode_members, members_of
 from autopar.costmodel.pricing.price import Priced, PricedStep, price
 from autopar.errors import InfeasibleError, PlanError
@@ -73,6 +73,7 @@ class Setting:
     to_beat_s: float = float("inf")  # plans that are not faster are not needed
     what: str = ""  # the kind of plans that are searched, which errors name
     paths: Paths | None = None  # through both passes, whose lengths are priced instead of all that they do in turn
+    microbatch: MicrobatchWeights = IN_TURN.microbatch  # of paths through the stages, of which this is the whole
 
     def problem(self, folded: Folded) -> Problem:
         """The search problem with one decision for each class of `folded`."""
@@ -91,7 +92,7 @@ class Setting:
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.request.stored}, self.mesh, folded)
         candidates = _with_crossing(candidates, self.request.crossing)
-        request, weights = self.request, self.paths.weights(self.graph, folded) if self.paths else IN_TURN
+        request, weights = self.request, self._weights(folded)
         return price(
             self.graph,
             folded,
@@ -101,6 +102,11 @@ class Setting:
             PricedStep(request.training, request.given, weights),
             memory_limit_bytes=request.limit_bytes,
         )
+
+    def _weights(self, folded: Folded) -> StepWeights:
+        if self.paths is not None:
+            return self.paths.weights(self.graph, folded)
+        return replace(IN_TURN, microbatch=self.microbatch)
 
     @property
     def has_overlap(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import local_bytes
-from autopar.costmodel.roofline import op_time, weight_share
+from autopar.costmodel.roofline import weight_gradients_s
 from autopar.costmodel.stage_transfer import transfer
 from autopar.costmodel.training import Training
 from autopar.errors import PlanError
@@ -31,14 +31,9 @@ from autopar.schedule.timeline import Timeline
 class StagedPlan(BasePlan):
     """A plan in stages, microbatches or both.
 
-    `stages[s]` is the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: first
-    ops of the stages but the first. `graph` is that of the whole batch. training: of the whole. hand, found_by,
-    timings, lower_bound_s: as in `Plan`; peak_bytes too, of a device of each rank of the pipeline. is_from_file: as in
-    `Plan`.
-
     `stages[s]`: the plan of stage s for one microbatch, on the sub-mesh of a rank of the pipeline; `starts`: names of
     the first ops of the stages but the first. `graph`, `training`: of the whole batch. `hand`, `found_by`, `timings`,
-    `lower_bound_s`, `is_from_file`: as in `Plan`; `peak_bytes`: of a device of each rank of the pipeline.
+    `lower_bound_s`, `bound_of`, `is_from_file`: as in `Plan`; `peak_bytes`: of a device of each rank of the pipeline.
 
     The time of a step is that of the schedule, plus the work of the slowest rank once a step: gathering parameters,
     reducing gradients, updating.
@@ -55,6 +50,7 @@ class StagedPlan(BasePlan):
     starts: tuple[str, ...]
     stages: tuple[Plan, ...]
     lower_bound_s: float = 0.0
+    bound_of: str = "plan"
     found_by: str = ""
     hand: Mapping[str, HandCosts] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +65,7 @@ class StagedPlan(BasePlan):
         stage_times = []
         for stage, plan in enumerate(self.stages):
             forward_s, backward_s = (plan.costs.microbatch_s(phase) for phase in ("forward", "backward"))
-            weight_s = _weight_s(plan)
+            weight_s = weight_gradients_s(plan.graph, plan.assignment, plan.mesh, plan.cluster)
             ahead_s, back_s = (sent[at] if 0 <= at < len(sent) else 0.0 for at in (stage, stage - 1))
             stage_times.append(StageTimes(forward_s, backward_s - weight_s, weight_s, ahead_s, back_s))
         return tuple(stage_times)
@@ -164,15 +160,6 @@ def made_for(text: str) -> tuple[Cluster, dict[str, Any]]:
     saved = _saved(text)
     training = replace(saved.training, num_microbatches=1, num_in_flight=1, num_waiting=0, in_stages=False)
     return saved.cluster, {"training": training, "memory_limit_bytes": saved.memory_limit_bytes}
-
-
-def _weight_s(plan: Plan) -> float:
-    """Seconds of a microbatch's backward for the gradients of weights."""
-    return sum(
-        share * op_time(op, plan.assignment.strategies[op.name], plan.mesh.shape, plan.cluster)[1]
-        for op in plan.graph.ops
-        if (share := weight_share(op))
-    )
 
 
 def sub_mesh(mesh: Mesh) -> Mesh:

@@ -57,7 +57,7 @@ def generations(schedule: Schedule) -> list[list[Action]]:
     for row in rows:
         nx.add_path(graph, row)
     graph.add_edges_from(
-        (source, action) for row in rows for action in row if (source := _source(schedule, action)) is not None
+        (source, action) for row in rows for action in row if (source := source_of(schedule, action)) is not None
     )
     return [
         sorted(found, key=lambda action: schedule.rank_of(action.stage)) for found in nx.topological_generations(graph)
@@ -70,20 +70,20 @@ def ordered(schedule: Schedule) -> Order:
     flat = tuple(chain.from_iterable(waves))
     before = {action: previous for row in actions(schedule) for previous, action in zip((None, *row), row)}
     index = {action: i for i, action in enumerate(flat)} | {None: len(flat)}
-    posters = _posters(schedule)
+    posting = posters(schedule)
     bounds = accumulate(map(len, waves), initial=0)
     return Order(
         schedule,
         flat,
         tuple(slice(start, stop) for start, stop in pairwise(bounds)),
         np.array([index[before[action]] for action in flat]),
-        np.array([index[_source(schedule, action)] for action in flat]),
-        np.array([index[posters.get(action)] for action in flat]),
+        np.array([index[source_of(schedule, action)] for action in flat]),
+        np.array([index[posting.get(action)] for action in flat]),
         np.array([KINDS.index(action.kind) for action in flat]),
     )
 
 
-def _source(schedule: Schedule, action: Action) -> Action | None:
+def source_of(schedule: Schedule, action: Action) -> Action | None:
     """The action, possibly of another rank, whose result `action` reads; None if its rank's order implies it anyway."""
     kind, stage, microbatch = action
     if kind == "W" or (kind == "F" and stage == 0) or (kind != "F" and stage == schedule.num_stages - 1):
@@ -91,7 +91,7 @@ def _source(schedule: Schedule, action: Action) -> Action | None:
     return Action(kind, stage - 1 if kind == "F" else stage + 1, microbatch)
 
 
-def _posters(schedule: Schedule) -> dict[Action, Action]:
+def posters(schedule: Schedule) -> dict[Action, Action]:
     """Each action that receives, but a rank's first one -> the action with which its receive is posted.
 
     That is the one that needs what arrives before, as the runtime does it (`receive_ahead.Inbox`).
@@ -118,7 +118,7 @@ def posted_by(schedule: Schedule) -> list[dict[int, int]]:
         if action.kind == "F" and action.stage:
             known = np.maximum(known, begun[action._replace(stage=action.stage - 1)])
         begun[action] = known
-    posters, table = _posters(schedule), []
+    posting, table = posters(schedule), []
     for row in rows:
         own, waiting = dict[int, int](), deque[tuple[int, int, int]]()
         posted, running = list[int](), list[int]()
@@ -131,7 +131,7 @@ def posted_by(schedule: Schedule) -> list[dict[int, int]]:
             if action.kind in "BI" and action.stage:
                 receiver = action._replace(stage=action.stage - 1)
                 peer = schedule.rank_of(receiver.stage)
-                waiting.append((index, peer, position[posters.get(receiver, rows[peer][0])]))
+                waiting.append((index, peer, position[posting.get(receiver, rows[peer][0])]))
         table.append(own)
     return table
 

@@ -88,16 +88,25 @@ class RunWeights:
         return dict(self.started).get(lane, 0.0) + (1 - self.overlap) * self.compute
 
 
+@dataclass(frozen=True, slots=True)
+class MicrobatchWeights:
+    """The weights of what a device does in each microbatch: of `weight_gradients`, and of `others`."""
+
+    others: float = 1.0
+    weight_gradients: float = 1.0
+
+
 @dataclass(frozen=True)
 class StepWeights:
-    """The weights of paths through both passes."""
+    """The weights of paths through both passes; `microbatch`: of paths through the stages of a pipeline."""
 
     forward: PathWeights
     backward: PathWeights
+    microbatch: MicrobatchWeights = MicrobatchWeights()
 
     def at(self, run: int) -> "BothWeights":
         """The weights of the work of a run in both."""
-        return BothWeights(self.forward.at(run), self.backward.at(run))
+        return BothWeights(self.forward.at(run), self.backward.at(run), self.microbatch)
 
     def of(self, op: str) -> "BothWeights":
         """The weights at a representative op."""
@@ -110,10 +119,19 @@ class BothWeights:
 
     forward: RunWeights = RunWeights()
     backward: RunWeights = RunWeights()
+    microbatch: MicrobatchWeights = MicrobatchWeights()
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether both passes do all in turn."""
+        return self.forward == self.backward == RunWeights()
 
 
 # All in turn.
-IN_TURN = StepWeights(*(PathWeights({}, frozenset(), (), (), {}, 0.0, is_backward) for is_backward in (False, True)))
+IN_TURN = StepWeights(
+    PathWeights({}, frozenset(), (), (), {}, 0.0, is_backward=False),
+    PathWeights({}, frozenset(), (), (), {}, 0.0, is_backward=True),
+)
 
 # Where the path through a pass changes between compute and a lane, None if it never does -> its share.
 Shares = Mapping[Handover | None, float]

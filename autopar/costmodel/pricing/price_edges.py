@@ -111,7 +111,7 @@ def _parts(
             count.times,
             count.share,
             count.moved_share,
-            num_microbatches * of_run.backward.compute * count.moved_s,
+            num_microbatches * of_run.microbatch.others * of_run.backward.compute * count.moved_s,
         )
         parts[pair] = (*parts.get(pair, ()), EdgePart(_priced_flow(flow, flows, buckets, of_run), numbers, a > b))
     return parts
@@ -156,7 +156,8 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
         inside_s = _times(flow, mesh, cluster, replace(flow.bucket, is_prefetched=False))
         cost_s, again_s = (np.where(again, *both) for both in zip(inside_s, (cost_s, again_s)))
     cost_s = cost_s + np.where(again, regathered.num_again, kept.num_again) * again_s
-    num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, training.num_microbatches)
+    num_passes = training.num_microbatches * flow.weights.microbatch.others
+    num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, num_passes)
     cost_s = num_runs * cost_s
     if (never := forbidden(*pair)) is not None:
         cost_s = np.where(never, np.inf, cost_s)
@@ -180,7 +181,7 @@ def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster, bucket: InBucket | No
     weights = ParameterWeights(
         made, put_off, lambda kind: backward.blocking(lane(kind)), lambda kind: backward.gathered(lane(kind))
     )
-    if flow.weights == BothWeights():
+    if flow.weights.is_in_turn:
         weights = ParameterWeights()
     if flow.is_parameter and flow.is_stored:
         times = parameter_times(flow.value, *ends, bucket=bucket, weights=weights)

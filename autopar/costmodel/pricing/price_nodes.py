@@ -14,7 +14,7 @@ from autopar.costmodel.memory import input_bytes, saved_by_op, update_bytes, upd
 from autopar.costmodel.overlap.path_weights import BothWeights, StepWeights
 from autopar.costmodel.pricing.flows import Count, End, Flows
 from autopar.costmodel.pricing.options import Offered, Stored, distinct, offered
-from autopar.costmodel.roofline import shapes_time
+from autopar.costmodel.roofline import shapes_time, weight_share
 from autopar.costmodel.state_offload import moving_s, optimizer_bytes
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Graph, Input, Op
@@ -46,7 +46,7 @@ def price_nodes(
             if key not in known:
                 parameters = flows.parameters if count.transient_share else None
                 each = _price_op(op, options, _operands(op, number, flows), mesh, cluster, parameters)
-                known[key] = _summed(each, count, training, of_run)
+                known[key] = _summed(each, count, training, of_run, weight_share(op))
             node = known[key]
         elif entity.kind == "input":
             item, count = inputs[entity.name], flows.members[entity.name]
@@ -60,8 +60,10 @@ def price_nodes(
     return nodes
 
 
-def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWeights) -> Prices:
-    """The costs of a class of ops, from those of one op and their multiplicities; `weights`: of its run.
+def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWeights, weight_share: float) -> Prices:
+    """The costs of a class of ops, from those of one op and their multiplicities.
+
+    `weights`: of its run; `weight_share`: of its backward.
 
     Ops in a recomputed region run forward twice, and their saved tensors exist only while it is recomputed; those of
     other ops may be on the host.
@@ -70,9 +72,13 @@ def _summed(each: np.ndarray, count: Count, training: Training, weights: BothWei
     ahead, back = weights.forward.compute, weights.backward.compute
     times_s = (ahead * count.times + back * count.num_inside) * forward_s + back * count.times * backward_s
     times_s = times_s + back * count.moved_s * saved
+    each_s = weights.microbatch.others * times_s
+    if weights.microbatch.weight_gradients != weights.microbatch.others:
+        lighter = weights.microbatch.weight_gradients - weights.microbatch.others
+        each_s = each_s + lighter * weight_share * back * count.times * backward_s
     kept = training.num_in_flight * (count.times - count.num_inside - count.num_moved) + count.share + count.moved_share
     held = kept * saved + training.num_waiting * count.times * waiting + count.transient_share * transient
-    return training.num_microbatches * times_s, np.ascontiguousarray(held)
+    return training.num_microbatches * each_s, np.ascontiguousarray(held)
 
 
 def _operands(op: Op, node: int, flows: Flows) -> tuple[list[Offered], list[Offered]]:

@@ -17,6 +17,7 @@ from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
+from autopar.planner.pipeline.schedule_bound import schedule_bound_s
 from autopar.planner.pipeline.search_rank import TooSlow
 from autopar.planner.pipeline.search_stages import solve_stages
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
@@ -153,10 +154,24 @@ def plan_in_stages(
     if fit.best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, request, budget.deadline)
-    bound_s = min(floor_s(model.graph, fit.best.mesh, cluster, training=request.training), fit.best.step_s)
-    best = replace(fit.best, hand=_shown(by_hand), lower_bound_s=bound_s, timings=budget.timings)
+    best = replace(_bounded(fit.best, model, request, budget), hand=_shown(by_hand), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
+
+
+def _bounded(plan: StagedPlan, model: Model, request: PlanRequest, budget: Budget) -> StagedPlan:
+    """The plan with a lower bound: of all plans with its schedule on its mesh or, without time for that, of all."""
+    graph, schedule = microbatched(model.graph, plan.schedule.num_microbatches).graph, plan.schedule
+    starts = [model.graph.ops[start].name for start in model.starts[1:]]
+    floor = floor_s(model.graph, plan.mesh, plan.cluster, training=request.training)
+    with budget.timed("bound"):
+        bound_s = schedule_bound_s(graph, starts, schedule, plan.stages[0].mesh, plan.cluster, request, budget)
+    is_plain = schedule.num_ranks == schedule.num_microbatches == 1
+    kind = "plan" if is_plain else "plan with this schedule on this mesh"
+    bound_of = f"{kind} whose inner layers are alike" if model.folded.repeats else kind
+    if bound_s <= floor:
+        bound_s, bound_of = floor, "plan"
+    return replace(plan, lower_bound_s=min(bound_s, plan.step_s), bound_of=bound_of)
 
 
 def _above_limit(
@@ -314,6 +329,7 @@ def _plain(plan: StagedPlan, graph: Graph) -> Plan:
     return replace(
         plan_of(graph, assignment, plan.mesh, plan.cluster, **asked),
         lower_bound_s=plan.lower_bound_s,
+        bound_of=plan.bound_of,
         found_by=plan.found_by,
         hand=plan.hand,
         timings=plan.timings,

@@ -1,0 +1,147 @@
+"""`schedule_bound_s`: a lower bound of the step of all plans that have a schedule on a mesh."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.overlap.path_weights import MicrobatchWeights
+from autopar.costmodel.roofline import shapes_time, weight_gradients_s, weight_share
+from autopar.costmodel.stage_transfer import transfer
+from autopar.errors import InfeasibleError
+from autopar.ir.folding.fold import Folded, fold
+from autopar.ir.folding.segments import ends_apart, segmented
+from autopar.ir.graph import Graph, Op
+from autopar.ir.split_stages import crossing_bytes
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.problem import Setting
+from autopar.planner.request import PlanRequest
+from autopar.sbp.assignment import Assignment
+from autopar.schedule.critical_shares import CriticalShares, Work, critical_shares
+from autopar.schedule.orders import Schedule
+
+# The most times that a microbatch is searched, under other weights each time.
+_MOST_SEARCHES = 6
+# The most forwards of a schedule whose critical paths are weighed, by a linear program of up to a second; and the most,
+# times the stages, for which that is done with each stage as the slowest.
+_MOST_FORWARDS, _MOST_BY_STAGE = 2000, 3000
+
+
+def schedule_bound_s(
+    graph: Graph,
+    starts: Sequence[str],
+    schedule: Schedule,
+    mesh: Mesh,
+    cluster: Cluster,
+    request: PlanRequest,
+    budget: Budget,
+) -> float:
+    """Seconds that a step of `schedule` on sub-meshes `mesh` takes at least, whatever its cut and its layouts, and
+    whichever blocks are recomputed; 0 if the budget is spent before there is a bound.
+
+    `graph`: of one microbatch; `starts`: the ops but the first at which stages may start. A cut into stages is bounded
+    by its critical paths (`critical_shares`), under whose weights the time is a sum over ops and conversions: the least
+    of it over all layouts, found as without stages, is a bound for every cut. To it comes the least mean of the ranks'
+    work once a step. Inner copies of a block are laid out alike, and memory is not regarded, which only costs time. Of
+    the bounds of which one holds, the lowest is made closer until that is in vain.
+    """
+    work = _work(graph, starts, schedule, mesh, cluster)
+    plain = fold(graph)
+    folded = segmented(plain, graph, ends_apart(plain))
+    solved: dict[CriticalShares, float] = {}
+
+    def bound_s(shares: CriticalShares) -> float:
+        return shares.seconds + max(min(1.0, shares.over(other)) * seconds for other, seconds in solved.items())
+
+    least_s, candidates = 0.0, _shares(schedule, replace(work, slowest_s=0.0))
+    priced = candidates[0]
+    while priced not in solved and len(solved) < _MOST_SEARCHES and not budget.is_spent:
+        search = _Search(graph, folded, schedule, mesh, cluster, request, budget)
+        try:
+            seconds, weight_s, other_s = search.least(priced)
+        except InfeasibleError:  # there was no time
+            break
+        solved[priced] = seconds
+        if len(solved) == 1:
+            least_s = bound_s(priced)
+            candidates = _shares(schedule, replace(work, weight_s=weight_s, other_s=other_s))
+        least_s = max(least_s, min(map(bound_s, candidates)))
+        priced = min(candidates, key=bound_s)
+    return least_s
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search of a whole microbatch on the mesh of each rank."""
+
+    graph: Graph
+    folded: Folded
+    schedule: Schedule
+    mesh: Mesh
+    cluster: Cluster
+    request: PlanRequest
+    budget: Budget
+
+    def least(self, shares: CriticalShares) -> tuple[float, float, float]:
+        """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`;
+        seconds of a microbatch of the best layouts: of weight gradients, and of all else).
+        """
+        num, num_ranks = self.schedule.num_microbatches, self.schedule.num_ranks
+        training = self.request.training.staged(num, num_ranks)
+        request = replace(self.request, training=training, memory_limit_bytes=math.inf, outputs={})
+        weights = MicrobatchWeights(shares.other * num_ranks / num, shares.weight * num_ranks / num)
+        setting = Setting(self.graph, self.mesh, self.cluster, request, self.budget, microbatch=weights)
+        problem = setting.problem(self.folded)
+        choice = setting.search(problem, [])
+        return choice.lower_bound_s / num_ranks, *_times(setting, problem.decode(choice.strategies))
+
+
+def _times(setting: Setting, assignment: Assignment) -> tuple[float, float]:
+    """Seconds of a microbatch: of weight gradients, and of all else."""
+    costs = setting.costs(assignment)
+    weight_s = weight_gradients_s(setting.graph, assignment, setting.mesh, setting.cluster)
+    return weight_s, costs.microbatch_s("forward") + costs.microbatch_s("backward") - weight_s
+
+
+def _shares(schedule: Schedule, work: Work) -> tuple[CriticalShares, ...]:
+    num_forwards = schedule.num_microbatches * schedule.num_stages
+    if schedule.num_stages == 1 or num_forwards > _MOST_FORWARDS:
+        mean = schedule.num_microbatches / schedule.num_ranks
+        return (CriticalShares(mean, mean, 0.0),)
+    by_stage = num_forwards * schedule.num_stages <= _MOST_BY_STAGE
+    return critical_shares(schedule, work if by_stage else replace(work, slowest_s=0.0))
+
+
+def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Work:
+    """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest stage."""
+    best, num_devices = cluster.at_best(), mesh.num_devices
+
+    @cache
+    def op_s(op: Op) -> tuple[float, float]:
+        times = shapes_time(op, tuple(v.shape for v in op.inputs), tuple(v.shape for v in op.outputs), best)
+        weight_s = weight_share(op) * times[1]
+        return weight_s, sum(times) - weight_s
+
+    position = {op.name: number for number, op in enumerate(graph.ops)}
+    cuts = [position[name] for name in starts]
+    blocks = np.add.reduceat([op_s(op.nameless) for op in graph.ops], [0, *cuts]) / num_devices
+    weight_s, other_s = blocks.sum(axis=0).tolist()
+    if schedule.num_stages == 1:
+        return Work(weight_s, other_s)
+    crossing, (latency_s, rate) = crossing_bytes(graph), transfer(cluster, schedule.num_ranks, num_devices)
+    sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
+    return Work(weight_s, other_s, sent_s, sent_s, _slowest_s(blocks.sum(axis=1), schedule.num_stages))
+
+
+def _slowest_s(times_s: np.ndarray, num_stages: int) -> float:
+    """Seconds of the slowest stage of the cut of these blocks for which that is the least."""
+    ends = np.concatenate([[0.0], np.cumsum(times_s)])
+    spans = np.where(ends[None, :] < ends[:, None], math.inf, ends[None, :] - ends[:, None])  # [start, stop]
+    least = spans[0]  # of the blocks before each stop, on the stages so far
+    for _ in range(1, num_stages):
+        least = np.maximum(least[:, None], spans).min(axis=0)
+    return float(least[-1])

@@ -1,0 +1,67 @@
+"""The lower bound of a schedule on a mesh is below every plan with it, and near the best of them."""
+
+import math
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from autopar.mesh import parse_mesh
+from autopar.planner.budget import Budget
+from autopar.planner.pipeline.schedule_bound import _slowest_s, schedule_bound_s
+from autopar.planner.pipeline.search_pipeline import plan_in_stages
+from autopar.sbp.microbatch.microbatch_graph import microbatched
+from autopar.schedule.orders import Schedule
+from tests.planner.pipeline.test_search_pipeline import V100, Graph, as_written, gpt, points, request
+
+__all__ = ["gpt"]
+
+
+def bound_s(graph: Graph, mesh: str, schedule: Schedule, limit: float = float("inf")) -> float:
+    model, _ = points(graph, parse_mesh(mesh))
+    micro = microbatched(model.graph, schedule.num_microbatches).graph
+    starts = [model.graph.ops[at].name for at in model.starts[1:]]
+    at = parse_mesh(mesh.removeprefix(f"pp={schedule.num_ranks},"))
+    return schedule_bound_s(micro, starts, schedule, at, V100, request(limit), Budget.of(100.0))
+
+
+def test_no_plan_by_hand_takes_less_and_the_best_is_near(gpt: Graph) -> None:
+    mesh, asked = "pp=2,dp=2,tp=2", {"num_microbatches": 8}
+    model, found = points(gpt, parse_mesh(mesh), asked=asked)
+    fastest: dict[Schedule, float] = {}
+    for point in found:
+        fastest[point.schedule] = min(fastest.get(point.schedule, math.inf), as_written(model, point, gpt).step_s)
+    assert {schedule.name for schedule in fastest} == {"1f1b", "interleaved", "zero-bubble"}
+    for schedule, step_s in fastest.items():
+        assert bound_s(gpt, mesh, schedule) <= step_s, schedule
+    wanted = request(**asked, schedule="zero-bubble")
+    plan = plan_in_stages(gpt, parse_mesh(mesh), V100, wanted, budget=Budget.of(60.0))
+    least_s = bound_s(gpt, mesh, plan.schedule)
+    assert 0.95 * plan.step_s <= least_s <= plan.step_s
+    assert plan.lower_bound_s == pytest.approx(least_s) and "with this schedule on this mesh" in plan.bound_of
+    assert f"no {plan.bound_of} takes less than" in plan.explain()
+
+
+def test_of_microbatches_without_stages_it_is_nearly_exact(gpt: Graph) -> None:
+    schedule = Schedule("accumulate", 1, 1, 4)
+    free_s = bound_s(gpt, "dp=2,tp=2", schedule)
+    plan = plan_in_stages(
+        gpt, parse_mesh("dp=2,tp=2"), V100, request(num_microbatches=4, schedule="accumulate"), budget=Budget.of(60.0)
+    )
+    assert plan.schedule == schedule
+    assert 0.98 * plan.step_s <= free_s <= plan.step_s
+
+
+def test_without_time_the_bound_is_that_of_the_work(gpt: Graph) -> None:
+    plan = plan_in_stages(gpt, parse_mesh("pp=2,dp=2,tp=2"), V100, request(), budget=Budget.of(0.0))
+    assert plan.bound_of == "plan" and 0 < plan.lower_bound_s < plan.step_s
+
+
+def test_the_slowest_stage_is_that_of_the_best_cut() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        times = draw.uniform(0.1, 2.0, draw.integers(3, 8))
+        num_stages = int(draw.integers(1, len(times)))
+        cuts = combinations(range(1, len(times)), num_stages - 1)
+        best = min(max(times[a:b].sum() for a, b in pairwise((0, *cut, len(times)))) for cut in cuts)
+        assert _slowest_s(times, num_stages) == pytest.approx(best)
