@@ -11,7 +11,7 @@ from autopar.schedule.timeline import Action
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MicrobatchWork:
     """Seconds of one microbatch on all stages together: of weight gradients, and of all else.
 
     `send_s`, `send_back_s`: p2p of the values and of the gradients at any cut between two stages, at least.
@@ -43,7 +43,7 @@ class CriticalShares:
         return min((mine / its for mine, its in pairs if its > 0), default=1.0)
 
 
-def critical_shares(schedule: Schedule, work: Work) -> tuple[CriticalShares, ...]:
+def critical_shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, ...]:
     """Lower bounds, of which at least one holds for each cut of a model into the stages of `schedule`, with any times
     of the stages that have at least the sends and the slowest stage of `work`. They are the best for its sums.
 
@@ -65,7 +65,7 @@ def critical_shares(schedule: Schedule, work: Work) -> tuple[CriticalShares, ...
     return tuple(found)
 
 
-def _program(schedule: Schedule, work: Work) -> tuple[pywraplp.Solver, list, list]:
+def _program(schedule: Schedule, work: MicrobatchWork) -> tuple[pywraplp.Solver, list, list]:
     """(the linear program in parts of the whole work, its sums of work, the constraint on each stage's time)."""
     rows, receives = actions(schedule), posters(schedule)
     is_split = any(action.kind == "W" for row in rows for action in row)

@@ -21,7 +21,7 @@ from autopar.planner.budget import Budget
 from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
-from autopar.schedule.critical_shares import CriticalShares, Work, critical_shares
+from autopar.schedule.critical_shares import CriticalShares, MicrobatchWork, critical_shares
 from autopar.schedule.orders import Schedule
 
 # The most times that a microbatch is searched, under other weights each time.
@@ -60,7 +60,7 @@ def schedule_bound_s(
     least_s, candidates = 0.0, _shares(schedule, replace(work, slowest_s=0.0))
     priced = candidates[0]
     while priced not in solved and len(solved) < _MOST_SEARCHES and not budget.is_spent:
-        search = _Search(graph, folded, schedule, mesh, cluster, request, budget)
+        search = _MicrobatchSearch(graph, folded, schedule, mesh, cluster, request, budget)
         try:
             seconds, weight_s, other_s = search.least(priced)
         except InfeasibleError:  # there was no time
@@ -75,7 +75,7 @@ def schedule_bound_s(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _MicrobatchSearch:
     """The search of a whole microbatch on the mesh of each rank."""
 
     graph: Graph
@@ -107,7 +107,7 @@ def _times(setting: Setting, assignment: Assignment) -> tuple[float, float]:
     return weight_s, costs.microbatch_s("forward") + costs.microbatch_s("backward") - weight_s
 
 
-def _shares(schedule: Schedule, work: Work) -> tuple[CriticalShares, ...]:
+def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, ...]:
     num_forwards = schedule.num_microbatches * schedule.num_stages
     if schedule.num_stages == 1 or num_forwards > _MOST_FORWARDS:
         mean = schedule.num_microbatches / schedule.num_ranks
@@ -116,7 +116,7 @@ def _shares(schedule: Schedule, work: Work) -> tuple[CriticalShares, ...]:
     return critical_shares(schedule, work if by_stage else replace(work, slowest_s=0.0))
 
 
-def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, cluster: Cluster) -> Work:
+def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, cluster: Cluster) -> MicrobatchWork:
     """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest stage."""
     best, num_devices = cluster.at_best(), mesh.num_devices
 
@@ -131,10 +131,10 @@ def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, c
     blocks = np.add.reduceat([op_s(op.nameless) for op in graph.ops], [0, *cuts]) / num_devices
     weight_s, other_s = blocks.sum(axis=0).tolist()
     if schedule.num_stages == 1:
-        return Work(weight_s, other_s)
+        return MicrobatchWork(weight_s, other_s)
     crossing, (latency_s, rate) = crossing_bytes(graph), transfer(cluster, schedule.num_ranks, num_devices)
     sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
-    return Work(weight_s, other_s, sent_s, sent_s, _slowest_s(blocks.sum(axis=1), schedule.num_stages))
+    return MicrobatchWork(weight_s, other_s, sent_s, sent_s, _slowest_s(blocks.sum(axis=1), schedule.num_stages))
 
 
 def _slowest_s(times_s: np.ndarray, num_stages: int) -> float:
