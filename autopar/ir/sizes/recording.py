@@ -172,6 +172,8 @@ class _OpRecorder:
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call. Many ops are Python on the meta device: of equal calls the first alone is run."""
+        if func.is_view:  # of the very tensor that is given
+            return func(*args, **kwargs)
         key = (func, _likeness(args), _likeness(tuple(kwargs.items())), torch.is_grad_enabled())
         if (known := self.known.get(key)) is not None:
             # a leaf that needs a gradient could not be written to
