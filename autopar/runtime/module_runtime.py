@@ -366,7 +366,7 @@ class Runtime:
             self._take_over_new(module, graph, layouts)
             return
         with holding(module, self.whole):
-            self._make_equal(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+            self.make_equal(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         install(module, graph, parts, is_in_use=self.is_in_use)
@@ -378,18 +378,19 @@ class Runtime:
 
     def _take_over_new(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Shard what was put into the module since the first plan."""
-        new = replace(graph, inputs=tuple(item for item in stateful(graph) if item.fqn in set(not_sharded(module))))
+        plain = set(not_sharded(module))
+        new = replace(graph, inputs=tuple(item for item in stateful(graph) if item.fqn in plain))
         if not new.inputs:
             return
         places = owners(module)
         tensors = {item.fqn: x for item in new.inputs if (x := held(*places[item.fqn])) is not None}
-        self._make_equal(module, tensors)
+        self.make_equal(module, tensors)
         parts = on_every_rank(self.mesh, "sharding what is new", lambda: shard_model(module, new, layouts, self.mesh))
         install(module, new, parts, is_in_use=False)
         for fqn, tensor in tensors.items():
             mark_replaced(tensor, fqn)
 
-    def _make_equal(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    def make_equal(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give `tensors` of the module, by FQN, the content that the first rank has, or check that they have it."""
         tensors = {fqn: x for fqn, x in tensors.items() if not isinstance(x, DTensor)}
         if self.is_strict:

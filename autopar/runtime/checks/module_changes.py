@@ -46,6 +46,8 @@ class Changes:
 
     def take(self, module: nn.Module) -> None:
         """A program was made of the module as it is now."""
+        if self.watch is not None and self.generation in self.states and not self.watch.has_changed():
+            return
         self.watch = ModuleWatch(module)
         self.states[self.generation] = describe(module)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Protocol
 
 from autopar.errors import AutoparError
@@ -15,7 +16,7 @@ from autopar.sbp.placement import Layout, format_layout
 CLOSE = 0.05  # a plan is kept where one that is made anew takes no less than this share less
 # Planning anew is said to take at least this long: a plan that was read from a file took no time.
 LEAST_PLANNING_S = 1.0
-MOST_FITTED = 8  # choices for sizes that do not divide whose predicted peak is remembered
+MOST_PREDICTED = 8  # choices for other sizes whose predicted peak is remembered
 
 Shapes = tuple[tuple[int, ...], ...]  # of the tensors of a call
 
@@ -52,7 +53,7 @@ class KeptPlan:
     least: tuple[int, ...]
     most: tuple[int, ...]
     lost_s: float = 0.0
-    fitted: list[tuple[Choices, int]] = field(default_factory=list)  # to sizes that do not divide, with their peaks
+    predicted: list[tuple[Choices, int]] = field(default_factory=list)  # for other sizes, with their peaks
 
     @classmethod
     def of(cls, plan: Plan, shapes: Shapes, planning_s: float) -> "KeptPlan":
@@ -94,27 +95,28 @@ class KeptPlan:
         return choices if self._fits(choices, planner) else None
 
     def _fits(self, choices: Choices, planner: CallPlanner) -> bool:
-        """Whether the peak of `choices` is within the limit: at most that of the known plan times what tensors grow by.
+        """Whether the peak of `choices` is within the limit, as a known one times what tensors grow by says.
 
         Squared, since an op may have tensors inside that grow twice as much as its outputs, such as scores. The peak is
-        predicted only where that is too much, and where the choices are others.
+        predicted only where that is too much.
         """
         limit = self.plan.memory_limit_bytes
         for graph, peak_bytes in self._known_peaks(choices):
-            growth = max(1.0, *_growths(graph, choices.graph))
-            if peak_bytes * growth**2 <= limit:
+            if peak_bytes * _growth(graph, choices.graph) ** 2 <= limit:
                 return True
         peak_bytes = max(planner.peaks(choices.plan))
-        if not choices.has_known_assignment:
-            self.fitted = [*self.fitted, (choices, peak_bytes)][-MOST_FITTED:]
+        self.predicted = [*self.predicted, (choices, peak_bytes)][-MOST_PREDICTED:]
         return peak_bytes <= limit
 
     def _known_peaks(self, choices: Choices) -> Iterator[tuple[Graph, float]]:
-        """The graphs that run under the same choices, each with its peak."""
-        if choices.has_known_assignment:
-            yield self.plan.graph, max(self.peak_bytes, default=self.plan.memory_limit_bytes)
-            return
-        yield from ((each.graph, peak) for each, peak in self.fitted if each.assignment == choices.assignment)
+        """Graphs that run under the same choices or the plan's, each with a bound of its peak under `choices`.
+
+        What does not divide lies whole where the plan splits it, as many times as large as there are devices at most,
+        and is converted on the way to an op that splits it.
+        """
+        yield from ((each.graph, peak) for each, peak in self.predicted if each.assignment == choices.assignment)
+        peak_bytes = max(self.peak_bytes, default=self.plan.memory_limit_bytes)
+        yield self.plan.graph, peak_bytes * (1 if choices.has_known_assignment else 2 * self.plan.mesh.num_devices)
 
 
 @dataclass
@@ -139,9 +141,12 @@ class Trial:
         return self.kept.lost_s > self.kept.planning_s
 
 
-def _growths(before: Graph, after: Graph) -> list[float]:
-    pairs = zip(_values(before), _values(after), strict=True)
-    return [new.num_bytes / old.num_bytes for old, new in pairs if old.num_bytes]
+def _growth(before: Graph, after: Graph) -> float:
+    """The most that a tensor grows by; inf if the graphs differ in more than sizes, as those of a size of 1 may."""
+    olds, news = _values(before), _values(after)
+    if len(olds) != len(news):
+        return inf
+    return max([1.0, *(new.num_bytes / old.num_bytes for old, new in zip(olds, news) if old.num_bytes)])
 
 
 def _values(graph: Graph) -> list[Value]:

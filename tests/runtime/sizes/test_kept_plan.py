@@ -64,14 +64,30 @@ def test_what_does_not_divide_is_whole(plan: Plan) -> None:
     assert found is not None and not any(part.is_split and part.dim == 0 for part in found.assignment.layouts[argument])
 
 
-def test_memory_of_sizes_that_do_not_divide_is_predicted_once(plan: Plan) -> None:
+def test_memory_of_sizes_that_do_not_divide_is_predicted_once_where_it_is_scarce(plan: Plan) -> None:
     kept, planner = kept_for(plan), Predicting()
-    for rows, num_predicted in [(7, 1), (5, 1), (9, 1), (16, 1), (7, 1)]:
-        assert kept.choices_for(graph_of(rows), {}, {}, planner) is not None
-        assert planner.num_predicted == num_predicted, rows
-    tight, planner = kept_for(plan, memory_limit_bytes=2.0 * plan.peak_bytes[0]), Predicting()
-    assert tight.choices_for(graph_of(7), {}, {}, planner) and planner.num_predicted == 1
+    for rows in (7, 5, 9, 16):
+        assert kept.choices_for(graph_of(rows), {}, {}, planner) is not None and not planner.num_predicted
+    tight, planner = kept_for(plan, memory_limit_bytes=3.0 * plan.peak_bytes[0]), Predicting()
+    for rows in (7, 5, 9, 7):
+        assert tight.choices_for(graph_of(rows), {}, {}, planner) and planner.num_predicted == 1, rows
     assert tight.choices_for(graph_of(4097), {}, {}, planner) is None and planner.num_predicted == 2
+
+
+@pytest.mark.parametrize("rows", [8, 64, 1024])
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4"])
+def test_the_bound_of_sizes_that_do_not_divide_is_one(mesh: str, rows: int) -> None:
+    made = autopar.plan(model(), mesh, cluster="free-links", args=(torch.zeros(rows, 32, device="meta"),))
+    for odd in (rows - 1, rows + 1):
+        choices = Choices.of(made, graph_of(odd))
+        bounds = [peak * max(1.0, odd / rows) ** 2 for _, peak in kept_for(made)._known_peaks(choices)]
+        assert not choices.has_known_assignment and bounds and max(rank_peaks(choices.plan)) <= min(bounds)
+
+
+def test_a_predicted_peak_serves_larger_calls(plan: Plan) -> None:
+    kept, planner = kept_for(plan, memory_limit_bytes=20.0 * plan.peak_bytes[0]), Predicting()
+    for rows in (64, 72, 80, 88):
+        assert kept.choices_for(graph_of(rows), {}, {}, planner) and planner.num_predicted == 1, rows
 
 
 def test_layouts_that_must_stay(plan: Plan) -> None:
