@@ -15,6 +15,17 @@ Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over
 # The default group -> groups created in its lifetime, by their ranks and their copy. A communicator takes device
 # memory, so that models on one mesh share them.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Rows, int], dist.ProcessGroup]] = WeakKeyDictionary()
+# The default group -> the first of the groups of several meshes, by their ranks.
+_first: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def first_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The first group of the same ranks that this was called with; all of them call it for each of their meshes.
+
+    torch keeps the layout of what an op gives for tensors on equal meshes, so that a gradient may lie on that of an
+    earlier model, and on another one on ranks of other stages: they would wait for each other in different groups.
+    """
+    return _first.setdefault(_world(), {}).setdefault(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...], *, copy: int = 0) -> dist.ProcessGroup:

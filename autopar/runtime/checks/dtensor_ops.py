@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
 from autopar.runtime.checks.dtensor_writes import handle_writes
+from autopar.runtime.process_groups import first_group
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ def unscale(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     meshes = {x.device_mesh: None for x in gradients if isinstance(x, DTensor)}
     roots = {root: None for mesh in meshes if PIPELINE in ((root := root_of(mesh)).mesh_dim_names or ())}
     groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    for group in (*groups, *(root.get_group(PIPELINE) for root in roots)):
+    for group in (*groups, *(first_group(root.get_group(PIPELINE)) for root in roots)):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
 

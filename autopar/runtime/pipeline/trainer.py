@@ -29,7 +29,7 @@ from autopar.runtime.pipeline.lanes import make_lanes
 from autopar.runtime.pipeline.run_schedule import StageRunner
 from autopar.runtime.pipeline.stage_gradient import mark_gradients
 from autopar.runtime.pipeline.torch_stage import LocalStage, Wire, Work
-from autopar.runtime.process_groups import with_axis_of_one
+from autopar.runtime.process_groups import first_group, with_axis_of_one
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.run_program import on_device
 from autopar.runtime.seeded_rng import draw_seed
@@ -50,7 +50,7 @@ def pipeline_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, dist.ProcessGroup | Non
     if not rest:  # the mesh of a stage has at least one axis
         mesh = with_axis_of_one(mesh, "dp")
         rest = ("dp",)
-    return mesh[rest], mesh.get_group(PIPELINE), mesh.get_local_rank(PIPELINE)
+    return mesh[rest], first_group(mesh.get_group(PIPELINE)), mesh.get_local_rank(PIPELINE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
+from autopar.runtime.pipeline.trainer import pipeline_mesh
 from autopar.torch_compat import as_torch_does
 from tests.workers import Ranks, device_mesh
 
@@ -95,3 +98,22 @@ def test_lists_and_arrays_are_made_of_what_is_whole(ranks4: Ranks) -> None:
 def test_plain_tensors_are_left_alone() -> None:
     handle_scalars_and_random_ops()
     assert torch.ones(3).sum().item() == 3 and not isinstance(torch.rand_like(torch.ones(2)), DTensor)
+
+
+def found_infinite() -> float:
+    """What GradScaler is told, of gradients that lie on one of two equal meshes, on each stage on another."""
+    handle_scalars_and_random_ops()
+    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) for _ in range(2)]
+    for mesh in meshes:
+        pipeline_mesh(mesh)
+    stage = meshes[0].get_local_rank("pp")
+    part = torch.full((2,), float("inf") if dist.get_rank() == 3 else 1.0)
+    gradient = DTensor.from_local(part, meshes[stage]["dp"], [Shard(0)])
+    found = torch.zeros(())
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default([gradient], found, torch.ones(()))
+    return found.item()
+
+
+@pytest.mark.multirank
+def test_stages_whose_gradients_lie_on_equal_meshes_agree_on_a_scale(ranks4: Ranks) -> None:
+    assert ranks4.run(found_infinite, timeout_s=60.0) == [1.0] * 4
