@@ -25,6 +25,7 @@ from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, wh
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.compiled_after import CompiledAfter
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
+from autopar.runtime.interop.generation import for_generation
 from autopar.runtime.interop.loss_scale import take_loss_scale
 from autopar.runtime.interop.optimizer_stages import load_own_stages
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
@@ -232,7 +233,8 @@ def shard_module(
 def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
     """The class of the sharded `model`; it has the original's name, which libraries look up and write to configs."""
     members = {"forward": forward_like(model), "__module__": original.__module__, "__doc__": original.__doc__}
-    sharded = type(original.__name__, (ShardedModule, original), members | saving_pretrained(original))
+    members |= saving_pretrained(original) | for_generation(original)
+    sharded = type(original.__name__, (ShardedModule, original), members)
     sharded.__qualname__ = original.__qualname__
     return sharded
 

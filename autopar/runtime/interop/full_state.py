@@ -1,7 +1,7 @@
 """`FullState`: the state of a sharded module as whole plain tensors, and `save_pretrained` made of it."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,12 +37,16 @@ class FullState(nn.Module):
         own = super().state_dict(keep_vars=True)
         if runtime.elsewhere:
             own = whole_state(own, list(owners(self)), runtime.elsewhere, runtime.mesh.get_group(PIPELINE))
-        is_kept = not rank0_only or is_first(runtime.mesh)
-        tensors = {id(x): x for x in own.values() if isinstance(x, torch.Tensor)}  # what is tied stays one tensor
-        made = {key: plain_copy(x, is_kept=is_kept) for key, x in tensors.items()}
-        if not is_kept:
-            return {}
-        return {name: made[id(x)] if isinstance(x, torch.Tensor) else x for name, x in own.items()}
+        return _whole(own, is_kept=not rank0_only or is_first(runtime.mesh))
+
+
+def _whole(state: Mapping[str, Any], *, is_kept: bool) -> dict[str, Any]:
+    """`state` with `plain_copy` of its tensors; nothing where it is not kept."""
+    tensors = {id(x): x for x in state.values() if isinstance(x, torch.Tensor)}  # what is tied stays one tensor
+    made = {key: plain_copy(x, is_kept=is_kept) for key, x in tensors.items()}
+    if not is_kept:
+        return {}
+    return {name: made[id(x)] if isinstance(x, torch.Tensor) else x for name, x in state.items()}
 
 
 def plain_copy(x: torch.Tensor, *, is_kept: bool = True) -> torch.Tensor | None:
@@ -67,8 +71,12 @@ def saving_pretrained(original: type[nn.Module]) -> dict[str, Callable[..., Any]
 
     def save_pretrained(self: FullState, *args: Any, **kwargs: Any) -> Any:
         mesh = self._autopar.mesh
-        if kwargs.get("state_dict") is None:
+        state = kwargs.get("state_dict")
+        if state is None:
             kwargs["state_dict"] = self.full_state_dict(rank0_only=True)
+        elif not self._autopar.elsewhere and any(isinstance(x, DTensor) for x in state.values()):
+            all_called(self._autopar, "save_pretrained")
+            kwargs["state_dict"] = _whole(state, is_kept=is_first(mesh))
         if "is_main_process" in signature.parameters:
             call = signature.bind(self, *args, **kwargs)
             call.arguments["is_main_process"] = call.arguments.get("is_main_process", True) and is_first(mesh)

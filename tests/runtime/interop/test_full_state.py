@@ -138,15 +138,18 @@ def test_parts_of_another_rank_are_refused_before_a_step_with_them(ranks4: Ranks
 
 def saved_pretrained(folder: str) -> list[bool]:
     model = sharded(tied())
-    results = [model.save_pretrained(folder), model.save_pretrained(folder, is_main_process=False)]
-    state = torch.load(f"{folder}/whole.pt")
-    assert not any(isinstance(x, DTensor) for x in state.values())
-    torch.testing.assert_close(state, dict(tied().state_dict()))
+    results = [model.save_pretrained(folder, is_main_process=False)]
+    for options in ({}, {"state_dict": model.state_dict()}):  # which Accelerator.get_state_dict gives
+        results.append(model.save_pretrained(folder, **options))
+        state = torch.load(f"{folder}/whole.pt")
+        assert not any(isinstance(x, DTensor) for x in state.values())
+        torch.testing.assert_close(state, dict(tied().state_dict()))
+        torch.distributed.barrier()  # all have read it
     return results
 
 
 def test_save_pretrained_writes_whole_tensors_on_the_first_rank(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(saved_pretrained, str(tmp_path)) == [[True, False], *([[False, False]] * 3)]
+    assert ranks4.run(saved_pretrained, str(tmp_path)) == [[False, True, True], *([[False] * 3] * 3)]
 
 
 def loaded_before_the_plan() -> torch.Tensor:
