@@ -2,24 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
-from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.overlap.path_weights import MicrobatchWeights
 from autopar.costmodel.roofline import shapes_time, weight_gradients_s, weight_share
 from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import InfeasibleError
-from autopar.ir.folding.fold import Folded, fold
+from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import ends_apart, segmented
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Op
 from autopar.ir.split_stages import crossing_bytes
-from autopar.mesh import Mesh
-from autopar.planner.budget import Budget
 from autopar.planner.problem import Setting
-from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
 from autopar.schedule.critical_shares import CriticalShares, MicrobatchWork, critical_shares
 from autopar.schedule.orders import Schedule
@@ -31,27 +27,22 @@ _MOST_SEARCHES = 6
 _MOST_FORWARDS, _MOST_BY_STAGE = 2000, 3000
 
 
-def schedule_bound_s(
-    graph: Graph,
-    starts: Sequence[str],
-    schedule: Schedule,
-    mesh: Mesh,
-    cluster: Cluster,
-    request: PlanRequest,
-    budget: Budget,
-) -> float:
-    """Seconds that a step of `schedule` on sub-meshes `mesh` takes at least, whatever its cut and its layouts, and
-    whichever blocks are recomputed; 0 if the budget is spent before there is a bound.
+def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], schedule: Schedule) -> float:
+    """Seconds that a step of `schedule` takes at least, whatever its cut and its layouts, and whichever blocks are
+    recomputed; 0 if the budget is spent before there is a bound.
 
-    `graph`: of one microbatch; `starts`: the ops but the first at which stages may start. A cut into stages is bounded
-    by its critical paths (`critical_shares`), under whose weights the time is a sum over ops and conversions: the least
-    of it over all layouts, found as without stages, is a bound for every cut. To it comes the least mean of the ranks'
-    work once a step. Inner copies of a block are laid out alike, and memory is not regarded, which only costs time. Of
-    the bounds of which one holds, the lowest is made closer until that is in vain.
+    `setting`: of a whole microbatch on the sub-mesh of a rank; `folded`: the fold of its graph; `starts`: the ops but
+    the first at which stages may start. A cut into stages is bounded by its critical paths (`critical_shares`), under
+    whose weights the time is a sum over ops and conversions: the least of it over all layouts, found as without stages,
+    is a bound for every cut. To it comes the least mean of the ranks' work once a step. Inner copies of a block are
+    laid out alike, and memory is not regarded, which only costs time. Of the bounds of which one holds, the lowest is
+    made closer until that is in vain.
     """
-    work = _work(graph, starts, schedule, mesh, cluster)
-    plain = fold(graph)
-    folded = segmented(plain, graph, ends_apart(plain))
+    training = setting.request.training.staged(schedule.num_microbatches, schedule.num_ranks)
+    request = replace(setting.request, training=training, memory_limit_bytes=math.inf, outputs={})
+    setting = replace(setting, request=request)
+    folded = segmented(folded, setting.graph, ends_apart(folded))
+    work = _work(setting, starts, schedule)
     solved: dict[CriticalShares, float] = {}
 
     def bound_s(shares: CriticalShares) -> float:
@@ -59,10 +50,9 @@ def schedule_bound_s(
 
     least_s, candidates = 0.0, _shares(schedule, replace(work, slowest_s=0.0))
     priced = candidates[0]
-    while priced not in solved and len(solved) < _MOST_SEARCHES and not budget.is_spent:
-        search = _MicrobatchSearch(graph, folded, schedule, mesh, cluster, request, budget)
+    while priced not in solved and len(solved) < _MOST_SEARCHES and not setting.budget.is_spent:
         try:
-            seconds, weight_s, other_s = search.least(priced)
+            seconds, weight_s, other_s = _least(setting, folded, schedule, priced)
         except InfeasibleError:  # there was no time
             break
         solved[priced] = seconds
@@ -74,30 +64,15 @@ def schedule_bound_s(
     return least_s
 
 
-@dataclass(frozen=True)
-class _MicrobatchSearch:
-    """The search of a whole microbatch on the mesh of each rank."""
-
-    graph: Graph
-    folded: Folded
-    schedule: Schedule
-    mesh: Mesh
-    cluster: Cluster
-    request: PlanRequest
-    budget: Budget
-
-    def least(self, shares: CriticalShares) -> tuple[float, float, float]:
-        """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`;
-        seconds of a microbatch of the best layouts: of weight gradients, and of all else).
-        """
-        num, num_ranks = self.schedule.num_microbatches, self.schedule.num_ranks
-        training = self.request.training.staged(num, num_ranks)
-        request = replace(self.request, training=training, memory_limit_bytes=math.inf, outputs={})
-        weights = MicrobatchWeights(shares.other * num_ranks / num, shares.weight * num_ranks / num)
-        setting = Setting(self.graph, self.mesh, self.cluster, request, self.budget, microbatch=weights)
-        problem = setting.problem(self.folded)
-        choice = setting.search(problem, [])
-        return choice.lower_bound_s / num_ranks, *_times(setting, problem.decode(choice.strategies))
+def _least(setting: Setting, folded: Folded, schedule: Schedule, shares: CriticalShares) -> tuple[float, float, float]:
+    """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`;
+    seconds of a microbatch of the best layouts: of weight gradients, and of all else).
+    """
+    factor = schedule.num_ranks / schedule.num_microbatches
+    weighed = replace(setting, microbatch=MicrobatchWeights(shares.other * factor, shares.weight * factor))
+    problem = weighed.problem(folded)
+    choice = weighed.search(problem, [])
+    return choice.lower_bound_s / schedule.num_ranks, *_times(setting, problem.decode(choice.strategies))
 
 
 def _times(setting: Setting, assignment: Assignment) -> tuple[float, float]:
@@ -116,9 +91,9 @@ def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, .
     return critical_shares(schedule, work if by_stage else replace(work, slowest_s=0.0))
 
 
-def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, cluster: Cluster) -> MicrobatchWork:
+def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> MicrobatchWork:
     """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest stage."""
-    best, num_devices = cluster.at_best(), mesh.num_devices
+    graph, best, num_devices = setting.graph, setting.cluster.at_best(), setting.mesh.num_devices
 
     @cache
     def op_s(op: Op) -> tuple[float, float]:
@@ -132,7 +107,7 @@ def _work(graph: Graph, starts: Sequence[str], schedule: Schedule, mesh: Mesh, c
     weight_s, other_s = blocks.sum(axis=0).tolist()
     if schedule.num_stages == 1:
         return MicrobatchWork(weight_s, other_s)
-    crossing, (latency_s, rate) = crossing_bytes(graph), transfer(cluster, schedule.num_ranks, num_devices)
+    crossing, (latency_s, rate) = crossing_bytes(graph), transfer(setting.cluster, schedule.num_ranks, num_devices)
     sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
     return MicrobatchWork(weight_s, other_s, sent_s, sent_s, _slowest_s(blocks.sum(axis=1), schedule.num_stages))
 

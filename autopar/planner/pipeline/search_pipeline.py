@@ -22,10 +22,12 @@ from autopar.planner.pipeline.search_rank import TooSlow
 from autopar.planner.pipeline.search_stages import solve_stages
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
+from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import StagedPlan, sub_mesh
+from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
@@ -161,11 +163,13 @@ def plan_in_stages(
 
 def _bounded(plan: StagedPlan, model: Model, request: PlanRequest, budget: Budget) -> StagedPlan:
     """The plan with a lower bound: of all plans with its schedule on its mesh or, without time for that, of all."""
-    graph, schedule = microbatched(model.graph, plan.schedule.num_microbatches).graph, plan.schedule
+    schedule, mesh = plan.schedule, plan.stages[0].mesh
+    micro = microbatched(model.graph, schedule.num_microbatches)
+    setting = Setting(micro.graph, mesh, plan.cluster, request, budget)
     starts = [model.graph.ops[start].name for start in model.starts[1:]]
     floor = floor_s(model.graph, plan.mesh, plan.cluster, training=request.training)
     with budget.timed("bound"):
-        bound_s = schedule_bound_s(graph, starts, schedule, plan.stages[0].mesh, plan.cluster, request, budget)
+        bound_s = schedule_bound_s(setting, fold_microbatch(model.folded, micro), starts, schedule)
     is_plain = schedule.num_ranks == schedule.num_microbatches == 1
     kind = "plan" if is_plain else "plan with this schedule on this mesh"
     bound_of = f"{kind} whose inner layers are alike" if model.folded.repeats else kind

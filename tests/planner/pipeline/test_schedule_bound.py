@@ -10,6 +10,8 @@ from autopar.mesh import parse_mesh
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.schedule_bound import _slowest_s, schedule_bound_s
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
+from autopar.planner.problem import Setting
+from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.schedule.orders import Schedule
 from tests.planner.pipeline.test_search_pipeline import V100, Graph, as_written, gpt, points, request
@@ -19,10 +21,11 @@ __all__ = ["gpt"]
 
 def bound_s(graph: Graph, mesh: str, schedule: Schedule, limit: float = float("inf")) -> float:
     model, _ = points(graph, parse_mesh(mesh))
-    micro = microbatched(model.graph, schedule.num_microbatches).graph
+    micro = microbatched(model.graph, schedule.num_microbatches)
     starts = [model.graph.ops[at].name for at in model.starts[1:]]
     at = parse_mesh(mesh.removeprefix(f"pp={schedule.num_ranks},"))
-    return schedule_bound_s(micro, starts, schedule, at, V100, request(limit), Budget.of(100.0))
+    setting = Setting(micro.graph, at, V100, request(limit), Budget.of(100.0))
+    return schedule_bound_s(setting, fold_microbatch(model.folded, micro), starts, schedule)
 
 
 def test_no_plan_by_hand_takes_less_and_the_best_is_near(gpt: Graph) -> None:
