@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.ir.flex.index_functions import share_seen
+from autopar.ir.attention.index_functions import share_seen
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 
 Shape = tuple[int, ...]

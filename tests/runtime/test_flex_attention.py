@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from autopar.ir.flex.flex_op import FLEX
+from autopar.ir.attention.flex_op import FLEX
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.verify.check_placements import check

@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from autopar.errors import AutoparError, TraceError
-from autopar.ir.flex import flex_op
-from autopar.ir.flex.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX, attend
-from autopar.ir.flex.index_functions import dims_read, share_seen, traced
+from autopar.ir.attention import flex_op
+from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX, attend
+from autopar.ir.attention.index_functions import dims_read, share_seen, traced
 from tests.sbp.exercise import exercise, exercise_mesh, f64
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_the_share_of_scores_is_that_of_the_mask() -> None:
 
 
 def test_a_mask_that_is_not_elementwise_is_refused_where_it_is_made_inside_a_model() -> None:
-    from autopar.ir.flex.index_functions import broadcasting
+    from autopar.ir.attention.index_functions import broadcasting
 
     name, _ = traced(None, lambda b, h, q, k: torch.stack((q, k)).amax() > k, CPU)
     with pytest.raises(TraceError, match="not computed at all indices at once"):

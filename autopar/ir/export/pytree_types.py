@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.flex.keep_flex import register_block_mask
+from autopar.ir.attention.keep_flex import register_block_mask
 from autopar.torch_compat import pytree
 
 

@@ -14,13 +14,13 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
+from autopar.ir.attention.keep_flex import flex_attention_kept
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error
-from autopar.ir.flex.keep_flex import flex_attention_kept
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.torch_compat import FakeTensor, pytree
 

@@ -5,6 +5,7 @@ Each pass takes a valid Graph and returns a valid Graph that computes the same.
 
 from collections.abc import Callable
 
+from autopar.ir.attention.constant_masks import recognise_masks
 from autopar.ir.graph import Graph
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
@@ -26,6 +27,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input
     read_own_rows,
+    recognise_masks,
     drop_dead,
     merge_duplicates,
     split_constants,

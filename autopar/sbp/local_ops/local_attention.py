@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.ir.flex.flex_op import FLEX, attend
+from autopar.ir.attention.flex_op import FLEX, attend
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops._arguments import no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp

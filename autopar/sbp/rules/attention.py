@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from autopar.ir.flex.flex_op import BLOCKS_OF_QUERIES, FLEX
-from autopar.ir.flex.index_functions import INDICES, dims_read
+from autopar.ir.attention.flex_op import BLOCKS_OF_QUERIES, FLEX
+from autopar.ir.attention.index_functions import INDICES, dims_read
 from autopar.ir.graph import Op, Value, arguments_of
 from autopar.sbp.placement import P, Placement, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of

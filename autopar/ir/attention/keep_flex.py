@@ -14,8 +14,8 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from autopar.errors import TraceError
-from autopar.ir.flex.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX
-from autopar.ir.flex.index_functions import broadcasting, functions_called, traced
+from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX
+from autopar.ir.attention.index_functions import broadcasting, functions_called, traced
 from autopar.ir.graph import resolve
 from autopar.torch_compat import pytree
 
@@ -48,13 +48,13 @@ def _runs(function: Any, other: FunctionType) -> Iterator[None]:
 
 
 def _attention(*args, **kwargs):  # runs with the names of torch's module, as the next one
-    from autopar.ir.flex import keep_flex
+    from autopar.ir.attention import keep_flex
 
     return keep_flex.attention(keep_flex.bound("flex_attention", args, kwargs))
 
 
 def _mask(*args, **kwargs):
-    from autopar.ir.flex import keep_flex
+    from autopar.ir.attention import keep_flex
 
     return keep_flex.block_mask(keep_flex.bound("create_block_mask", args, kwargs))
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from autopar.errors import AutoparError
-from autopar.ir.flex.index_functions import functions_called, over_indices
+from autopar.ir.attention.index_functions import functions_called, over_indices
 
 FLEX = "autopar.flex_attention.default"
 # Tensors of a BlockMask, in the order of the op's argument: first those by blocks of queries, then by blocks of keys.
