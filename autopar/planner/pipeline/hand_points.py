@@ -130,8 +130,9 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
     Split parameters cost as much communication as data parallelism and take less memory.
     """
     named = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "tp")
-    inner = [tuple(axis for axis in range(first, mesh.ndim) if mesh.shape[axis] > 1) for first in range(mesh.ndim + 1)]
-    for axes in (named,) if {"dp", "tp"} & set(mesh.axis_names) else dict.fromkeys(inner):
+    others = [axis for axis, name in enumerate(mesh.axis_names) if name != "dp" and mesh.shape[axis] > 1]
+    inner = [tuple(others[first:]) for first in range(len(others) + 1)]
+    for axes in (named,) if named else inner:
         flavours = (
             ("zero2", "zero3")
             if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes)

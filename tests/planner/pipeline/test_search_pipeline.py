@@ -105,6 +105,16 @@ def test_the_sweep_has_the_best_plan_with_whole_parameters() -> None:
     assert found[0].step_s == min(point.step_s for point in (*every, *found))
 
 
+def test_axes_beside_dp_may_split_tensors_whatever_they_are_called(gpt: Graph) -> None:
+    _, called_cp = points(gpt, parse_mesh("dp=2,cp=4"))
+    _, called_tp = points(gpt, parse_mesh("dp=2,tp=4"))
+    assert (
+        {(one.plan.tensor_axes, one.step_s) for one in called_cp}
+        > {(one.plan.tensor_axes, one.step_s) for one in called_tp}
+        > set()
+    )
+
+
 def test_time_is_left_for_a_plan_without_stages_only_where_one_comes_near(gpt: Graph) -> None:
     budget = Budget.of(1000.0)
     for mesh, share in (("pp=2,dp=2,tp=2", 1.0), ("dp=2,tp=2", 0.5)):
