@@ -102,7 +102,8 @@ def _bytes_sent(arguments: tuple[Any, ...]) -> int:
     """Bytes that a rank puts into an all-to-all, its last argument with tensors: of an uneven one all ranks together
     put in what all get out.
     """
-    return [num_bytes for num_bytes in map(_bytes_of, arguments) if num_bytes][-1]
+    sides = [side for side in arguments if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(side))]
+    return _bytes_of(sides[-1])  # possibly 0
 
 
 def _bytes_of(side: Any) -> int:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
@@ -174,6 +174,26 @@ def is_as_priced(counted: Counter[Collective], priced: Counter[Collective], *, i
     """Whether a rank issued what was priced; unless `is_exact`, collectives of backward may be missing."""
     missing = priced - counted
     return not counted - priced and (not missing or (not is_exact and all(c.phase == "backward" for c in missing)))
+
+
+def are_as_priced(reports: Sequence[Mapping[str, Any]], *, is_exact: bool) -> bool:
+    """`is_as_priced` of all ranks together: how many collectives of a kind there are and their bytes, of which ranks
+    that exchange rows by expert have different shares.
+    """
+    issued, planned = (_totals(report[name] for report in reports) for name in ("issued", "planned"))
+    missing = {key for key in planned if issued.get(key, (0, 0)) < planned[key]}
+    exceeds = any(found > planned.get(key, (0, 0)) for key, found in issued.items())
+    return not exceeds and (not missing or (not is_exact and all(phase == "backward" for *_, phase in missing)))
+
+
+def _totals(each: Iterable[Counter[Collective]]) -> dict[tuple[str, tuple[int, ...], str], tuple[int, int]]:
+    """Kind, axes and phase of collectives -> how many there are, and their bytes."""
+    found: dict[tuple[str, tuple[int, ...], str], tuple[int, int]] = {}
+    for one, count in chain.from_iterable(counter.items() for counter in each):
+        key = one.kind, one.axes, one.phase
+        number, num_bytes = found.get(key, (0, 0))
+        found[key] = number + count, num_bytes + count * one.num_bytes
+    return found
 
 
 def all_gradients_arrive(graph: Graph) -> bool:
