@@ -60,7 +60,7 @@ def choose_plan(
     graph = request.training.reduced(graph)
     search_s = limit_s - min(_MOST_LAST * limit_s, _LAST_S_PER_OP * len(graph.ops))
     budget = Budget.of(search_s, progress, watch)
-    ways = _ways(mesh, request)
+    ways = _ways(graph, mesh, request)
     whole: Plan | None = None
     staged: Plan | StagedPlan | None = None
     failures: dict[Way, AutoparError] = {}
@@ -94,11 +94,11 @@ def choose_plan(
     return plan
 
 
-def _ways(mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way, ...]:
+def _ways(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way, ...]:
     """The ways to plan, in order.
 
     On a mesh without a pipeline axis microbatches and checkpointing only save memory: they come second, and are tried
-    only if memory binds. On an open mesh stages come first.
+    only if memory binds. On an open mesh stages come first. A graph without ops has no stages.
     """
     has_stages = isinstance(mesh, Mesh) and PIPELINE in mesh.axis_names
     if has_stages and not request.trains:
@@ -108,7 +108,8 @@ def _ways(mesh: Mesh | Devices, request: PlanRequest) -> tuple[Way, ...]:
         )
     if has_stages or (request.trains and not request.is_open and request.num_microbatches != 1):
         return (Way.STAGED,)
-    if not request.trains or request.num_microbatches == 1 or (isinstance(mesh, Devices) and request.pins):
+    is_whole = request.num_microbatches == 1 or (isinstance(mesh, Devices) and request.pins)
+    if not request.trains or not graph.ops or is_whole:
         return (Way.WHOLE,)
     return (Way.WHOLE, Way.STAGED) if isinstance(mesh, Mesh) else (Way.STAGED, Way.WHOLE)
 

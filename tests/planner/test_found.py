@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import autopar
 from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.ir.export.meta_copy import skeleton
@@ -174,3 +175,16 @@ def test_built_in_models_are_never_worse_than_by_hand_and_nearly_proven(name, me
     assert plan.costs.step_s <= min(fitting, default=float("inf")) * (1 + 1e-9)
     assert plan.costs.total_memory_bytes <= plan.memory_limit_bytes
     assert 0.0 <= plan.gap < 0.05
+
+
+def test_a_model_without_ops_is_planned_on_an_open_mesh_too() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    plan = autopar.plan(Constant(), "4", args=(torch.ones(4),), cluster="cpu")
+    assert not plan.graph.ops and 0 < plan.step_s < 1e-3  # the update

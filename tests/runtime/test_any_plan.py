@@ -152,6 +152,12 @@ def test_a_reader_without_gradient_has_no_backward() -> None:
     assert all_gradients_arrive(example.graph)
 
 
+def test_a_graph_without_ops_is_priced() -> None:
+    example = draw_example(Random(2679501324), 1)  # its output is a parameter
+    assert not example.graph.ops and example.graph.outputs
+    _checked(example)
+
+
 def test_a_graph_without_outputs_runs() -> None:
     assert _check(_Certain(Random(0)), stored=I, read=I).graph.outputs == ()
 

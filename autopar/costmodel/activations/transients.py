@@ -48,11 +48,12 @@ def largest_transient(
 
     `regions` are recomputed, `offloaded` ones wait on the host.
 
-    With several microbatches the gradients of earlier ones exist, so that none is pending. A stage without a loss has
-    no transient: the sweep that cuts stages adds up blocks and does not know the largest of each.
+    With several microbatches the gradients of earlier ones exist, so that none is pending. A graph without ops has no
+    transient, nor has a stage without a loss: the sweep that cuts stages adds up blocks and does not know the largest
+    of each.
     """
     graph = sampled.graph
-    if not any(
+    if not graph.ops or not any(
         isinstance(value, Value) and value.needs_grad and math.prod(value.shape) == 1 for value in graph.outputs
     ):
         return Transient({}, frozenset())
