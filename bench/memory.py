@@ -28,7 +28,7 @@ from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
-from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.accumulate import open_step
 from autopar.runtime.run_program import run
 from autopar.sbp.candidates import annotate
 from bench.memory_stages import KINDS as MESHES_AND_SCHEDULES
@@ -193,7 +193,7 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
     optimizer = torch.optim.AdamW(case.model.parameters(), foreach=False)
 
     def step(tell: Callable[[str], None]) -> None:
-        results = open_step(loaded) if count > 1 else {}
+        opened = open_step(loaded, count) if count > 1 else None
         tell("gather")
         for number in range(count):
             part = microbatch(case, number, count)
@@ -202,8 +202,8 @@ def measure_on_rank(name: str, plan: Plan) -> dict[str, int]:
             loss.backward()
             del loss
             tell(f"0B{number}")
-        if count > 1:
-            close_step(loaded, results)
+        if opened is not None:
+            opened.close()
         tell("reduce")
         optimizer.step()
         tell("update")

@@ -9,15 +9,15 @@ from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shar
 from autopar.costmodel.cluster.hardware import Cluster, check_mesh
 from autopar.costmodel.collective_time import collective_time
 from autopar.costmodel.memory import input_bytes, update_bytes, update_time
-from autopar.costmodel.overlap.pass_time import AtOp, BySeconds, PassCost, has_overlap, lane_of
+from autopar.costmodel.overlap.pass_time import AtOp, BySeconds, PassCost, ends_with_overlap, has_overlap, lane_of
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.sampled_graph import Sampled
-from autopar.sbp.assignment import Assignment, buckets
-from autopar.sbp.redistribute import Collective
+from autopar.sbp.assignment import Assignment, Conversion, buckets
+from autopar.sbp.redistribute import Collective, redistribute
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Costs:
     and "transient" (the largest of an op, less gradients that do not exist then). `moved_bytes`: activations offloaded
     to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
     `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `passes`:
-    forward and backward with what they do at each op, nothing without overlap.
+    forward and backward with what they do at each op, of several microbatches the last backward alone; nothing without
+    overlap.
     """
 
     compute_forward_s: float
@@ -83,10 +84,10 @@ class Costs:
 
     @property
     def once_s(self) -> float:
-        """Seconds of the work once a step: gathers, gradient reductions,
-        the update and transfers of offloaded state.
+        """Seconds of the work once a step: gathers, gradient reductions as far as they are not hidden, the update and
+        transfers of offloaded state.
         """
-        once_s = sum(planned.time_s for planned in self.collectives if planned.is_once)
+        once_s = sum(planned.time_s for planned in self.collectives if planned.is_once) - self.hidden_s
         return self.optimizer_s + once_s + self.waiting_s.get("update", 0.0)
 
     @property
@@ -119,7 +120,11 @@ def evaluate(
     forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
     updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
     memory = _memory_bytes(graph, assignment, mesh, training, step)
-    passes = _passes(graph, step, places, mesh, cluster) if has_overlap(cluster, training) else (PassCost(), PassCost())
+    passes = PassCost(), PassCost()
+    if has_overlap(cluster, training):
+        passes = _passes(graph, step, places, mesh, cluster, training)
+    elif ends_with_overlap(cluster, training):
+        passes = PassCost(), _passes(graph, step, places, mesh, cluster, training)[1]
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
@@ -147,15 +152,16 @@ def passes_of(
 ) -> tuple[PassCost, PassCost]:
     """The work of forward and backward at each op of a step with one microbatch."""
     step = step_cost(graph, assignment, mesh, cluster, training)
-    return _passes(graph, step, _RegionNumbers.of(assignment), mesh, cluster)
+    return _passes(graph, step, _RegionNumbers.of(assignment), mesh, cluster, training)
 
 
 def _passes(
-    graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster
+    graph: Graph, step: StepCost, places: "_RegionNumbers", mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[PassCost, PassCost]:
-    """The work of forward and backward at each op.
+    """The work of forward and backward at each op; of several microbatches, of the last.
 
-    A conversion is done before the first of its users, backward behind the last of them.
+    A conversion is done before the first of its users, backward behind the last of them. Of those once a step, what
+    takes several collectives one after the other is waited for.
     """
     position, forward, backward = {op.name: number for number, op in enumerate(graph.ops)}, list[AtOp](), list[AtOp]()
     for name, cost in step.ops.items():
@@ -174,7 +180,8 @@ def _passes(
     costs = {id(cost.conversion): cost for cost in step.all_conversions()}
     for bucket in buckets({name: tuple(c.conversion for c in found) for name, found in step.conversions.items()}):
         users = [position.get(use.user, len(forward) - 1) for conversion in bucket for use in conversion.uses]
-        is_prefetched, is_put_off = bucket[0].is_prefetched, bucket[0].is_bucketed and cluster.overlap > 0
+        is_prefetched = bucket[0].is_prefetched and not training.is_split
+        is_put_off = cluster.overlap > 0 and (bucket[0].is_bucketed or (training.is_split and _is_last(bucket, costs)))
         first, last = forward[min(users)], backward[min(users)]
         again = backward[max(users)] if is_prefetched else last
         for cost in (costs[id(conversion)] for conversion in bucket):
@@ -183,6 +190,11 @@ def _passes(
             add(last.reduced if is_prefetched else last.put_off if is_put_off else last.blocking, cost, back)
             add(again.gathered if is_prefetched else again.blocking, cost, cost.runs.num_again * cost.again)
     return PassCost(tuple(forward), cluster.overlap), PassCost(tuple(backward), cluster.overlap, is_backward=True)
+
+
+def _is_last(bucket: Sequence[Conversion], costs: Mapping[int, ConversionCost]) -> bool:
+    """Whether the gradients of a bucket are reduced once a step, by one collective."""
+    return costs[id(bucket[0])].runs.is_once and len(redistribute(bucket[0].src, bucket[0].dst)) == 1
 
 
 def with_state_on_host(

@@ -39,8 +39,8 @@ class Training:
     `num_in_flight`: the most microbatches between their forward and their backward at a time; `num_waiting`: those
     whose weight gradients are put off, as in zero-bubble schedules. `reduce_dtype`: name of the dtype in which the
     gradients of parameters are summed over ranks; "": their own. `in_stages`: whether other ranks run other stages, and
-    parameters are gathered before all microbatches and reduced behind them, even of a single one. ValueError for an
-    unknown optimizer or dtype, or a count below 1.
+    parameters are gathered before all microbatches and reduced with the last of them, even of a single one. ValueError
+    for an unknown optimizer or dtype, or a count below 1.
     """
 
     optimizer: str = "adamw"
@@ -70,6 +70,11 @@ class Training:
         """The step with so many microbatches and ranks along the pipeline; the counts are those of a stage."""
         counts = num_microbatches, num_in_flight, num_waiting
         return Training(self.optimizer, *counts, self.reduce_dtype, in_stages=num_ranks > 1)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether parameters are gathered before the passes of all microbatches, and reduced with the last of them."""
+        return self.num_microbatches > 1 or self.in_stages
 
     @property
     def described(self) -> str:

@@ -14,7 +14,7 @@ from autopar.costmodel.activations.count_storages import Storages
 from autopar.ir.graph import Input
 from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import namespace_on
-from autopar.runtime.accumulate import Results, close_step, open_step
+from autopar.runtime.accumulate import OpenStep, open_step
 from autopar.runtime.load_program import compile_source
 from autopar.runtime.pipeline.torch_stage import Wire, depends, sendable
 from autopar.runtime.saved_tensors.offload_saved import Offload
@@ -125,7 +125,7 @@ class DryStage:
 
     `sends`: the boundary tensors to the next stage. `arrived`: receive buffers allocated before their action;
     `flying`: microbatch -> (outputs, received tensors);
-    `halved`: microbatch -> tensors that wait for "W"; `gathered`: results of `gather`, once a step.
+    `halved`: microbatch -> tensors that wait for "W"; `gathered`: the step, once it is opened.
     """
 
     rank: Rank
@@ -134,7 +134,7 @@ class DryStage:
     arrived: dict[Action, Any] = field(default_factory=dict)
     flying: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
     halved: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    gathered: Results | None = None
+    gathered: OpenStep | None = None
 
     def open(self) -> None:
         """Run the part of a step before all microbatches."""
@@ -144,7 +144,7 @@ class DryStage:
         """Run the part of a step after all microbatches."""
         gathered, self.gathered = self.gathered, None
         assert gathered is not None, "the step was opened"
-        close_step(self.rank, gathered)
+        gathered.close()
 
     def receive(self, action: Action) -> Any:
         """The buffers for the tensors that an action receives from another stage, possibly allocated before."""

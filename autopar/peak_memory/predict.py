@@ -258,11 +258,28 @@ def _peak(
     kinds = _bytes_of(inputs, training, slices)
     stored = batch_bytes + sum(sum(own.values()) - own.get("gradients", 0) for own in kinds.values())
     stored -= sum(kinds[fqn]["optimizer"] for fqn in on_host)
-    peaks, now = [], stored
+    peaks, now, beside = [], stored, _beside_backward(phases)
     for name, changes in phases:
-        peaks.append((name, now + max(0, int(np.cumsum(changes).max(initial=0)))))
+        peaks.append((name, now + _most(changes) + beside.get(name, 0)))
         now += int(changes.sum())
     return Peak(stored, (*peaks, ("update", stored + _update_bytes(kinds, on_host, training))))
+
+
+def _most(changes: np.ndarray) -> int:
+    return max(0, int(np.cumsum(changes).max(initial=0)))
+
+
+def _beside_backward(phases: Phases) -> dict[str, int]:
+    """Phase -> bytes of the reductions that begin in it, at most, and are counted as "reduce": the last backward of
+    each stage, unless weight gradients are put off (`accumulate.OpenStep`).
+    """
+    reduced = max((_most(changes) for name, changes in phases if name == "reduce"), default=0)
+    last = {}
+    for name, _ in phases:
+        stage, _, microbatch = name.partition("B")
+        if stage.isdigit() and microbatch.isdigit():
+            last[stage] = name
+    return dict.fromkeys(last.values(), reduced) if reduced else {}
 
 
 def _update_bytes(kinds: Mapping[str, Mapping[str, int]], on_host: Collection[str], training: Training) -> int:

@@ -5,14 +5,15 @@ does not promise (the gradient of `sum` is an expanded view).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.sbp.in_flight import InFlight, placeholder, waiting_nodes
+from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, waiting_nodes
 from autopar.sbp.placement import P, Placement, R
 
 # torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
@@ -53,8 +54,9 @@ class _ConvertAxis(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         (gradient,), is_sum = gradients, ctx.sum_in is not None and dual(ctx.dst).kind == "P"
-        if ctx.waiting and _is_put_off(ctx.axis, dual(ctx.dst), dual(ctx.src)):
-            return *_sum_in_flight(ctx.axis, ctx.waiting, gradients, ctx.sum_in), None, None, None, None
+        ends = (dual(ctx.dst),), (dual(ctx.src),)
+        if _is_put_off(ctx.axis, *ends, ctx.waiting):
+            return *_sum_in_flight(ctx.axis, *ends, ctx.waiting, gradients, ctx.sum_in), None, None, None, None
         summed = convert(gradient.to(ctx.sum_in) if is_sum else gradient, ctx.axis, dual(ctx.dst), dual(ctx.src))
         return summed.to(gradient.dtype), None, None, None, None
 
@@ -90,8 +92,9 @@ class _ConvertBucket(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
-        if ctx.waiting and _is_put_off(ctx.axis, sources[0], targets[0]):
-            return None, None, None, None, *_sum_in_flight(ctx.axis, ctx.waiting, grads, ctx.sum_in)
+        if _is_put_off(ctx.axis, sources, targets, ctx.waiting):
+            summed = _sum_in_flight(ctx.axis, sources, targets, ctx.waiting, grads, ctx.sum_in)
+            return None, None, None, None, *summed
         own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
         wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
         summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, *wide)
@@ -115,23 +118,34 @@ def convert_together(
     return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
 
 
-def _is_put_off(axis: Axis, src: Placement, dst: Placement) -> bool:
-    """Whether a gradient is summed while backward goes on; one that is differentiated again is not."""
-    is_sum = src.kind == "P" and dst.kind in ("I", "R")
-    return is_sum and axis.size > 1 and axis.group is not None and not torch.is_grad_enabled()
+def _is_put_off(axis: Axis, src: Sequence[Placement], dst: Sequence[Placement], waiting: Sequence[Any]) -> bool:
+    """Whether gradients are summed while backward goes on; what is differentiated again is not."""
+    if not waiting or axis.size == 1 or axis.group is None or torch.is_grad_enabled():
+        return False
+    return src[0].kind == "P" and (dst[0].kind in ("I", "R") or (dst[0].kind == "S" and takes_scatters(waiting)))
 
 
 def _sum_in_flight(
-    axis: Axis, waiting: Sequence[Any], gradients: Sequence[torch.Tensor], sum_in: torch.dtype | None
+    axis: Axis,
+    sources: Sequence[Placement],
+    targets: Sequence[Placement],
+    waiting: Sequence[Any],
+    gradients: Sequence[torch.Tensor],
+    sum_in: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
     """Start the sum of `gradients`, which arrive at the nodes `waiting`, and return placeholders of them."""
     dtype = sum_in or gradients[0].dtype
-    parts = [x.detach().resolve_conj().resolve_neg().reshape(-1).to(dtype) for x in gradients]
-    flat = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-    work = dist.all_reduce(flat, group=axis.group, async_op=True)
-    for node, part, like in zip(waiting, flat.split([x.numel() for x in gradients]), gradients, strict=True):
-        node.in_flight.append(InFlight(work, part.view(like.shape), like.dtype))
-    return tuple(map(placeholder, gradients))
+    landing = cache(begin_together(axis, sources, targets, *(x.to(dtype) for x in gradients), is_async=True))
+    for place, (node, gradient) in enumerate(zip(waiting, gradients, strict=True)):
+        node.in_flight.append(InFlight(landing, place, gradient.dtype))
+    return tuple(placeholder(x, _part_shape(x.shape, dst, axis)) for x, dst in zip(gradients, targets))
+
+
+def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> list[int]:
+    """The shape of a rank's part in `placement` of a whole tensor of `shape`."""
+    return [
+        size // axis.size if placement.is_split and dim == placement.dim else size for dim, size in enumerate(shape)
+    ]
 
 
 def move_together(
@@ -147,7 +161,7 @@ def begin_together(
     targets: Sequence[Placement],
     *tensors: torch.Tensor,
     is_async: bool = False,
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+) -> Landing:
     """Begin `move_together`; the function that it returns waits for the collective and gives the tensors.
 
     `is_async`: whether the collective goes on meanwhile; otherwise it has ended.
@@ -176,7 +190,7 @@ def _wait(work: dist.Work | None, sent: torch.Tensor) -> None:
         work.wait()
 
 
-def _begin_sum(axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
+def _begin_sum(axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     flat = torch.cat([x.reshape(-1) for x in tensors])
     work = None if axis.group is None else dist.all_reduce(flat, group=axis.group, async_op=is_async)
     shapes = [x.shape for x in tensors]
@@ -188,9 +202,7 @@ def _begin_sum(axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool) -> C
     return landed
 
 
-def _begin_gather(
-    axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+def _begin_gather(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`all_gather` of each tensor along its dim; contiguous."""
     flat = torch.cat([x.movedim(dim, 0).reshape(-1) for x, dim in zip(tensors, dims)])
     gathered = flat.new_empty((axis.size, flat.numel()))
@@ -209,9 +221,7 @@ def _begin_gather(
     return landed
 
 
-def _begin_scatter(
-    axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+def _begin_scatter(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`reduce_scatter` of each tensor along its dim; contiguous."""
     flat = torch.cat([x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)], dim=1)
     out = flat.new_empty(flat.shape[1])

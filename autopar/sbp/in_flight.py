@@ -5,28 +5,27 @@ placeholder, zero, and the sum arrives at the next node (`arrived`), which must 
 nodes that are ready in the reverse order of their making: a node that was made early in forward waits late in backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+Landing = Callable[[], tuple[torch.Tensor, ...]]  # waits for a collective and gives its results
 
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """`part` is valid when `work` has ended; it is wanted in `dtype`."""
+    """Result number `place` of a collective, which is wanted in `dtype`."""
 
-    work: dist.Work | None
-    part: torch.Tensor
+    landing: Landing
+    place: int
     dtype: torch.dtype
 
     def landed(self) -> torch.Tensor:
         """The result, once it is there."""
-        if self.work is not None:
-            self.work.wait()
-        return self.part.to(self.dtype)
+        return self.landing()[self.place].to(self.dtype)
 
 
 _num_in_turn = 0  # scopes that are open; one for all threads, for autograd has its own
@@ -55,9 +54,14 @@ def waiting_nodes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return nodes if is_waited_for else ()
 
 
-def placeholder(gradient: torch.Tensor) -> torch.Tensor:
-    """Zero, in place of a gradient that is in flight to the node that gets this; it takes no memory."""
-    return gradient.new_zeros(()).expand(gradient.shape)
+def takes_scatters(nodes: Sequence[Any]) -> bool:
+    """Whether `nodes`, of `waiting_nodes`, wait for parts of sums too, not for whole sums alone."""
+    return all(getattr(node, "takes_scatters", False) for node in nodes)
+
+
+def placeholder(gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zero of `shape`, in place of what is in flight of `gradient` to the node that gets this; it takes no memory."""
+    return gradient.new_zeros(()).expand(tuple(shape))
 
 
 def arrived(in_flight: list[InFlight], gradient: torch.Tensor) -> torch.Tensor:

@@ -168,6 +168,33 @@ def test_without_overlap_all_is_done_in_turn():
     assert in_turn.hidden_s == 0.0 and 0 < hidden.hidden_s < 0.9 * in_turn.communication_s("backward")
     assert hidden.step_s == pytest.approx(in_turn.step_s - hidden.hidden_s)
     several = Training(num_microbatches=2)
-    assert evaluate(graph, by_hand, mesh, CLUSTER, training=several).hidden_s == 0.0
-    assert evaluate(graph, by_hand, mesh, CLUSTER, training=Training().staged(1, num_ranks=2)).hidden_s == 0.0
+    assert evaluate(graph, by_hand, mesh, cluster, training=several).hidden_s == 0.0
+    assert evaluate(graph, by_hand, mesh, cluster, training=Training().staged(1, num_ranks=2)).hidden_s == 0.0
     assert Training().staged(1, num_ranks=1) == Training()
+
+
+def test_the_last_of_several_microbatches_has_the_reductions_beside_it() -> None:
+    graph, folded = problem()
+    mesh, split, stage = Mesh((4,), ("dp",)), Training(num_microbatches=3), Training(in_stages=True)
+    candidates = annotate(graph, mesh, folded)
+    priced = price(graph, folded, candidates, mesh, CLUSTER, PricedStep(split))
+    by_hand = {
+        name: decode(priced, graph, folded, encode(priced, graph, folded, each))
+        for name, each in hand_plans(graph, folded, candidates, mesh).items()
+    }
+    for training in (split, stage):
+        for name in ("ddp", "zero2"):
+            costs, in_turn = (
+                evaluate(graph, by_hand[name], mesh, cluster, training=training)
+                for cluster in (CLUSTER, replace(CLUSTER, overlap=0.0))
+            )
+            forward, backward = costs.passes
+            reduced_s = sum(sum(at.put_off.values()) for at in backward.ops)
+            assert not forward.ops and 0 < costs.hidden_s < reduced_s
+            assert costs.hidden_s <= sum(at.compute_s for at in backward.ops) and not in_turn.hidden_s
+            parts = costs.num_microbatches * (costs.microbatch_s("forward") + costs.microbatch_s("backward"))
+            assert costs.step_s == pytest.approx(parts + costs.once_s)
+    put_off = evaluate(graph, by_hand["ddp"], mesh, CLUSTER, training=replace(split, num_waiting=1))
+    assert not put_off.hidden_s
+    again = evaluate(graph, by_hand["zero3"], mesh, CLUSTER, training=split)
+    assert again.hidden_s < evaluate(graph, by_hand["zero2"], mesh, CLUSTER, training=split).hidden_s

@@ -20,7 +20,7 @@ from autopar.costmodel.evaluate import evaluate
 from autopar.ir.call_args import call
 from autopar.ir.graph import Graph, Value
 from autopar.mesh import Mesh
-from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.accumulate import open_step
 from autopar.runtime.load_program import axes_of, compile_source, namespace
 from autopar.sbp.assignment import Assignment, InBucket, without_prefetch
 from autopar.sbp.candidates import annotate
@@ -268,15 +268,15 @@ def rank_of(example: Example) -> Callable[[Coordinate, tuple[Axis, ...]], Tensor
     def rank(at: Coordinate, axes: tuple[Axis, ...]) -> Tensors:
         stored = {name: part[at].requires_grad_(name in needs_grad) for name, part in parts.items()}
         state = Rank(axes, stored, {}, program, names.get("gather"))
-        results = open_step(state) if example.is_split else {}
+        opened = open_step(state, 1) if example.is_split else None
         outputs = forward(state, *(stored[name] for name in graph.arguments))
         mine = {index: g[at] for index, g in gradients.items()}
-        if not example.is_split:
+        if opened is None:
             return _results(graph, stored, outputs, state.written, mine)
         starts = [outputs[index] for index in mine]
         torch.autograd.backward(starts, list(mine.values()))
         found = _results(graph, stored, outputs, state.written, {})
-        close_step(state, results)
+        opened.close()
         return found | {f"gradient {name}": x.grad for name, x in stored.items() if x.grad is not None}
 
     return rank

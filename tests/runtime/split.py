@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 from autopar.codegen.lower import lower
 from autopar.ir.interpret import run_constants
 from autopar.plans.plan import Plan
-from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.accumulate import OpenStep, open_step
 from autopar.runtime.dtensor_state import install, owners, shard_model
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.run_program import run
+from autopar.sbp.in_flight import InFlight
 from autopar.sbp.redistribute import Collective
 from autopar.verify.check_placements import check
 from autopar.verify.count_collectives import count_collectives
@@ -71,14 +72,15 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def step(loaded: Loaded, case: Case, count: int) -> float:
     """Forward and backward of every microbatch, one after the other."""
-    results, total = open_step(loaded), 0.0
+    opened, total = open_step(loaded, count), 0.0
     for number in range(count):
         part = microbatch(case, number, count)
         loss = case.loss(run(loaded, part.args, part.kwargs, None, is_whole=False))
         loss.backward()
         total += float(loss)
-    close_step(loaded, results)
-    assert not results and not loaded.used
+    assert not [name for name, x in opened.results.items() if x.requires_grad], "reduced beside the last backward"
+    opened.close()
+    assert not opened.results and not loaded.used
     return total
 
 
@@ -98,6 +100,7 @@ def accumulate(name: str, plans: Mapping[str, Plan], count: int) -> list[dict[st
 def _accumulate(name: str, plan: Plan, count: int, expected: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     case, mesh = logits_case(name), device_mesh(plan.mesh.shape, plan.mesh.axis_names)
     loaded, differences = load_program(plan, case.model, mesh, is_split=True), []
+    landings = _landings(loaded, case, count)
     for times in (1, 2):  # gradients are added to those that are there
         loss = step(loaded, case, count)
         found = {"loss": torch.tensor(loss, dtype=torch.float64)} | {
@@ -108,7 +111,29 @@ def _accumulate(name: str, plan: Plan, count: int, expected: Mapping[str, torch.
     with count_collectives(mesh) as issued:
         step(loaded, case._replace(loss=_local_sum), count)
     check(loaded.program, mesh)
-    return {"difference": max(differences), "issued": Counter(issued), "code": loaded.source}
+    return {"difference": max(differences), "issued": Counter(issued), "code": loaded.source, "landings": landings}
+
+
+def _landings(loaded: Loaded, case: Case, count: int) -> list[str]:
+    """The phase of a step in which each collective that is waited for late is waited for; its gradients are dropped."""
+    phases, landed, close = ["microbatches"], InFlight.landed, OpenStep.close
+    found: list[str] = []
+
+    def noted(one: InFlight) -> torch.Tensor:
+        found.append(phases[-1])
+        return landed(one)
+
+    def closing(opened: OpenStep) -> None:
+        phases.append("close")
+        close(opened)
+
+    InFlight.landed, OpenStep.close = noted, closing  # type: ignore[method-assign]
+    try:
+        step(loaded, case, count)
+    finally:
+        InFlight.landed, OpenStep.close = landed, close  # type: ignore[method-assign]
+    case.model.zero_grad()
+    return found
 
 
 def planned_collectives(plan: Plan, count: int) -> Counter[Collective]:

@@ -239,5 +239,5 @@ def test_a_rank_that_dies_before_its_sums_have_landed_ends_all(tmp_path: Path, w
 
 
 def test_a_gradient_without_dims_keeps_what_others_add_to_it() -> None:
-    landed = in_flight.InFlight(None, torch.tensor(2.0), torch.float32)
-    assert in_flight.arrived([landed], in_flight.placeholder(torch.tensor(1.0)) + 3.0) == 5.0
+    landed = in_flight.InFlight(lambda: (torch.tensor(2.0),), 0, torch.float32)
+    assert in_flight.arrived([landed], in_flight.placeholder(torch.tensor(1.0), ()) + 3.0) == 5.0

@@ -31,8 +31,16 @@ BySeconds = dict[int, float]
 
 
 def has_overlap(cluster: Cluster, training: Training) -> bool:
-    """Whether parameters' collectives go on beside compute: with stages or several microbatches they do not."""
-    return cluster.overlap > 0 and training.num_microbatches == 1 and not training.in_stages
+    """Whether all of parameters' collectives go on beside compute, gathers ahead too: of one whole batch."""
+    return cluster.overlap > 0 and not training.is_split
+
+
+def ends_with_overlap(cluster: Cluster, training: Training) -> bool:
+    """Whether the last of several microbatches, or of a stage, has the reductions of the step beside its backward.
+
+    Where weight gradients are put off, they begin behind it.
+    """
+    return cluster.overlap > 0 and training.is_split and not training.num_waiting
 
 
 @lru_cache(maxsize=2**12)

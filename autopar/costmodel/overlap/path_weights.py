@@ -90,10 +90,13 @@ class RunWeights:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchWeights:
-    """The weights of what a device does in each microbatch: of `weight_gradients`, and of `others`."""
+    """The weights of what a device does in each microbatch: of `weight_gradients`, and of `others`; and of the
+    reductions of gradients once a step.
+    """
 
     others: float = 1.0
     weight_gradients: float = 1.0
+    reductions: float = 1.0
 
 
 @dataclass(frozen=True)

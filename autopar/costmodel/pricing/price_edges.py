@@ -155,6 +155,9 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
         # what is gathered again in a recomputed region is gathered there in forward, too
         inside_s = _times(flow, mesh, cluster, replace(flow.bucket, is_prefetched=False))
         cost_s, again_s = (np.where(again, *both) for both in zip(inside_s, (cost_s, again_s)))
+    if is_parameter and flow.weights.microbatch.reductions != 1.0:
+        once_s, _ = _times(flow, mesh, cluster, flow.bucket, flow.weights.microbatch.reductions)
+        cost_s = np.where(again, cost_s, once_s)
     cost_s = cost_s + np.where(again, regathered.num_again, kept.num_again) * again_s
     num_passes = training.num_microbatches * flow.weights.microbatch.others
     num_runs = np.where(np.where(again, regathered.is_once, kept.is_once), 1, num_passes)
@@ -164,13 +167,21 @@ def _price(flow: PricedFlow, mesh: Mesh, cluster: Cluster, training: Training) -
     return cost_s, *kept_bytes(way, mesh.shape, training, again=again)
 
 
-def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster, bucket: InBucket | None) -> Matrices:
-    """f64[src.layouts, dst.layouts]: seconds of a conversion, and of a repetition in backward."""
+def _times(
+    flow: PricedFlow, mesh: Mesh, cluster: Cluster, bucket: InBucket | None, reductions: float = 1.0
+) -> Matrices:
+    """f64[src.layouts, dst.layouts]: seconds of a conversion, and of a repetition in backward.
+
+    `reductions`: the weight of its collectives in backward where all is in turn.
+    """
     ends = flow.src.layouts, flow.dst.layouts, mesh.shape, cluster
     forward, backward = flow.weights.forward, flow.weights.backward
 
     def lane(kind: CollectiveKind) -> int:
         return lane_of(cluster.levels, mesh.shape, kind.axes)
+
+    def in_turn(kind: CollectiveKind) -> float:
+        return reductions if kind.phase == "backward" else 1.0
 
     def put_off(kind: CollectiveKind) -> float:
         return (backward if kind.phase == "backward" else forward).put_off(lane(kind))
@@ -182,7 +193,7 @@ def _times(flow: PricedFlow, mesh: Mesh, cluster: Cluster, bucket: InBucket | No
         made, put_off, lambda kind: backward.blocking(lane(kind)), lambda kind: backward.gathered(lane(kind))
     )
     if flow.weights.is_in_turn:
-        weights = ParameterWeights()
+        weights = ParameterWeights(in_turn, in_turn) if reductions != 1.0 else ParameterWeights()
     if flow.is_parameter and flow.is_stored:
         times = parameter_times(flow.value, *ends, bucket=bucket, weights=weights)
         return times.cost_s, times.again_s

@@ -69,7 +69,9 @@ def _least(setting: Setting, folded: Folded, schedule: Schedule, shares: Critica
     seconds of a microbatch of the best layouts: of weight gradients, and of all else).
     """
     factor = schedule.num_ranks / schedule.num_microbatches
-    weighed = replace(setting, microbatch=MicrobatchWeights(shares.other * factor, shares.weight * factor))
+    reductions = 1 - setting.cluster.overlap  # along compute, of those beside the last backward
+    weights = MicrobatchWeights(shares.other * factor, shares.weight * factor, reductions)
+    weighed = replace(setting, microbatch=weights)
     problem = weighed.problem(folded)
     choice = weighed.search(problem, [])
     return choice.lower_bound_s / schedule.num_ranks, *_times(setting, problem.decode(choice.strategies))

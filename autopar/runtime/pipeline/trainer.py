@@ -20,7 +20,7 @@ from autopar.ir.interpret import run_constants
 from autopar.ir.op_facts import is_random
 from autopar.mesh import PIPELINE, mesh_of
 from autopar.plans.staged_plan import StagedPlan, stage_graphs
-from autopar.runtime.accumulate import close_step, open_step
+from autopar.runtime.accumulate import open_step
 from autopar.runtime.dtensor_state import as_dtensor
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.pipeline.fail_together import Meeting, failing_together
@@ -141,7 +141,8 @@ class Trainer:
         seed = draw_seed() if self.draws else 0  # of other models the random state stays, as on one device
         with failing_together(self.meeting), autocast_off(self.runner.device.type):
             given = self._given(leaves)
-            opened = [(part, open_step(part.loaded)) for part in self.parts]
+            count = self.plan.schedule.num_microbatches if torch.is_grad_enabled() else 0
+            opened = [open_step(part.loaded, count) for part in self.parts]
             works = {part.number: self._work(part, given, seed) for part in self.parts}
             if not torch.is_grad_enabled():
                 loss = self.runner.forward(works)
@@ -150,8 +151,9 @@ class Trainer:
                 return loss
             result = self.runner.step(works, scale=scale)
             before = self._set_aside()
-            for part, results in opened:
-                close_step(part.loaded, results)
+            works.clear()  # they hold the leaves
+            for each in opened:
+                each.close()
             self._sum_tied(before)
         if self.group is not None:
             own = ((part.loaded, item.fqn) for part in self.parts for item in trained(part.loaded.graph))

@@ -5,16 +5,12 @@ an empty tensor. Autograd runs nodes in the reverse order of their making: in ba
 the arrival's node on, while the ops between both are differentiated, and have to be there at the start's.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.convert import Axis, begin_together, convert_together, dual
-from autopar.sbp.in_flight import is_in_turn
+from autopar.sbp.in_flight import Landing, is_in_turn
 from autopar.sbp.placement import Placement
-
-Landing = Callable[[], tuple[torch.Tensor, ...]]  # waits for a collective and gives its results
 
 
 class Unchanged:

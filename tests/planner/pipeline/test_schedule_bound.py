@@ -1,11 +1,13 @@
 """The lower bound of a schedule on a mesh is below every plan with it, and near the best of them."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.mesh import parse_mesh
 from autopar.planner.budget import Budget
 from autopar.planner.pipeline.schedule_bound import _slowest_s, schedule_bound_s
@@ -19,12 +21,12 @@ from tests.planner.pipeline.test_search_pipeline import V100, Graph, as_written,
 __all__ = ["gpt"]
 
 
-def bound_s(graph: Graph, mesh: str, schedule: Schedule, limit: float = float("inf")) -> float:
+def bound_s(graph: Graph, mesh: str, schedule: Schedule, limit: float = float("inf"), cluster: Cluster = V100) -> float:
     model, _ = points(graph, parse_mesh(mesh))
     micro = microbatched(model.graph, schedule.num_microbatches)
     starts = [model.graph.ops[at].name for at in model.starts[1:]]
     at = parse_mesh(mesh.removeprefix(f"pp={schedule.num_ranks},"))
-    setting = Setting(micro.graph, at, V100, request(limit), Budget.of(100.0))
+    setting = Setting(micro.graph, at, cluster, request(limit), Budget.of(100.0))
     return schedule_bound_s(setting, fold_microbatch(model.folded, micro), starts, schedule)
 
 
@@ -53,6 +55,16 @@ def test_of_microbatches_without_stages_it_is_nearly_exact(gpt: Graph) -> None:
     )
     assert plan.schedule == schedule
     assert 0.98 * plan.step_s <= free_s <= plan.step_s
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "pp=2,dp=2"])
+def test_reductions_beside_the_last_backward_are_not_in_it(gpt: Graph, mesh: str) -> None:
+    cluster = replace(V100, overlap=1.0)
+    schedule = Schedule("accumulate", 1, 1, 2) if mesh == "dp=4" else Schedule("1f1b", 2, 2, 2)
+    wanted = request(num_microbatches=2, schedule=schedule.name)
+    plan = plan_in_stages(gpt, parse_mesh(mesh), cluster, wanted, budget=Budget.of(60.0))
+    assert plan.schedule == schedule and any(stage.costs.hidden_s > 0 for stage in plan.stages)
+    assert 0.8 * plan.step_s <= bound_s(gpt, mesh, schedule, cluster=cluster) <= plan.step_s
 
 
 def test_without_time_the_bound_is_that_of_the_work(gpt: Graph) -> None:
