@@ -8,16 +8,21 @@ import torch
 from autopar.sbp.convert import Axis
 
 
-class GeneratedSelf(Protocol):
-    """The `self` of the functions that `emit` prints: this rank's tensors and axes.
-
-    `forward` may use all of it, `gather` only `axes` and `local`.
-    """
+class GatherSelf(Protocol):
+    """The `self` of the emitted `gather`."""
 
     @property
     def axes(self) -> Sequence[Axis | tuple[Axis, ...]]:
         """The mesh's axes, then each of `Program.joint_axes`; the conversions of the namespace take them."""
         ...
+
+    def local(self, fqn: str) -> torch.Tensor:
+        """This rank's part of a parameter or buffer."""
+        ...
+
+
+class GeneratedSelf(GatherSelf, Protocol):
+    """The `self` of the emitted `forward`: this rank's tensors and axes."""
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
@@ -38,10 +43,6 @@ class GeneratedSelf(Protocol):
         """The seed of all other random ops of one call, the same on every rank."""
         ...
 
-    def local(self, fqn: str) -> torch.Tensor:
-        """This rank's part of a parameter or buffer."""
-        ...
-
     def local_copy(self, fqn: str) -> torch.Tensor:
         """A copy of `local` for a buffer that is written back: autograd may save it, so that it must not change."""
         ...
@@ -60,4 +61,4 @@ class Forward(Protocol):
 
 
 # the emitted `gather(self)`: variable -> tensor
-Gather = Callable[[GeneratedSelf], dict[str, torch.Tensor]]
+Gather = Callable[[GatherSelf], dict[str, torch.Tensor]]
