@@ -36,7 +36,7 @@ class SplitSelf(GeneratedSelf, Protocol):
         ...
 
 
-class _Stored(torch.autograd.Function):
+class _StoredPart(torch.autograd.Function):
     """A stored part of a parameter, of whose gradient sums and parts of sums may be in flight until the step ends."""
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Gathering:
     def local(self, fqn: str) -> torch.Tensor:
         part = self.loaded.local(fqn)
         if part.requires_grad:
-            part = self.stored[fqn] = _Stored.apply(part)
+            part = self.stored[fqn] = _StoredPart.apply(part)
         return part
 
 
@@ -80,7 +80,7 @@ class OpenStep:
     results: Results
     stored: dict[str, torch.Tensor]
     num_microbatches: int
-    _begun: list["_Reduced"] = field(default_factory=list)
+    _begun: list["_ReducedGroup"] = field(default_factory=list)
     _num_missing: dict[int, int] = field(default_factory=dict)  # group -> gradients
 
     def watch(self) -> None:
@@ -112,7 +112,7 @@ class OpenStep:
         if not self._num_missing[number]:
             self._begun.append(self._reduced(group))
 
-    def _reduced(self, group: Sequence[Gathered]) -> "_Reduced":
+    def _reduced(self, group: Sequence[Gathered]) -> "_ReducedGroup":
         """The group, whose results and leaves are dropped, with its collectives under way."""
         pairs = [(self.results.pop(one.name), self.loaded.used.pop(one.name)) for one in group]
         ends = [(result, leaf.grad) for result, leaf in pairs if leaf.grad is not None]
@@ -123,14 +123,14 @@ class OpenStep:
         of_group = dict.fromkeys(fqns[one.value.name] for one in group)
         stored = [self.stored[fqn] for fqn in of_group if fqn in self.stored]
         if not ends:
-            return _Reduced()
+            return _ReducedGroup()
         results, gradients = map(list, zip(*ends))
         del ends
-        return _Reduced(stored, torch.autograd.grad(results, stored, gradients, allow_unused=True))
+        return _ReducedGroup(stored, torch.autograd.grad(results, stored, gradients, allow_unused=True))
 
 
 @dataclass(frozen=True, eq=False)
-class _Reduced:
+class _ReducedGroup:
     """Stored parts, and their gradients or placeholders of those that are in flight, None for a part without one."""
 
     stored: Sequence[torch.Tensor] = ()
