@@ -160,8 +160,8 @@ def _passes(
 ) -> tuple[PassCost, PassCost]:
     """The work of forward and backward at each op; of several microbatches, of the last.
 
-    A conversion is done before the first of its users, backward behind the last of them. Of those once a step, what
-    takes several collectives one after the other is waited for.
+    A conversion is done before the first of its users, backward behind the last of them. Compute
+    waits for those once a step that take several collectives one after the other.
     """
     position, forward, backward = {op.name: number for number, op in enumerate(graph.ops)}, list[AtOp](), list[AtOp]()
     for name, cost in step.ops.items():

@@ -73,7 +73,7 @@ class OpenStep:
     """A step whose microbatches run: their gradients are added to those of the leaves, `loaded.used`.
 
     A group of `Gather.results` whose leaves have the gradients of all `num_microbatches` is reduced beside what is left
-    of backward; the others, and all of them where `num_microbatches` is 0 or each is waited for in turn, by `close`.
+    of backward; `close` does the others, and all where `num_microbatches` is 0 or collectives are issued in turn.
     """
 
     loaded: SplitSelf
