@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
+from autopar.cli.diff_command import add_diff
+from autopar.cli.questions import add_questions, are_asked, parse_pin, tell_answers
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
@@ -93,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", metavar="DIR", help="write every artifact of planning (graph, prices, choice, ...) as a text file"
     )
     explain.add_argument("--save", metavar="FILE", help="write the plan")
+    add_questions(explain)
     explain.set_defaults(run=_explain)
     check = commands.add_parser(
         "verify", help="run one training step on gloo processes of this machine and on one device, and compare"
@@ -104,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         "--time", action="store_true", help="also run further steps and compare each term's time with its prediction"
     )
     check.set_defaults(run=_verify)
+    add_diff(
+        commands.add_parser("diff", help="compare two plans: layouts, collectives, time and memory by term and op")
+    )
     add_calibrate(
         commands.add_parser(
             "calibrate",
@@ -184,15 +191,24 @@ def parse_bytes(text: str) -> float:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    is_asked = are_asked(options)
     with status() as tell:
         tell("load")
-        plan = _plan(options, load_target(options.target), tell)
+        example = load_target(options.target)
+        plan = _plan(options, example, tell)
+        answers = tell_answers(options, _asked(options, plan, tell), example.model) if is_asked else ()
     if options.save:
         plan.save(options.save)
     if options.trace:
         write(options.trace, plan_trace(plan))
     if options.code:
         print(_code(plan))
+    elif answers:
+        print(
+            json.dumps([answer.as_json() for answer in answers], indent=1)
+            if options.json
+            else "\n\n\n".join(map(str, answers))
+        )
     elif options.json:
         print(json.dumps(plan_json(plan), indent=1))
     else:
@@ -259,16 +275,28 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
         limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
         return _by_hand(options.hand, example.model, graph, mesh, cluster, _training(options), limit)
-    request = PlanRequest(
-        pins=dict(_pin(text) for text in options.pin),
+    return choose_plan(
+        graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=_watching(options)
+    )
+
+
+def _asked(options: argparse.Namespace, plan: Plan | StagedPlan, tell: Tell) -> Asked:
+    """The plan with what is needed to make others, for questions about it."""
+
+    def planner(request: PlanRequest, mesh: Mesh) -> Plan | StagedPlan:
+        return choose_plan(plan.graph, mesh, plan.cluster, request, progress=tell, predict=rank_peaks)
+
+    return Asked(plan, plan.graph, _request(options), planner)
+
+
+def _request(options: argparse.Namespace) -> PlanRequest:
+    return PlanRequest(
+        pins=dict(parse_pin(text) for text in options.pin),
         memory_limit_bytes=options.memory_limit,
         training=_training(options),
         num_microbatches=options.microbatches,
         schedule=options.schedule,
         time_limit_s=options.time_limit,
-    )
-    return choose_plan(
-        graph, options.mesh, cluster, request, progress=tell, predict=rank_peaks, watch=_watching(options)
     )
 
 
@@ -299,10 +327,3 @@ def _by_hand(
     assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
     by_hand = plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit)
     return replace(by_hand, found_by=f"hand plan {kind}")
-
-
-def _pin(text: str) -> tuple[str, str]:
-    fqn, separator, layout = text.partition("=")
-    if not (fqn and separator and layout):
-        raise ValueError(f"cannot read pin {text!r}; write FQN=LAYOUT, e.g. lm_head.weight=S(0)B")
-    return fqn, layout

@@ -20,7 +20,7 @@ from autopar.planner.pin_conflict import binding_pins
 from autopar.planner.request import PlanRequest
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
-from autopar.sbp.pins import restrict
+from autopar.sbp.pins import restrict, without
 from autopar.sbp.placement import Layout
 from autopar.sbp.signature import Candidates
 from autopar.search.bounds.drop_edges import tractable
@@ -91,6 +91,7 @@ class Setting:
 
     def _price(self, folded: Folded, everything: Candidates, pins: Mapping[str, str]) -> Priced:
         candidates = restrict(everything, self.graph, {**pins, **self.request.stored}, self.mesh, folded)
+        candidates = without(candidates, self.request.excluded, folded)
         candidates = _with_crossing(candidates, self.request.crossing)
         request, weights = self.request, self._weights(folded)
         return price(

@@ -20,6 +20,7 @@ class PlanRequest:
     """The planning options of a user; for a stage of a pipeline also those that the pipeline fixes.
 
     `pins`: FQN -> layout, for all copies of its layer. `stored`: FQN -> layout, for this parameter alone.
+    `excluded`: op -> texts of strategies, or input value -> texts of layouts, that it must not have.
     `memory_limit_bytes`: of a device; None: that of the cluster's devices. `time_limit_s`: of all planning.
     `num_microbatches`, `schedule`: None: those of the fastest plan that fits. `trains`: whether `train_step` runs the
     plan; otherwise it has one stage and one microbatch. `outputs`: output of the graph -> layout; all others lie as is
@@ -30,6 +31,7 @@ class PlanRequest:
 
     pins: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory_limit_bytes: float | None = None
     training: Training = WHOLE_BATCH
     time_limit_s: float = 30.0

@@ -1,13 +1,15 @@
-"""Pins: the layouts that the user fixes for parameters and buffers."""
+"""Pins: the layouts that the user fixes for parameters and buffers; and what a question rules out."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from autopar.errors import PinError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
+from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import I, Layout, format_layout, is_even, parse_layout
 from autopar.sbp.signature import Candidates
 
@@ -41,6 +43,44 @@ def restrict(
                 )
             layouts[name] = (layout,)
     return replace(candidates, layouts=layouts)
+
+
+def without(candidates: Candidates, excluded: Mapping[str, Collection[str]], folded: Folded) -> Candidates:
+    """`candidates` less those `excluded`.
+
+    `excluded`: op -> texts of strategies, or input value -> texts of layouts; of names that are not among the
+    candidates nothing is excluded. What holds for one op or value of a class of `folded` holds for the class. PinError
+    if nothing is left.
+    """
+    by_class: dict[str, set[str]] = {}
+    for name, texts in excluded.items():
+        if name in folded.representative:
+            by_class.setdefault(folded.representative[name], set()).update(texts)
+    if not by_class:
+        return candidates
+
+    def kept(offered: Mapping[str, tuple], text: Callable[[Any], str]) -> dict[str, tuple]:
+        allowed = dict(offered)
+        for name in offered:
+            if texts := by_class.get(folded.representative.get(name, name)):
+                allowed[name] = tuple(each for each in offered[name] if text(each) not in texts)
+                if not allowed[name]:
+                    raise PinError(f"%{name} has no other layout than {' and '.join(sorted(texts))}")
+        return allowed
+
+    return replace(
+        candidates, strategies=kept(candidates.strategies, str), layouts=kept(candidates.layouts, format_layout)
+    )
+
+
+def is_excluded(assignment: Assignment, excluded: Mapping[str, Collection[str]]) -> bool:
+    """Whether the assignment has one of the strategies or layouts `excluded`, as `without` takes them."""
+    strategies, layouts = assignment.strategies, assignment.layouts
+    return any(
+        (name in strategies and str(strategies[name]) in texts)
+        or (name in layouts and format_layout(layouts[name]) in texts)
+        for name, texts in excluded.items()
+    )
 
 
 def _members(name: str, folded: Folded | None) -> list[str]:

@@ -38,7 +38,7 @@ def coarse_to_fine(mesh: Mesh, request: PlanRequest, budget: Budget) -> tuple[Me
     """
     steps = [MeshSearch(mesh, request, budget)]
     while sum(size > 1 for size in steps[0].mesh.shape) > MOST_AXES:
-        unpinned = replace(request, pins={}, stored={}, outputs={})  # layouts are for this mesh
+        unpinned = replace(request, pins={}, stored={}, excluded={}, outputs={})  # layouts are for this mesh
         steps.insert(0, MeshSearch(_merged(steps[0].mesh), unpinned, steps[0].budget.part(0.5)))
     return tuple(steps)
 

@@ -29,6 +29,7 @@ def requested_of(graph: Graph, request: PlanRequest) -> Any:
     of_graph = {
         "pins": tuple(request.pins.get(item.fqn) for item in graph.inputs),
         "stored": tuple(request.stored.get(item.fqn) for item in graph.inputs),
+        "excluded": frozenset((numbers[name], x) for name, x in request.excluded.items() if name in numbers),
         "crossing": frozenset((numbers[name], layout) for name, layout in request.crossing.items()),
         "outputs": frozenset((numbers[name], layout) for name, layout in request.outputs.items()),
         "given": request.given.key(numbers),

@@ -24,6 +24,7 @@ from autopar.planner.pipeline.stage_tables import (
 from autopar.planner.pipeline.wanted_stages import StagePlans, Stages, Wanted, key_of, pressure_of
 from autopar.planner.problem import ENOUGH_GAP
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.pins import is_excluded
 from autopar.sbp.placement import format_layout
 from autopar.search.table import memory_of
 
@@ -99,6 +100,8 @@ def as_written(at: RankTask, stages: Stages) -> StagePlans | None:
         own = restricted(at.task.cut.by_hand, one.graph, at.task.crossing)
         stored = {item.fqn: format_layout(own.layouts[item.value.name]) for item in one.graph.inputs}
         if any(stored[fqn] != layout for fqn, layout in (*one.request.pins.items(), *one.request.stored.items())):
+            return None
+        if is_excluded(own, one.request.excluded):
             return None
         regions = one.regions[: one.most_saved]
         asked.append(_with_saved(one, "recomputed", regions))

@@ -113,7 +113,7 @@ class RankTask:
         parameters are stored in layouts that it may not have.
         """
         request = self.task.request
-        return self.budget.is_spent and not (request.pins or request.stored or self.cache.tied)
+        return self.budget.is_spent and not (request.pins or request.stored or request.excluded or self.cache.tied)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,54 @@
+"""`autopar diff`: two plan files side by side."""
+
+import argparse
+import json
+
+from autopar.answers.compare_plans import compare
+from autopar.answers.comparison_text import format_comparison
+from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.models.target import load_target
+from autopar.planner.status import status
+from autopar.plans.plan import Plan
+from autopar.plans.serialise import read
+from autopar.plans.staged_plan import StagedPlan, loads, mesh_in
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `autopar diff`."""
+    parser.add_argument("before", metavar="A", help="a plan's file, as autopar explain --save writes it")
+    parser.add_argument("after", metavar="B", help="another one; for another mesh, cluster or version of the model")
+    parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="TARGET",
+        help="the model of both plans, as for explain; given twice: of A and of B",
+    )
+    parser.add_argument("--json", action="store_true", help="the same content as JSON, without leaving rows out")
+    parser.set_defaults(run=_diff)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    if len(options.model) > 2:
+        raise AutoparError(f"--model: expected the model of both plans, or of A and of B, found {len(options.model)}")
+    with status() as tell:
+        tell("trace")
+        graphs = [_graph(target) for target in options.model]
+        tell("read")
+        before, after = _read(options.before, graphs[0]), _read(options.after, graphs[-1])
+    found = compare(before, after, (options.before, options.after))
+    print(json.dumps(found.as_json(), indent=1) if options.json else format_comparison(found))
+    return 0
+
+
+def _graph(target: str) -> Graph:
+    example = load_target(target)
+    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+
+
+def _read(path: str, graph: Graph) -> Plan | StagedPlan:
+    text = read(path)
+    return loads(text, graph, mesh_in(text))
