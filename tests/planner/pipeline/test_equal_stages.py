@@ -18,6 +18,7 @@ PARAMETER = GRAPH.of_kind("parameter")[0]
 OTHERS = {
     "pins": {PARAMETER.fqn: "S(0)"},
     "stored": {PARAMETER.fqn: "S(0)"},
+    "excluded": {GRAPH.ops[0].name: ("R -> R",)},
     "memory_limit_bytes": 1e9,
     "training": Training("sgd"),
     "time_limit_s": 1.0,
