@@ -121,7 +121,11 @@ def test_what_the_package_imports_is_installed_with_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]} | {"autopar"}
     for path in PACKAGE:
-        known = installed | {"check_placements.py": {"spmd_types"}, "picture.py": {"matplotlib"}}.get(path.name, set())
+        known = installed | {
+            "check_placements.py": {"spmd_types"},
+            "picture.py": {"matplotlib"},
+            "pictures.py": {"matplotlib"},
+        }.get(path.name, set())
         # transformers only where a model of it is asked for
         foreign = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - known - {"transformers"}
         assert not foreign, f"{path} imports {foreign}, which pyproject.toml does not install"

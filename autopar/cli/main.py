@@ -16,6 +16,8 @@ from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
 from autopar.cli.questions import add_questions, are_asked, parse_pin, tell_answers
+from autopar.cli.schedule_command import add_schedule
+from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
 from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
@@ -108,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "--time", action="store_true", help="also run further steps and compare each term's time with its prediction"
     )
     check.set_defaults(run=_verify)
+    add_sweep(commands.add_parser("sweep", help="the best plans for several numbers of devices, clusters and batches"))
+    add_schedule(commands.add_parser("schedule", help="say which jobs get which devices of a cluster, and when"))
     add_diff(
         commands.add_parser("diff", help="compare two plans: layouts, collectives, time and memory by term and op")
     )

@@ -32,6 +32,13 @@ def op_flops(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     return product.flops(op, inputs, outputs) if product else 0.0
 
 
+def training_flops(op: Op) -> float:
+    """Flops of a forward and a backward of `op` as a whole, those of its products."""
+    shapes = tuple(value.shape for value in op.inputs), tuple(value.shape for value in op.outputs)
+    flops = op_flops(op, *shapes)
+    return flops * (1 + _backward_products(op, shapes[0])) if flops else 0.0
+
+
 def op_bytes(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     """Bytes that a forward of `op` reads and writes; 0 for views."""
     if footprint(op).is_view:

@@ -1,6 +1,7 @@
 """The target of a command: a built-in model, or a function in the user's file."""
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,13 @@ from autopar.torch_compat import pytree
 _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 
 
-def load_target(spec: str, dtype: torch.dtype | None = None) -> Example:
+def load_target(spec: str, dtype: torch.dtype | None = None, *, batch: int | None = None) -> Example:
     """The model and batch that `spec` names, with floating tensors cast to `dtype` if given.
 
-    AutoparError if it cannot.
+    `batch`: the global batch, which a built-in model takes, and a function that has a parameter of that name; by
+    default its own. AutoparError if it cannot.
     """
-    example = build_model(spec) if ":" not in spec else _called(spec)
+    example = build_model(spec, batch=batch) if ":" not in spec else _called(spec, batch)
     if dtype is None:
         return example
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (example.args, dict(example.kwargs)))
@@ -32,16 +34,19 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _called(spec: str) -> Example:
+def _called(spec: str, batch: int | None) -> Example:
     path, _, name = spec.rpartition(":")
-    result = _function(path, name)()
+    function = _function(path, name)
+    if batch is not None and "batch" not in inspect.signature(function).parameters:
+        raise AutoparError(f"{spec} has no parameter batch, which is to be {batch}: give it one, or leave --batch out")
+    result = function() if batch is None else function(batch=batch)
     if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
         raise AutoparError(f"{spec} returned {_describe(result)}, expected (model, args, kwargs); {_HOW}")
     model, args, kwargs = result
     return Example(model, tuple(args), dict(kwargs))
 
 
-def _function(path: str, name: str) -> Callable[[], Any]:
+def _function(path: str, name: str) -> Callable[..., Any]:
     if not Path(path).is_file():
         raise AutoparError(f"no file {path!r} and no built-in model of that name ({', '.join(MODELS)}); {_HOW}")
     folder = str(Path(path).resolve().parent)

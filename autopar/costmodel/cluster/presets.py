@@ -30,6 +30,13 @@ PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 _EFFICIENCY_NOTE = f"products at {PRODUCT_EFFICIENCY} and links at {LINK_EFFICIENCY} of these"
 
 
+def datasheet_share(cluster: Cluster) -> float:
+    """The share of a datasheet's product rate that `flops_per_s` is: of a preset of GPUs, else 1, as for a calibration,
+    whose rates were measured.
+    """
+    return PRODUCT_EFFICIENCY if cluster.source.endswith(_EFFICIENCY_NOTE) else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Links:
     """Datasheet rates of a device's links, bytes/s in one direction: within its node of `per_node` devices, to other

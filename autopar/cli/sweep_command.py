@@ -1,0 +1,133 @@
+"""`autopar sweep`: the best plan of a model for each of several numbers of devices, clusters and batches."""
+
+import argparse
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.answers.scaling import ScalingPoint, batch_of, format_points, point_of, points_csv, points_json
+from autopar.cli.pictures import can_draw, draw_scaling
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.costmodel.training import Training
+from autopar.errors import AutoparError
+from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.mesh import Devices
+from autopar.models.target import load_target
+from autopar.peak_memory.predict import rank_peaks
+from autopar.planner.choose import choose_plan
+from autopar.planner.request import PlanRequest
+from autopar.planner.status import status
+from autopar.plans.serialise import write
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the arguments of `autopar sweep`."""
+    parser.add_argument("target", metavar="TARGET", help="a built-in model or path.py:function, as for explain")
+    parser.add_argument("--devices", required=True, type=_numbers, metavar="N,...", help="e.g. 8,16,64,1024")
+    parser.add_argument("--cluster", required=True, metavar="NAME,...", help="presets or JSON files")
+    batches = parser.add_mutually_exclusive_group()
+    batches.add_argument(
+        "--batch",
+        type=_numbers,
+        default=(0,),
+        metavar="B,...",
+        help="global batches, the same for all numbers of devices (strong scaling; default: that of the target)",
+    )
+    batches.add_argument(
+        "--batch-per-device", type=_numbers, metavar="B,...", help="batches a device (weak scaling), e.g. 1,2"
+    )
+    parser.add_argument("--price", type=float, default=math.nan, metavar="P", help="of a device for an hour")
+    parser.add_argument("--optimizer", default="adamw", help="as for explain (default adamw)")
+    parser.add_argument(
+        "--time-limit", type=float, default=30.0, metavar="S", help="seconds of planning for each point (default 30)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--csv", metavar="FILE", help="write the points as CSV too, which autopar schedule reads")
+    parser.add_argument("--picture", metavar="FILE", help="draw speed and MFU over devices (needs matplotlib)")
+    parser.set_defaults(run=_sweep)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected positive whole numbers such as 8,16,64, found {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class PointTask:
+    """A point to be planned, in any process. `batch`: 0 for that of the target."""
+
+    target: str
+    cluster: str
+    devices: int
+    batch: int
+    request: PlanRequest
+    price_per_hour: float
+
+    def plan(self) -> ScalingPoint:
+        """The point; one with an error where there is no plan."""
+        graph, cluster = _graph(self.target, self.batch), load_cluster(self.cluster)
+        try:
+            plan = choose_plan(graph, Devices(self.devices), cluster, self.request, predict=rank_peaks)
+        except AutoparError as error:
+            samples, tokens = batch_of(graph)
+            return ScalingPoint(self.target, cluster.name, self.devices, samples, tokens, error=str(error))
+        return point_of(self.target, plan, self.price_per_hour)
+
+
+@lru_cache(maxsize=2)
+def _graph(target: str, batch: int) -> Graph:
+    example = load_target(target, batch=batch or None)
+    return trace(skeleton(example.model), example.args, dict(example.kwargs))
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    if not (math.isnan(options.price) or 0 <= options.price < math.inf):
+        raise AutoparError(f"--price {options.price}: expected a price of 0 or more for an hour of a device")
+    if options.picture:
+        can_draw("sweep")
+    tasks = tuple(_tasks(options))
+    with status() as tell:
+        tell(f"trace {options.target}")
+        _graph(options.target, tasks[0].batch)  # an error of the target is told before all else
+        points = tuple(_planned(tasks, tell))
+    if options.csv:
+        write(options.csv, points_csv(points))
+    if options.picture:
+        draw_scaling(points, options.picture)
+    print(points_json(points) if options.json else format_points(points))
+    return 0 if any(not point.error for point in points) else 2
+
+
+def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
+    request = PlanRequest(training=Training(options.optimizer), time_limit_s=options.time_limit)
+    for cluster in options.cluster.split(","):
+        load_cluster(cluster)
+        for devices in options.devices:
+            each = options.batch_per_device
+            for batch in [size * devices for size in each] if each else options.batch:
+                yield PointTask(options.target, cluster, devices, batch, request, options.price)
+
+
+def _planned(tasks: Sequence[PointTask], tell: Callable[[str], None]) -> Iterator[ScalingPoint]:
+    """The points, in order; several at a time where there are several cores."""
+    workers = min(
+        len(tasks), os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
+    )
+    if workers == 1:
+        for number, task in enumerate(tasks):
+            tell(f"point {number + 1} of {len(tasks)}: {task.devices} devices of {task.cluster}")
+            yield task.plan()
+        return
+    multiprocessing.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver")) as pool:
+        for number, point in enumerate(pool.map(PointTask.plan, tasks)):
+            tell(f"{number + 1} of {len(tasks)} points")
+            yield point
