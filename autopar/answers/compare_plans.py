@@ -113,7 +113,7 @@ def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
 
 
 def _facts(plan: AnyPlan) -> dict[str, str]:
-    """What a plan is of and for, as text."""
+    """The model, mesh and options of a plan, as text."""
     schedule = "none" if isinstance(plan, Plan) else str(plan.schedule)
     limit = plan.memory_limit_bytes
     return {

@@ -161,7 +161,7 @@ def _of_pinned(plan: AnyPlan, other: AnyPlan) -> str:
 
 
 def _why_memory(asked: Asked) -> Answer:
-    """What the memory limit costs: the best plan with a GiB more."""
+    """The cost of the memory limit: the best plan with a GiB more."""
     limit = asked.plan.memory_limit_bytes
     question = f"What does the memory limit of {format_bytes(limit)} cost?"
     other = asked.again(memory_limit_bytes=limit + MORE_BYTES)

@@ -15,7 +15,7 @@ from torch import nn
 from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
-from autopar.cli.questions import add_questions, are_asked, parse_pin, tell_answers
+from autopar.cli.question_options import add_questions, are_asked, parse_pin, tell_answers
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.emit import emit

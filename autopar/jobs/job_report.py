@@ -1,4 +1,4 @@
-"""What became of jobs under each policy, as text and as data."""
+"""The jobs under each policy, as text and as data."""
 
 import math
 from collections.abc import Mapping

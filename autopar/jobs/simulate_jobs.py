@@ -45,7 +45,7 @@ class RunningJob:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What a policy decides by: the time, the jobs that wait (by time) and those that run, and the speeds.
+    """The facts that a policy decides by: the time, the jobs that wait (by time) and those that run, and the speeds.
 
     `change_s`: seconds for which a running job stands still when its share changes.
     """
@@ -88,7 +88,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class JobLog:
-    """What became of all jobs: their times, and every share."""
+    """The outcome of all jobs: their times, and every share."""
 
     jobs: tuple[Job, ...]
     num_devices: int
