@@ -18,7 +18,7 @@ from autopar.calibrate.measure import Measured, OnRank
 from autopar.calibrate.probe_ops import OpTime, UpdateTime
 from autopar.calibrate.slowest_host import slow_hosts, slowest_of
 from autopar.calibrate.time_links import CollectiveTime, Groups
-from autopar.costmodel.cluster.hardware import Cluster, LinkLevel
+from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import Calibration, GroupRate, MemoryShare, ProductShare
 from autopar.costmodel.collective_time import collective_times
 from autopar.costmodel.memory import update_time
@@ -30,6 +30,9 @@ from autopar.ir.op_facts import family
 _LEAST_REST = 0.2  # of a time, once the fixed cost of its kernels is taken off
 _OFFSET_BYTES = 2.0**30  # where a formula's latency no longer shows
 _LEAST_BETA = 1e-13  # seconds a byte, fewer than any link's: a line whose slope noise hides has this
+# Of collectives over several link levels: NCCL's own (its documentation, NCCL_ALGO); gloo's ring, or level by level by
+# the runtime (`sbp.nested`).
+_ALGORITHMS_OF = {"gloo": ("ring", "nested"), "nccl": ("ring", "tree")}
 _WITHOUT_LINKS = (LinkLevel(0, 0.0, float("inf")),)
 
 
@@ -62,7 +65,7 @@ class Fitted:
 def fit_cluster(measured: Measured, name: str, device_type: str, backend: str, levels: tuple[LinkLevel, ...]) -> Fitted:
     """The cluster of these timings; `levels` are those of its links where none were timed."""
     ranks = slowest_of(measured)
-    bare = _bare(name, device_type, ranks)
+    bare = replace(_bare(name, device_type, ranks), algorithms=_ALGORITHMS_OF.get(backend, ALGORITHMS))
     devices = replace(bare, product_shares=_product_shares(ranks, bare), memory_shares=_memory_shares(ranks, bare))
     updates = _update_line(ranks.updates)
     share = 1 / (updates.beta_s_per_byte * bare.memory_bandwidth_bytes_per_s)

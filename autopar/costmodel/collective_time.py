@@ -7,6 +7,7 @@ device has its fair share of a link.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ import numpy as np
 from autopar.costmodel.cluster.hardware import ALGORITHMS, Cluster, LinkLevel
 from autopar.costmodel.cluster.measured_terms import GroupRate, group_rate
 from autopar.mesh import Mesh
+from autopar.sbp.nested import Nesting
 from autopar.sbp.redistribute import Collective
 
 
@@ -36,17 +38,18 @@ class GroupLevel:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The time of an algorithm: `alpha_s + beta_s_per_byte * num_bytes`."""
+    """The time of an `algorithm`: `alpha_s + beta_s_per_byte * num_bytes`."""
 
     alpha_s: float
     beta_s_per_byte: float
+    algorithm: str
 
     def twice(self) -> "Pieces":
-        return Pieces(2 * self.alpha_s, 2 * self.beta_s_per_byte)
+        return Pieces(2 * self.alpha_s, 2 * self.beta_s_per_byte, self.algorithm)
 
     def after(self, base_s: float) -> "Pieces":
         """The pieces with `base_s` before the first hop."""
-        return Pieces(base_s + self.alpha_s, self.beta_s_per_byte)
+        return Pieces(base_s + self.alpha_s, self.beta_s_per_byte, self.algorithm)
 
 
 @lru_cache(maxsize=2**16)
@@ -100,20 +103,29 @@ def _flat_rate(groups: tuple[GroupLevel, ...]) -> float:
 
 def _ring(groups: tuple[GroupLevel, ...], size: int) -> Pieces:
     """Half a ring all-reduce: n - 1 steps, each with the latency of its slowest link."""
-    return Pieces((size - 1) * max(span.latency_s for span in groups), (size - 1) / size / _flat_rate(groups))
+    return Pieces((size - 1) * max(span.latency_s for span in groups), (size - 1) / size / _flat_rate(groups), "ring")
 
 
-def _hierarchical(groups: tuple[GroupLevel, ...]) -> Pieces:
-    """Half a hierarchical all-reduce: a ring at each level on the result of the reduce-scatter inside it."""
-    alpha = sum((span.num_children - 1) * span.latency_s for span in groups)
-    beta = sum((1 - 1 / span.num_children) / span.num_inside / span.bandwidth_bytes_per_s for span in groups)
-    return Pieces(alpha, beta)
+def _nested(spanned: tuple[GroupLevel, ...], kind: str) -> Pieces:
+    """Level by level, each at the rates of the collective that runs there, on what the scatters inside leave.
+
+    An all-reduce is a reduce-scatter and an all-gather on each inner level, and an all-reduce on the outermost.
+    """
+    alpha = beta = 0.0
+    for number, span in enumerate(spanned):
+        is_sum = kind == "all_reduce"
+        inside = ("reduce_scatter", "all_gather") if is_sum else (kind,)
+        for one in inside if number < len(spanned) - 1 else (kind,):
+            (reached,), times = _reached((span,), one), 2 if one == "all_reduce" else 1
+            alpha += reached.base_latency_s + times * (span.num_children - 1) * span.latency_s
+            beta += times * (1 - 1 / span.num_children) / span.num_inside / reached.bandwidth_bytes_per_s
+    return Pieces(alpha, beta, "nested")
 
 
 def _tree(groups: tuple[GroupLevel, ...]) -> Pieces:
     """All-reduce by a pipelined double binary tree: up and down once, each byte over each link twice."""
     alpha = sum(2 * (span.num_children - 1).bit_length() * span.latency_s for span in groups)
-    return Pieces(alpha, 2 / _flat_rate(groups))
+    return Pieces(alpha, 2 / _flat_rate(groups), "tree")
 
 
 def _exchange(groups: tuple[GroupLevel, ...]) -> Pieces:
@@ -121,7 +133,8 @@ def _exchange(groups: tuple[GroupLevel, ...]) -> Pieces:
     size = groups[-1].num_members
     peers = [span.num_members - span.num_inside for span in groups]
     alpha = sum(count * span.latency_s for count, span in zip(peers, groups))
-    return Pieces(alpha, sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, groups)))
+    beta = sum(count / size / span.bandwidth_bytes_per_s for count, span in zip(peers, groups))
+    return Pieces(alpha, beta, "exchange")
 
 
 def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
@@ -142,21 +155,20 @@ def algorithms(
     """
     size = _num_members(mesh_shape, axes)
     spanned = spans(levels, mesh_shape, axes)
-    return tuple(_of_group(_reached(groups, kind), size, kind, allowed) for groups in spanned)
+    return tuple(_of_group(groups, size, kind, allowed) for groups in spanned)
 
 
-def _of_group(groups: tuple[GroupLevel, ...], size: int, kind: str, allowed: tuple[str, ...]) -> tuple[Pieces, ...]:
-    bases = [span.base_latency_s for span in groups]
+def _of_group(spanned: tuple[GroupLevel, ...], size: int, kind: str, allowed: tuple[str, ...]) -> tuple[Pieces, ...]:
+    groups = _reached(spanned, kind)
+    base_s = max(span.base_latency_s for span in groups)
     if kind == "all_to_all":
-        return (_exchange(groups).after(max(bases)),)
-    ring, nested = _ring(groups, size), _hierarchical(groups)
-    if kind == "all_reduce":  # the nested one is three collectives, of which two are inside
-        nested = nested.twice().after(2 * sum(bases[:-1]) + bases[-1])
-        ways = {"ring": ring.twice().after(max(bases)), "nested": nested, "tree": _tree(groups).after(max(bases))}
-        return tuple(ways[name] for name in ALGORITHMS if name in allowed)
-    assert kind in ("all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
-    halves = {"ring": ring.after(max(bases)), "nested": nested.after(sum(bases))}
-    return tuple(halves[name] for name in halves if name in allowed)
+        return (_exchange(groups).after(base_s),)
+    assert kind in ("all_reduce", "all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
+    ring = _ring(groups, size)
+    ways = {"ring": ring.after(base_s), "nested": _nested(spanned, kind)}
+    if kind == "all_reduce":
+        ways |= {"ring": ring.twice().after(base_s), "tree": _tree(groups).after(base_s)}
+    return tuple(ways[name] for name in ALGORITHMS if name in allowed and name in ways)
 
 
 def _reached(groups: tuple[GroupLevel, ...], kind: str) -> tuple[GroupLevel, ...]:
@@ -193,7 +205,7 @@ def collective_times(
     sizes = np.asarray(num_bytes, dtype=np.float64)
     times = [
         np.min([p.alpha_s * latency_share + p.beta_s_per_byte * sizes for p in choices], axis=0)
-        for choices in algorithms(cluster.levels, mesh_shape, axes, kind, cluster.algorithms)
+        for choices in algorithms(cluster.levels, mesh_shape, axes, kind, run_by(cluster, mesh_shape, axes))
     ]
     slowest = times[0] if len(times) == 1 else np.max(times, axis=0)
     times_s = slowest * cluster.kind_factors.get(kind, 1.0)
@@ -208,3 +220,77 @@ def collective_time(
     """Seconds of one collective; arguments as of `collective_times`."""
     what = mesh.shape, collective.axes, collective.kind, np.float64(collective.num_bytes)
     return float(collective_times(cluster, *what, latency_share=latency_share, is_copied=is_copied))
+
+
+def nested_sizes(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the blocks, from the inside out, of which the groups of `axes` consist on each of several link
+    levels; () where they lie within a level, or in uneven blocks, or not all alike.
+    """
+    spanned = spans(cluster.levels, mesh_shape, axes)
+    sizes = tuple(span.num_children for span in spanned[0])
+    is_even = len(spanned) == 1 and math.prod(sizes) == _num_members(mesh_shape, axes)
+    return sizes if is_even and len(sizes) > 1 else ()
+
+
+def run_by(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[str, ...]:
+    """The algorithms of the cluster that its groups on `axes` can take.
+
+    On CPUs, whose backend has flat collectives alone, the runtime runs nested ones, of even blocks (`nesting`).
+    """
+    if cluster.device_type != "cpu" or "ring" not in cluster.algorithms or nested_sizes(cluster, mesh_shape, axes):
+        return cluster.algorithms
+    return tuple(name for name in cluster.algorithms if name != "nested")
+
+
+def algorithm_over_levels(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:
+    """The algorithm of a collective whose groups span several link levels; "" of others, and of all-to-alls."""
+    is_within = all(len(groups) == 1 for groups in spans(cluster.levels, mesh.shape, collective.axes))
+    return "" if is_within or collective.kind == "all_to_all" else chosen_algorithm(cluster, mesh, collective)
+
+
+def chosen_algorithm(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:
+    """The algorithm that a collective is priced by, of the slowest group: the fastest for its bytes."""
+    what = mesh.shape, collective.axes, collective.kind
+
+    def seconds(one: Pieces) -> float:
+        return one.alpha_s + one.beta_s_per_byte * collective.num_bytes
+
+    groups = algorithms(cluster.levels, *what, run_by(cluster, mesh.shape, collective.axes))
+    return max((min(choices, key=seconds) for choices in groups), key=seconds).algorithm
+
+
+def issued_as(collective: Collective, cluster: Cluster, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives that the runtime issues for one of a plan."""
+    how = nesting(cluster, mesh.shape, collective.axes)
+    return (collective,) if how is None else how.issued(collective)
+
+
+def nesting(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> Nesting | None:
+    """How the runtime runs collectives on `axes` level by level; None where it never does."""
+    sizes = nested_sizes(cluster, mesh_shape, axes) if _num_members(mesh_shape, axes) > 1 else ()
+    if cluster.device_type != "cpu" or not sizes or "nested" not in cluster.algorithms:
+        return None
+    ranges = {}
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        (choices,) = algorithms(cluster.levels, mesh_shape, axes, kind, cluster.algorithms)
+        found = _range_of("nested", choices)
+        if found is not None:
+            ranges[kind] = found
+    return Nesting(sizes, ranges) if ranges else None
+
+
+def _range_of(name: str, choices: Sequence[Pieces]) -> tuple[float, float] | None:
+    """(fewest, most) bytes for which the algorithm called `name` is faster than all others; None if it never is."""
+    own = next(one for one in choices if one.algorithm == name)
+    fewest, most = 0.0, math.inf
+    for other in choices:
+        more_s, saved = own.alpha_s - other.alpha_s, other.beta_s_per_byte - own.beta_s_per_byte
+        if other is own or (more_s < 0 and saved >= 0):
+            continue
+        if saved > 0:
+            fewest = max(fewest, math.floor(more_s / saved) + 1)
+        elif more_s < 0:
+            most = min(most, math.ceil(more_s / saved) - 1)
+        else:
+            return None
+    return (fewest, most) if fewest <= most else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.costmodel.collective_time import algorithm_over_levels
 from autopar.costmodel.conversion_cost import conversion_times
 from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.explain.batch_size import notes
@@ -20,7 +21,10 @@ from autopar.sbp.redistribute import Collective
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """A row of `count` equal collectives of a step, of an op and its copies; `time_s`: of all of them."""
+    """A row of `count` equal collectives of a step, of an op and its copies; `time_s`: of all of them.
+
+    `algorithm`: of one over several link levels, otherwise "".
+    """
 
     phase: str
     kind: str
@@ -28,6 +32,7 @@ class CollectiveRow:
     num_bytes: int
     count: int
     time_s: float
+    algorithm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +224,13 @@ def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tupl
 
 
 def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
-    """Rows of all collectives by phase, axes and kind; `num_bytes` is the sum."""
-    groups: dict[tuple[bool, tuple[int, ...], str], list[PlannedCollective]] = {}
+    """Rows of all collectives by phase, axes, kind and algorithm; `num_bytes` is the sum."""
+    groups: dict[tuple[bool, tuple[int, ...], str, str], list[PlannedCollective]] = {}
     issued = plan.costs.num_issued
     for planned in plan.costs.collectives:
         c = planned.collective
-        groups.setdefault((c.phase == "backward", c.axes, c.kind), []).append(planned)
+        algorithm = algorithm_over_levels(plan.cluster, plan.mesh, c)
+        groups.setdefault((c.phase == "backward", c.axes, c.kind, algorithm), []).append(planned)
     return tuple(
         CollectiveRow(
             "backward" if is_backward else "forward",
@@ -233,8 +239,9 @@ def _totals(plan: Plan) -> tuple[CollectiveRow, ...]:
             sum(issued(item) * item.collective.num_bytes for item in planned),
             sum(map(issued, planned)),
             sum(issued(item) * item.time_s for item in planned),
+            algorithm,
         )
-        for (is_backward, axes, kind), planned in sorted(groups.items())
+        for (is_backward, axes, kind, algorithm), planned in sorted(groups.items())
     )
 
 

@@ -102,7 +102,14 @@ def _input_line(row: InputRow) -> list[str]:
 
 def _collectives(report: Report) -> str:
     lines = [
-        [r.phase, r.axis, r.kind, str(r.count), format_bytes(r.num_bytes), format_seconds(r.time_s)]
+        [
+            r.phase,
+            r.axis,
+            f"{r.kind}, {r.algorithm}" if r.algorithm else r.kind,
+            str(r.count),
+            format_bytes(r.num_bytes),
+            format_seconds(r.time_s),
+        ]
         for r in report.totals
     ]
     if not lines:

@@ -11,6 +11,8 @@ from autopar.codegen.emit import emit
 from autopar.codegen.generated_self import Forward, Gather
 from autopar.codegen.program import Program
 from autopar.costmodel.activations.count_storages import Storages
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import nesting
 from autopar.ir.graph import Input
 from autopar.mesh import Mesh
 from autopar.peak_memory.device_kernels import namespace_on
@@ -19,6 +21,7 @@ from autopar.runtime.load_program import compile_source
 from autopar.runtime.pipeline.torch_stage import Wire, depends, sendable
 from autopar.runtime.saved_tensors.offload_saved import Offload
 from autopar.sbp.convert import Axis, joint_axis
+from autopar.sbp.nested import Nest
 from autopar.sbp.placement import Layout, local_shape
 from autopar.schedule.timeline import Action
 from autopar.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
@@ -43,16 +46,23 @@ class Rank:
 
     @classmethod
     def of(
-        cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], device_type: str
+        cls, program: Program, receives: Collection[str], state: dict[str, torch.Tensor], on: Cluster | str
     ) -> "Rank":
-        """The rank of `program`.
+        """The rank of `program` on a device of a cluster, or of a type whose collectives are flat.
 
         `state`: FQN -> parameter or buffer of the rank's previous stages, which is extended.
         """
+        device_type = on if isinstance(on, str) else on.device_type
         names, mesh = namespace_on(device_type) | {"Offload": _Away}, program.mesh
         function = compile_source(emit(program), names)
-        single = [Axis(name, size, 0, None) for name, size in zip(mesh.axis_names, mesh.shape)]
-        joint = [joint_axis([single[axis] for axis in axes], None) for axes in program.joint_axes]
+
+        def nest(axes: tuple[int, ...]) -> Nest | None:
+            how = None if isinstance(on, str) else nesting(on, mesh.shape, axes)
+            return None if how is None else Nest(how, (None,) * len(how.sizes))
+
+        named = enumerate(zip(mesh.axis_names, mesh.shape))
+        single = [Axis(name, size, 0, None, nest((axis,))) for axis, (name, size) in named]
+        joint = [joint_axis([single[axis] for axis in axes], None, nest(axes)) for axes in program.joint_axes]
         stored = [
             (item, _part(item, layout, mesh)) for item, layout in program.inputs if item.value.name not in receives
         ]

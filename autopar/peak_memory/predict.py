@@ -10,6 +10,7 @@ import torch
 from autopar.codegen.lower import lower
 from autopar.codegen.program import Program
 from autopar.costmodel.activations.count_storages import RunOp, count_storages
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.memory import input_bytes
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph, Input, Value
@@ -67,9 +68,7 @@ def rank_peaks(plan: Plan | StagedPlan) -> tuple[int, ...]:
         if len(plan.stages) > 1 or plan.schedule.num_microbatches > 1:
             return tuple(peak.total_bytes for peak in predict_peaks(plan))
         (plan,) = plan.stages
-    prediction = predict_peak(
-        plan.graph, plan.mesh, plan.assignment, training=plan.training, device_type=plan.cluster.device_type
-    )
+    prediction = predict_peak(plan.graph, plan.mesh, plan.assignment, training=plan.training, on=plan.cluster)
     return (prediction.total_bytes,)
 
 
@@ -80,16 +79,19 @@ def predict_peak(
     *,
     training: Training = WHOLE_BATCH,
     actions: Sequence[Action] | None = None,
-    device_type: str = "cpu",
+    on: Cluster | str = "cpu",
     is_whole: bool = False,
 ) -> Peak:
-    """The peak of the first rank in a step, run without peers and with the kernels of `device_type`.
+    """The peak of the first rank in a step, run without peers on a device of a cluster or type (`Rank.of`).
 
     `graph`: of one microbatch; the received values of a stage are arguments with a gradient. `actions`: of this stage,
     in order; by default one microbatch after the other. The batch is counted whole, as plain tensors are given. Outputs
     without gradient are dropped. Only a few copies of a repeat are run (`run_phases`), all of them if `is_whole`.
     """
-    is_split = training.num_microbatches > 1 or actions is not None
+    is_split, device_type = (
+        training.num_microbatches > 1 or actions is not None,
+        on if isinstance(on, str) else on.device_type,
+    )
     if actions is None:
         actions = [Action(kind, 0, number) for number in range(training.num_microbatches) for kind in "FB"]
     arguments = graph.of_kind("argument")
@@ -101,7 +103,7 @@ def predict_peak(
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, mesh, assignment, is_split=is_split, in_buckets=in_buckets)
         with without_data(device_type) as run_op:
-            stage = DryStage(Rank.of(program, received, {}, device_type), is_first=not received)
+            stage = DryStage(Rank.of(program, received, {}, on), is_first=not received)
             return _run({0: stage}, DryStep({0: stage}, actions, is_split=is_split), run_op)
 
     phases = run(graph, assignment, True) if is_whole else run_phases(graph, assignment, mesh, run)
@@ -158,7 +160,7 @@ def _recorded(plan: StagedPlan, number: int, receives: Collection[str]) -> Recor
     def run(graph: Graph, assignment: Assignment, in_buckets: bool) -> Phases:
         program = lower(graph, own.mesh, assignment, is_split=True, in_buckets=in_buckets)
         with without_data(plan.cluster.device_type) as run_op:
-            stage = DryStage(Rank.of(program, receives, {}, plan.cluster.device_type), **_where(plan, number))
+            stage = DryStage(Rank.of(program, receives, {}, plan.cluster), **_where(plan, number))
             phases, outputs = run_two(stage, is_halved=is_halved, run=run_op)
         handed.append(outputs)
         return phases
@@ -170,7 +172,7 @@ def _stage(plan: StagedPlan, number: int, receives: Collection[str], state: dict
     """The stage called `number`, to be run; `state`: as in `Rank.of`."""
     own = plan.stages[number]
     program = lower(own.graph, own.mesh, own.assignment, is_split=True)
-    return DryStage(Rank.of(program, receives, state, plan.cluster.device_type), **_where(plan, number))
+    return DryStage(Rank.of(program, receives, state, plan.cluster), **_where(plan, number))
 
 
 def _replayed(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.errors import AutoparError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
@@ -48,6 +49,11 @@ class Choices:
     def mesh(self) -> Mesh:
         """The mesh of the plan."""
         return self.known.mesh
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of the plan."""
+        return self.known.cluster
 
     @property
     def has_known_assignment(self) -> bool:

@@ -18,11 +18,13 @@ from autopar.codegen.emit import emit
 from autopar.codegen.generated_self import Forward, Gather
 from autopar.codegen.names import local_name
 from autopar.codegen.program import Program
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.collective_time import nesting
 from autopar.ir.graph import Graph
 from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.runtime.interop.output_hooks import copied_outputs
-from autopar.runtime.process_groups import joint_group
+from autopar.runtime.process_groups import joint_group, level_groups
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.runtime.saved_tensors.gather_bucket import GatherBucket
 from autopar.runtime.saved_tensors.offload_saved import Offload
@@ -32,6 +34,7 @@ from autopar.runtime.seeded_rng import draw_seed, seeded
 from autopar.sbp.convert import Axis, convert, convert_together, joint_axis, move
 from autopar.sbp.in_flight import InFlight, arrived
 from autopar.sbp.local_ops import LOCAL_OPS
+from autopar.sbp.nested import Nest
 from autopar.sbp.placement import E, I, L, Layout, P, R, S
 
 _numbers = itertools.count()
@@ -176,13 +179,24 @@ def namespace() -> dict[str, Any]:
     }
 
 
-def axes_of(mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = ()) -> tuple[Axis, ...]:
+def axes_of(
+    mesh: DeviceMesh, joint: Sequence[tuple[int, ...]] = (), cluster: Cluster | None = None
+) -> tuple[Axis, ...]:
     """The mesh's axes as this rank sees them, then each of the `joint` sets of several as one; all ranks must call with
-    the same sets.
+    the same sets. `cluster`: by whose prices collectives over several link levels are run level by level; None: never.
     """
     names = mesh.mesh_dim_names or tuple(f"a{i}" for i in range(mesh.ndim))
-    single = tuple(Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i, name in enumerate(names))
-    return single + tuple(joint_axis([single[i] for i in axes], joint_group(mesh, axes)) for axes in joint)
+
+    def nest(axes: tuple[int, ...]) -> Nest | None:
+        how = None if cluster is None else nesting(cluster, tuple(mesh.shape), axes)
+        return None if how is None else Nest(how, level_groups(mesh, axes, how.sizes))
+
+    single = tuple(
+        Axis(name, mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i), nest((i,))) for i, name in enumerate(names)
+    )
+    return single + tuple(
+        joint_axis([single[i] for i in axes], joint_group(mesh, axes), nest(tuple(axes))) for axes in joint
+    )
 
 
 def torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:

@@ -339,7 +339,7 @@ class Runtime:
             check_seed(self.mesh)
         self._take_over(module, graph, plan.assignment.layouts, self.mesh)
         with peers_alive():
-            axes = axes_of(self.mesh, program.joint_axes)
+            axes = axes_of(self.mesh, program.joint_axes, plan.cluster)
         constants = run_constants(graph, torch.device(self.mesh.device_type))
         return load(
             program,

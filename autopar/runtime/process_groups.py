@@ -1,5 +1,7 @@
 """Process groups of several mesh axes together, created once for all programs on these ranks."""
 
+import math
+from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,10 +13,13 @@ from autopar.mesh import stages_first_order
 from autopar.torch_compat import default_store, num_groups
 
 Rows = tuple[tuple[int, ...], ...]  # global ranks of each group, row-major over the axes
+Copy = (
+    int | tuple[Rows, int]
+)  # which of several groups of the same ranks: a number, or whose parts they are and a level
 
 # The default group -> groups created in its lifetime, by their ranks and their copy. A communicator takes device
 # memory, so that models on one mesh share them.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Rows, int], dist.ProcessGroup]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Rows, Copy], dist.ProcessGroup]] = WeakKeyDictionary()
 # The default group -> the first of the groups of several meshes, by their ranks.
 _first: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -35,25 +40,69 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...], *, copy: int = 0) -> di
     of axes in the same order. On a mesh of all ranks of the world every rank creates every group, as DeviceMesh does.
     On a mesh of some ranks only members create theirs, since the others do not call this.
     """
+    return _group(mesh, _rows(mesh, axes), copy)
+
+
+def level_groups(mesh: DeviceMesh, axes: tuple[int, ...], sizes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of this rank within a `joint_group`, whose members are blocks within blocks of `sizes`, from the
+    inside out: those within an innermost block, then those in the same place of other blocks. Called as `joint_group`.
+    """
     rows = _rows(mesh, axes)
+    return tuple(_group(mesh, _of_level(rows, sizes, level), (rows, level)) for level in range(len(sizes)))
+
+
+def _of_level(rows: Rows, sizes: Sequence[int], level: int) -> Rows:
+    """The groups of a level within `rows`.
+
+    >>> _of_level(((0, 1, 2, 3),), (2, 2), 0), _of_level(((0, 1, 2, 3),), (2, 2), 1)
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+    stride, parts = math.prod(sizes[:level]), list[tuple[int, ...]]()
+    for row in rows:
+        block = stride * sizes[level]
+        parts += [
+            row[start + offset : start + block : stride]
+            for start in range(0, len(row), block)
+            for offset in range(stride)
+        ]
+    return tuple(parts)
+
+
+def _group(mesh: DeviceMesh, rows: Rows, copy: Copy) -> dist.ProcessGroup:
     known = _made.setdefault(_world(), {})
     if (rows, copy) not in known:
         is_local = mesh.size() < dist.get_world_size()
         if is_local:
-            _agree_on_number(rows, copy)
-        known[rows, copy] = _make(rows, is_local=is_local)
+            rows_here = tuple(row for row in rows if dist.get_rank() in row)
+            _agree_on_number(rows_here, copy)
+            known[rows, copy] = _make(rows_here, is_local=True)
+        else:
+            known[rows, copy] = _make(rows, is_local=False)
     return known[rows, copy]
 
 
 def find_joint_axes(mesh: DeviceMesh, group_name: str) -> tuple[int, ...]:
     """The axes of the group called `group_name`; () if `joint_group` did not create it."""
     known = _made.get(_world(), {})
-    live = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    for axes in chain.from_iterable(combinations(live, size) for size in range(2, len(live) + 1)):
+    for axes in _sets_of_axes(mesh, least=2):
         group = known.get((_rows(mesh, axes), 0))
         if group is not None and group.group_name == group_name:
             return axes
     return ()
+
+
+def find_level(mesh: DeviceMesh, group_name: str) -> tuple[tuple[int, ...], int]:
+    """The axes and the level of the group called `group_name`; ((), -1) if `level_groups` did not create it."""
+    known = _made.get(_world(), {})
+    found = next((copy for (_, copy), group in known.items() if group.group_name == group_name), 0)
+    if isinstance(found, int):
+        return (), -1
+    return next(axes for axes in _sets_of_axes(mesh, least=1) if _rows(mesh, axes) == found[0]), found[1]
+
+
+def _sets_of_axes(mesh: DeviceMesh, least: int) -> Iterator[tuple[int, ...]]:
+    live = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    return chain.from_iterable(combinations(live, size) for size in range(least, len(live) + 1))
 
 
 def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
@@ -66,7 +115,7 @@ def _rows(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
     return tuple(map(tuple, ranks if mesh.size() == dist.get_world_size() else mine))
 
 
-def _agree_on_number(rows: Rows, copy: int) -> None:
+def _agree_on_number(rows: Rows, copy: Copy) -> None:
     """Give the members of each group as many groups, by groups of one, as that of them which knows most.
 
     torch names a group that only its members create by their ranks and by how many groups they know: members that know

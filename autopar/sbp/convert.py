@@ -7,18 +7,15 @@ does not promise (the gradient of `sum` is an expanded view).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, waiting_nodes
+from autopar.sbp.nested import Chain, Nest, gather_into, scatter_into
 from autopar.sbp.placement import P, Placement, R
-
-# torch 2.13 renamed these two; 2.11 and 2.12 know only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,21 +23,22 @@ class Axis:
     """A mesh axis, or several as one, as seen by a rank, whose coordinate on it is `index`.
 
     Without a `group` the rank has no peers (a dry run): collectives return tensors of the right shape with arbitrary
-    contents.
+    contents. `nest`: its groups of each link level, where some collectives are run level by level.
     """
 
     name: str
     size: int
     index: int
     group: dist.ProcessGroup | None
+    nest: Nest | None = None
 
 
-def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None) -> Axis:
+def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None, nest: Nest | None = None) -> Axis:
     """All ranks of `axes` as one axis, in row-major order, which must be the order of `group`."""
     index = 0
     for axis in axes:
         index = index * axis.size + axis.index
-    return Axis("+".join(axis.name for axis in axes), math.prod(axis.size for axis in axes), index, group)
+    return Axis("+".join(axis.name for axis in axes), math.prod(axis.size for axis in axes), index, group, nest)
 
 
 class _ConvertAxis(torch.autograd.Function):
@@ -181,7 +179,7 @@ def begin_together(
     return lambda: moved
 
 
-def _wait(work: dist.Work | None, sent: torch.Tensor) -> None:
+def _wait(work: dist.Work | Chain | None, sent: torch.Tensor) -> None:
     """Wait for a collective, which holds what is `sent` until then.
 
     There is nothing to wait for if it was issued in turn, or by a rank without peers.
@@ -190,44 +188,70 @@ def _wait(work: dist.Work | None, sent: torch.Tensor) -> None:
         work.wait()
 
 
-def _begin_sum(axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
-    flat = torch.cat([x.reshape(-1) for x in tensors])
-    work = None if axis.group is None else dist.all_reduce(flat, group=axis.group, async_op=is_async)
-    shapes = [x.shape for x in tensors]
+def _begin_sum(
+    axis: Axis, tensors: Sequence[torch.Tensor], is_async: bool, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Landing:
+    parts = [x.reshape(-1) for x in tensors]
+    flat = torch.cat(parts)
+    if axis.nest is not None and axis.nest.takes("all_reduce", flat):
+        if added := axis.nest.padding(flat):
+            flat = torch.cat([*parts, flat.new_zeros(added)])
+        work = axis.nest.begin_sum(flat, op)
+    else:
+        work = None if axis.group is None else dist.all_reduce(flat, op=op, group=axis.group, async_op=is_async)
+    shapes, sizes = [x.shape for x in tensors], [x.numel() for x in tensors]
+    landed = partial(_sums, work, flat, shapes, sizes)
+    return _ended(landed, work, is_async)
 
-    def landed() -> tuple[torch.Tensor, ...]:
-        _wait(work, flat)
-        return tuple(part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes))
 
+def _sums(
+    work: dist.Work | Chain | None, flat: torch.Tensor, shapes: Sequence[torch.Size], sizes: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    _wait(work, flat)
+    return tuple(part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes))
+
+
+def _ended(landed: Landing, work: dist.Work | Chain | None, is_async: bool) -> Landing:
+    """`landed`, before which the levels of a collective in turn have ended."""
+    if isinstance(work, Chain) and not is_async:
+        work.wait()
     return landed
 
 
 def _begin_gather(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`all_gather` of each tensor along its dim; contiguous."""
     flat = torch.cat([x.movedim(dim, 0).reshape(-1) for x, dim in zip(tensors, dims)])
-    gathered = flat.new_empty((axis.size, flat.numel()))
-    work = None
-    if axis.group is not None:
-        work = _all_gather(gathered.view(-1), flat, group=axis.group, async_op=is_async)
+    out = flat.new_empty(axis.size * flat.numel())
+    if axis.nest is not None and axis.nest.takes("all_gather", out):
+        gathered, work = axis.nest.in_turn(out), axis.nest.begin_gather(out, flat)
+    else:
+        gathered, work = out.view(axis.size, -1), None
+        if axis.group is not None:
+            work = gather_into(out, flat, group=axis.group, async_op=is_async)
     sizes, fronts = [x.numel() for x in tensors], [(-1, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
 
     def landed() -> tuple[torch.Tensor, ...]:
         _wait(work, flat)
-        parts = gathered.split(sizes, dim=1)
+        parts = gathered.split(sizes, dim=-1)
         # a copy even of a single part: the views of one gathered tensor would keep each other alive
         whole = (part.contiguous().view(front).movedim(0, dim) for part, front, dim in zip(parts, fronts, dims))
         return tuple(x.contiguous() for x in whole)
 
-    return landed
+    return _ended(landed, work, is_async)
 
 
 def _begin_scatter(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`reduce_scatter` of each tensor along its dim; contiguous."""
-    flat = torch.cat([x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)], dim=1)
-    out = flat.new_empty(flat.shape[1])
-    work = None
-    if axis.group is not None:
-        work = _reduce_scatter(out, flat.view(-1), group=axis.group, async_op=is_async)
+    parts = [x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)]
+    num_parts = sum(part.shape[1] for part in parts)
+    out, work = tensors[0].new_empty(num_parts), None
+    if axis.nest is not None and axis.nest.nesting.takes("reduce_scatter", axis.size * num_parts * out.itemsize):
+        flat = torch.cat([axis.nest.scattered(part) for part in parts], dim=-1).contiguous()
+        work = axis.nest.begin_scatter(out, flat.view(-1))
+    else:
+        flat = torch.cat(parts, dim=1)
+        if axis.group is not None:
+            work = scatter_into(out, flat.view(-1), group=axis.group, async_op=is_async)
     sizes = [x.numel() // axis.size for x in tensors]
     fronts = [(x.shape[dim] // axis.size, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
 
@@ -236,7 +260,7 @@ def _begin_scatter(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tens
         parts = zip(out.split(sizes), fronts, dims)
         return tuple(part.view(front).movedim(0, dim).contiguous() for part, front, dim in parts)
 
-    return landed
+    return _ended(landed, work, is_async)
 
 
 def dual(placement: Placement) -> Placement:
@@ -277,31 +301,33 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.T
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """The sum (or `op`) of the ranks' `x` as a new tensor; not differentiable."""
+    if axis.nest is not None and axis.nest.takes("all_reduce", x):
+        return _begin_sum(axis, (x,), False, op)()[0]
     out = x.clone(memory_format=torch.contiguous_format)
-    _all_reduce(out, axis, op)
-    return out
-
-
-def _all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> None:
     if axis.group is not None:
-        dist.all_reduce(x, op=op, group=axis.group)
+        dist.all_reduce(out, op=op, group=axis.group)
+    return out
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part along `dim` of the sum of the ranks' `x`; contiguous."""
+    if axis.nest is not None and axis.nest.takes("reduce_scatter", x):
+        return _begin_scatter(axis, (dim,), (x,), False)()[0]
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is not None:
-        _reduce_scatter(out, x, group=axis.group)
+        scatter_into(out, x, group=axis.group)
     return out.movedim(0, dim).contiguous()
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """The ranks' `x` concatenated along `dim` in rank order; contiguous, which some ops require."""
+    if axis.nest is not None and axis.nest.nesting.takes("all_gather", axis.size * x.numel() * x.itemsize):
+        return _begin_gather(axis, (dim,), (x,), False)()[0]
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     if axis.group is not None:
-        _all_gather(out, x, group=axis.group)
+        gather_into(out, x, group=axis.group)
     return out.movedim(0, dim).contiguous()
 
 

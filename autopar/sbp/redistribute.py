@@ -64,13 +64,15 @@ class Collective:
     """One collective over all ranks of some mesh axes; `num_bytes`: of the larger of its two buffers on one rank.
 
     Of an uneven all-to-all, and of any collective of rows that were exchanged by one, it is the mean over the ranks,
-    which is the same whatever their shares are.
+    which is the same whatever their shares are. `level`: the link level, from the inside, of one that is a part of a
+    collective over several (`nested.Nesting`), -1 of a whole one.
     """
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     axes: tuple[int, ...]
     num_bytes: int
     phase: str  # "forward" or "backward"
+    level: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime.process_groups import find_joint_axes
+from autopar.runtime.process_groups import find_joint_axes, find_level
 from autopar.sbp.redistribute import Collective
 from autopar.torch_compat import TorchDispatchMode, is_in_backward, is_traceable_wrapper_subclass_type, pytree
 
@@ -40,9 +40,9 @@ WITHOUT_DATA = ("barrier", "check_for_nan", "monitored_barrier", "wait_tensor", 
 def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
     """A context whose value is the list of the collectives that this rank issues inside, in order.
 
-    A collective's `axes` are the axes of `mesh` whose process group was used, () for any other group; its phase is
-    "backward" if autograd issued it, else "forward". Barriers and waits move no tensor and are left out, sends and
-    receives are no collectives.
+    A collective's `axes` are the axes of `mesh` whose process group was used, with the `level` of one that is a part of
+    a collective over several, () for any other group; its phase is "backward" if autograd issued it, else "forward".
+    Barriers and waits move no tensor and are left out, sends and receives are no collectives.
     """
     issued: list[Collective] = []
     with CountingMode(mesh, issued):
@@ -74,10 +74,12 @@ class CountingMode(TorchDispatchMode):
             self.sends.append((_group_name(arguments), _num_bytes(arguments, out)))
         elif name not in (*WITHOUT_DATA, *RECEIVES):
             group = _group_name(arguments)
-            axes = self.axes.get(group) or find_joint_axes(self.mesh, group)
+            axes, level = self.axes.get(group) or find_joint_axes(self.mesh, group), -1
+            if not axes:
+                axes, level = find_level(self.mesh, group)
             kind = KINDS.get(name, name)
             num_bytes = _bytes_sent(arguments) if kind == "all_to_all" else _num_bytes(arguments, out)
-            self.issued.append(Collective(kind, axes, num_bytes, self.phase()))
+            self.issued.append(Collective(kind, axes, num_bytes, self.phase(), level))
 
     @staticmethod
     def phase() -> str:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.costmodel.activations.saved_activations import region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.measured_terms import MemoryShare, memory_share
+from autopar.costmodel.collective_time import issued_as
 from autopar.costmodel.roofline import local_shapes, op_flops
 from autopar.costmodel.step_cost import step_cost
 from autopar.errors import AutoparError
@@ -204,7 +205,8 @@ class _TimingMode(CountingMode):
 
 def _name(collective: Collective, mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or tuple(f"a{axis}" for axis in range(mesh.ndim))
-    return f"{collective.kind} on {'+'.join(names[axis] for axis in collective.axes) or 'other ranks'}"
+    kind = collective.kind if collective.level < 0 else "collectives of each link level"
+    return f"{kind} on {'+'.join(names[axis] for axis in collective.axes) or 'other ranks'}"
 
 
 def _account(model: ShardedModule, plain_s: Sequence[float], timed: Sequence[tuple[float, list[Item]]]) -> Account:
@@ -267,7 +269,8 @@ def predicted_terms(plan: Plan | StagedPlan, mesh: DeviceMesh, rank: int = 0) ->
         for name, seconds in _terms_of(plan.stages[stage], mesh).items():
             terms[name] += seconds
     if plan.schedule.num_ranks > 1:
-        terms[STAGE_WAIT] = plan.step_s - sum(terms.values())
+        hidden_s = sum(plan.stages[stage].costs.hidden_s for stage in plan.schedule.stages_of(rank))
+        terms[STAGE_WAIT] = plan.step_s + hidden_s - sum(terms.values())  # a measured step has it in turn
     return dict(terms)
 
 
@@ -284,7 +287,8 @@ def _terms_of(plan: Plan, mesh: DeviceMesh) -> dict[str, float]:
             terms[name] = terms.get(name, 0.0) + costs.num_microbatches * seconds
     terms[UPDATE] = costs.optimizer_s
     for planned in costs.collectives:
-        name = f"{_name(planned.collective, mesh)}, {planned.collective.phase}"
+        first, *_ = issued_as(planned.collective, plan.cluster, plan.mesh)
+        name = f"{_name(first, mesh)}, {first.phase}"
         terms[name] = terms.get(name, 0.0) + planned.time_s * costs.num_issued(planned)
     if transfers_s := sum(costs.waiting_s.values()):
         terms["transfers from and to the host"] = transfers_s

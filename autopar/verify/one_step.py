@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.api import compile as shard
+from autopar.costmodel.collective_time import issued_as
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models.catalogue import Example
@@ -94,7 +95,11 @@ def verify(
 def planned_collectives(plan: Plan | StagedPlan) -> tuple[list[Collective], Mesh]:
     """The collectives that `plan` expects of the first rank in a step, and the mesh whose axes they name."""
     stages = [plan] if isinstance(plan, Plan) else [plan.stages[number] for number in plan.schedule.stages_of(0)]
-    issued = ([item.collective] * stage.costs.num_issued(item) for stage in stages for item in stage.costs.collectives)
+    issued = (
+        issued_as(item.collective, stage.cluster, stage.mesh) * stage.costs.num_issued(item)
+        for stage in stages
+        for item in stage.costs.collectives
+    )
     return list(chain.from_iterable(issued)), stages[0].mesh
 
 

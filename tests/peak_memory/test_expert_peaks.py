@@ -50,8 +50,5 @@ def test_a_plan_that_splits_experts_has_a_peak(device_type: str):
     }
     assert by_expert, "no grouped products were traced"
     split = Assignment(whole.strategies | by_expert, whole.layouts, whole.kept, whole.outputs, whole.regathered)
-    peaks = [
-        predict_peak(graph, MESH, one, training=WHOLE_BATCH, device_type=device_type).total_bytes
-        for one in (whole, split)
-    ]
+    peaks = [predict_peak(graph, MESH, one, training=WHOLE_BATCH, on=device_type).total_bytes for one in (whole, split)]
     assert all(peak > 0 for peak in peaks)

@@ -116,7 +116,7 @@ def test_few_copies_take_what_all_take(
 
     monkeypatch.setattr(predict, "lower", counted)
     few, whole = (
-        predict_peak(graph, MESH, assignment, training=training, device_type=device_type, is_whole=is_whole)
+        predict_peak(graph, MESH, assignment, training=training, on=device_type, is_whole=is_whole)
         for is_whole in (False, True)
     )
     short = [len(found.part(*longer)[0].ops) for longer in ((), range(len(found.times)))]

@@ -301,7 +301,7 @@ def make_trainer(
         stage, part = stages[number], plan.stages[number]
         program = lower(part.graph, mesh_of(own_mesh), part.assignment, is_split=True, alike=micro.alike)
         with peers_alive():
-            axes = axes_of(own_mesh, program.joint_axes)
+            axes = axes_of(own_mesh, program.joint_axes, plan.cluster)
         constants = run_constants(part.graph, torch.device(mesh.device_type))
         loaded = load(
             program, choices=part, graph=part.graph, mesh=own_mesh, axes=axes, constants=constants, owners=owners
