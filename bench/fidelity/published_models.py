@@ -5,83 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from autopar.models.catalogue import MODELS, Example
+from bench.fidelity.written_out import WrittenGPT, WrittenT5
 
 V100_SEQUENCE, V100_VOCABULARY = 2048, 51200
-
-
-class _Block(nn.Module):
-    """Pre-norm block with attention written out."""
-
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        shape, y = (*x.shape[:2], self.heads, x.shape[2] // self.heads), self.norm1(x)
-        q, k, v = (layer(y).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-1, -2) * shape[-1] ** -0.5
-        y = _dropped(torch.softmax(scores.masked_fill(mask, -1e4), -1), self.dropout) @ v
-        x = x + _dropped(self.out(y.transpose(1, 2).reshape(x.shape)), self.dropout)
-        return x + _dropped(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
-
-
-def _dropped(x: torch.Tensor, share: float) -> torch.Tensor:
-    return F.dropout(x, share) if share else x
-
-
-class _WrittenOut(nn.Module):
-    """GPT as OneFlow's LanguageModeling/GPT and Megatron-LM have it: q, k and v split by heads, attention written out,
-    tied head, loss in `loss_dtype`.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int, int],
-        sequence: int,
-        vocabulary: int,
-        *,
-        dropout: float = 0.0,
-        loss_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__()
-        self.loss_dtype = loss_dtype
-        hidden, layers, heads = sizes
-        self.tokens = nn.Embedding(vocabulary, hidden)
-        self.positions = nn.Parameter(torch.zeros(sequence, hidden))
-        self.blocks, self.norm = (
-            nn.ModuleList(_Block(hidden, heads, dropout) for _ in range(layers)),
-            nn.LayerNorm(hidden),
-        )
-        self.register_buffer("mask", torch.ones(sequence, sequence, dtype=torch.bool).triu(1))
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions
-        for block in self.blocks:
-            x = block(x, self.mask)
-        logits = F.linear(self.norm(x), self.tokens.weight).to(self.loss_dtype)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def v100_gpt(batch: int, hidden: int, layers: int, heads: int, *, loss_dtype: torch.dtype = torch.float32) -> Example:
     """GPT of DLPerf in float16."""
     with torch.device("meta"):
         ids = torch.zeros(batch, V100_SEQUENCE, dtype=torch.long)
-        model = _WrittenOut((hidden, layers, heads), V100_SEQUENCE, V100_VOCABULARY, loss_dtype=loss_dtype)
+        model = WrittenGPT((hidden, layers, heads), V100_SEQUENCE, V100_VOCABULARY, loss_dtype=loss_dtype)
         return Example(model.half(), (ids, torch.zeros_like(ids)), {})
 
 
 @dataclass(frozen=True)
 class A800Model:
-    """A model of Rubick's cluster. `head`: its class in transformers. `sequence`: 0 for images. `vocabulary`: that
-    Megatron pads, 0 if none. `depth`: what its configuration calls the number of layers. `first_position`: of the
-    table of positions.
+    """A model of Rubick's cluster. `head`: its class in transformers, "" for those of Megatron, whose `config` has
+    hidden, heads and inner. `sequence`: 0 for images. `vocabulary`: that Megatron pads, 0 if none. `depth`: what its
+    configuration calls the number of layers. `first_position`: of the table of positions.
     """
 
     head: str
@@ -102,20 +45,11 @@ _LLAMA = {"use_cache": False}
 # in sched/models/roberta.py). Where the configurations of its schedulers (sched/models, benchmark/models) are of other
 # sizes, as of BERT 1536 wide, those that make the number of parameters are taken.
 A800_MODELS: Mapping[str, A800Model] = {
-    "gpt2": A800Model(
-        "GPT2LMHeadModel", 48, 16, 1024, 50257, {"n_embd": 1600, "n_head": 25, "use_cache": False}, depth="n_layer"
-    ),
+    # GPT-2 XL and T5 by Megatron's pretrain_gpt.py and pretrain_t5.py (commands in benchmark/models and train_code).
+    "gpt2": A800Model("", 48, 16, 1024, 50257, {"hidden": 1600, "heads": 25, "inner": 6400}),
     # 1.24 B parameters and sequence x hidden x layers = 2^24: 32 layers of 1024 on either side, with 6144 between the
-    # linear layers.
-    "t5": A800Model(
-        "T5ForConditionalGeneration",
-        32,
-        16,
-        512,
-        0,
-        {"d_model": 1024, "d_kv": 64, "d_ff": 6144, "num_heads": 16, "decoder_start_token_id": 0, "use_cache": False},
-        depth="num_layers",
-    ),
+    # linear layers, and the vocabulary of BERT with 100 more ids.
+    "t5": A800Model("", 32, 16, 512, 30622, {"hidden": 1024, "heads": 16, "inner": 6144}),
     # BERT-Large (arXiv:1810.04805) with both its losses; 336,297,858 parameters are those of
     # Megatron's padded vocabulary, as its commands with DeepSpeed are Megatron's too.
     "bert": A800Model(
@@ -184,13 +118,25 @@ def a800_model(name: str, batch: int, sequence: int, vocabulary: int, *, layers:
     return Example(model, (), inputs)
 
 
-def a800_megatron_gpt2(batch: int, sequence: int, vocabulary: int, *, layers: int) -> Example:
-    """GPT-2 XL of Megatron-LM in float32, with its dropout."""
-    config = A800_MODELS["gpt2"].config
+def a800_megatron(
+    name: str, batch: int, sequence: int, decoder_sequence: int, vocabulary: int, *, layers: int
+) -> Example:
+    """GPT-2 or T5 of Megatron-LM in float32, with its dropout; `decoder_sequence`: of T5."""
+    hidden, heads, inner = A800_MODELS[name].config.values()
     with torch.device("meta"):
         ids = torch.zeros(batch, sequence, dtype=torch.long)
-        model = _WrittenOut((config["n_embd"], layers, config["n_head"]), sequence, vocabulary, dropout=0.1)
-        return Example(model.train(), (ids, torch.zeros_like(ids)), {})
+        if name == "gpt2":
+            model = WrittenGPT((hidden, layers, heads), sequence, vocabulary, dropout=_MEGATRON_DROPOUT)
+            return Example(model.train(), (ids, torch.zeros_like(ids)), {})
+        t5 = WrittenT5((hidden, layers, heads, inner), sequence, vocabulary, dropout=_MEGATRON_DROPOUT)
+        labels = torch.zeros(batch, decoder_sequence, dtype=torch.long)
+        of_masks = (sequence, sequence), (decoder_sequence, decoder_sequence), (decoder_sequence, sequence)
+        masks = tuple(torch.zeros(batch, 1, *sizes, dtype=torch.bool) for sizes in of_masks)
+        return Example(t5.train(), (ids, torch.zeros_like(labels), labels, masks), {})
+
+
+# Its `--hidden-dropout` and `--attention-dropout`.
+_MEGATRON_DROPOUT = 0.1
 
 
 def llama3(name: str, batch: int, sequence: int, *, layers: int) -> Example:

@@ -2,7 +2,6 @@
 
 import csv
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,8 +20,8 @@ from autopar.costmodel.cluster.presets import (
     PRODUCT_EFFICIENCY,
 )
 from autopar.models.catalogue import Example
-from bench.fidelity.published_models import A800_MODELS, a800_megatron_gpt2, a800_model, llama3, v100_gpt
-from bench.fidelity.written_plans import Library, WrittenPlan
+from bench.fidelity.published_models import A800_MODELS, a800_megatron, a800_model, llama3, v100_gpt
+from bench.fidelity.written_plans import HostUpdate, Library, WrittenPlan
 
 # Dynamic scaling reads an operand for its largest value, then reads it again and writes a byte (torchao.float8).
 FP8_CAST_BYTES = 2 + 2 + 1
@@ -115,10 +114,45 @@ def _v100(numbers: Sequence[float]) -> Cluster:
     return replace(preset, levels=(node, network), flops_per_s=flops, algorithms=NCCL)
 
 
-# The software of each kind of rows, by the artifact's configurations (AlibabaPAI/reconfigurable-dl-scheduler,
-# benchmark/models). DeepSpeed: `overlap_comm` with `reduce_bucket_size` of 2e8 elements at stage 2; gradients are
-# reduced after backward at stage 0 (`DeepSpeedEngine.allreduce_gradients`). Megatron-LM reduces after backward too.
-_A800_LIBRARIES = {"3d": Library(), "ddp": Library(), "zero": Library("reductions", bucket_bytes=2e8 * 4)}
+# The software of the rows, by the artifact's commands and configurations (AlibabaPAI/reconfigurable-dl-scheduler,
+# benchmark/models). DeepSpeed copies gradients into buckets, divides them there and copies the sums back
+# (`allreduce_bucket`, `unflatten` in its runtime/engine.py; `ipg_buffer`, `average_tensor` and the copies behind
+# `all_gather` in runtime/zero/stage_1_and_2.py): six times what is reduced, after backward at stage 0
+# (`DeepSpeedEngine.allreduce_gradients`). With offload the sums are all-reduced whole
+# (`allreduce_and_copy_with_multiple_ranks`). Megatron-LM reduces after backward too.
+_BUCKET_COPIES = 6.0
+# A rank has eight cores of its host for an update there (`cpu_strategy` in sched/models), each of the rate of a copy by
+# one thread in the preset; a host is taken to have two sockets, each of eight channels of DDR4-3200.
+_RANK_CORES, _HOST_MEMORY = 8, 2 * 8 * 25.6e9 * LINK_EFFICIENCY
+# T5's masks of encoder, decoder and between them are int64, joined on the host by one thread, and copied through a
+# buffer (`get_batch` in pretrain_t5.py, mpu/data.py): each stage reads and writes them twice on the host.
+_HOST_COPY, _T5_COPIES = PRESETS["cpu"].memory_bandwidth_bytes_per_s, 4
+# Megatron-LM's own example of T5 (examples/pretrain_t5_distributed.sh) has decoders of 128 tokens.
+_T5_DECODER = 128
+
+
+def _a800_library(row: Mapping[str, str], nodes: Sequence[int]) -> Library:
+    kind, host = row["kind"], None
+    if kind == "zero-offload":
+        host = HostUpdate(max(nodes), _RANK_CORES * _HOST_COPY, _HOST_MEMORY)
+    return Library(
+        gradient_copies=0.0 if kind == "3d" else _BUCKET_COPIES,
+        reduces_whole=host is not None,
+        host_update=host,
+        batch_s=_t5_batch_s(row) if row["model"] == "t5" else 0.0,
+    )
+
+
+def _t5_batch_s(row: Mapping[str, str]) -> float:
+    batch, encoder, decoder = _t5_sizes(row)
+    elements = batch // int(row["dp"]) * (encoder**2 + decoder**2 + encoder * decoder)
+    return _T5_COPIES * 8 * elements / _HOST_COPY
+
+
+def _t5_sizes(row: Mapping[str, str]) -> tuple[int, int, int]:
+    """The global batch and the lengths of encoder and decoder."""
+    batch, sequence = _a800_sizes(row)
+    return batch, sequence, _T5_DECODER if row["kind"] == "3d" else sequence
 
 
 def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Published]:
@@ -140,7 +174,6 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             flavour="zero2" if kind.startswith("zero") and data > 1 else "ddp",
             recomputed="all" if kind in ("ddp+checkpointing", "zero-offload") else "none",
             optimizer="adamw",
-            is_state_on_host=kind == "zero-offload",
             are_sends_split=kind == "3d",
             num_layers=A800_MODELS[row["model"]].layers,
         )
@@ -150,58 +183,64 @@ def a800_rows(rows: Sequence[Mapping[str, str]] | None = None) -> Iterator[Publi
             f"{row['model']} {kind}, {'one node' if len(nodes) == 1 else 'several'}",
             float(row["step_s"]),
             written,
-            _A800_LIBRARIES[re.split("[+-]", kind)[0]],
-            partial(_a800, nodes),
-            is_fitted=len(nodes) == 1 and kind in ("ddp", "zero"),
+            _a800_library(row, nodes),
+            partial(_a800, nodes, has_tf32=(row["model"], kind) != ("t5", "3d")),
+            is_fitted=len(nodes) == 1 and kind != "3d",
         )
 
 
-def _a800_build(row: Mapping[str, str]) -> Callable[..., Example]:
-    """The model of a row, of the batch and the length that the artifact gives unless columns name others."""
-    name, tensor = row["model"], int(row["tp"])
+def _a800_sizes(row: Mapping[str, str]) -> tuple[int, int]:
+    """The global batch and the length that the artifact gives unless columns name others."""
+    name = row["model"]
     if name not in A800_MODELS:
         raise ValueError(f"model: expected one of {', '.join(A800_MODELS)}, found {name!r}; give its sizes")
     model = A800_MODELS[name]
     batch = int(row.get("global_batch") or model.batch)
-    sequence = model.sequence and int(row.get("sequence") or model.sequence)
     if batch % int(row["dp"]):
         raise ValueError(f"dp: expected a divisor of the global batch of {name}, {batch}, found {row['dp']}")
-    if row["kind"] != "3d":
-        return _built(a800_model, name, batch, sequence, 0)
+    return batch, model.sequence and int(row.get("sequence") or model.sequence)
+
+
+def _a800_build(row: Mapping[str, str]) -> Callable[..., Example]:
+    (batch, sequence), name, tensor = _a800_sizes(row), row["model"], int(row["tp"])
+    model = A800_MODELS[name]
     vocabulary = math.ceil(model.vocabulary / 128 / tensor) * 128 * tensor
-    if name == "gpt2":
-        return _built(a800_megatron_gpt2, batch, sequence, vocabulary)
-    return _built(a800_model, name, batch, sequence, vocabulary)
+    if not model.head:
+        return _built(a800_megatron, name, batch, sequence, _t5_sizes(row)[2], vocabulary)
+    return _built(a800_model, name, batch, sequence, vocabulary if row["kind"] == "3d" else 0)
 
 
-# 400 GB/s of NVLink both ways. A node's 100 GB/s of network are taken for four cards, each of two devices, as in DGX
-# A100 its PCIe switches are; of them the authors measured 59.7 GB/s by their all-reduce test (`B_pcie` in sched/models/
-# gpt2.py, made by simulator/test_env/test_allreduce.py).
-_A800_NVLINK, _A800_NETWORK, _A800_CARDS = 200e9, 59.7e9, 4
-# Products of float32 on its tensor cores as TF32 (NVIDIA A100 datasheet), the default of torch before 1.12.
-_A800_TF32 = 156e12
+# Eight NVLinks, of which NCCL takes 20 of 25 GB/s (`SM80_NVLINK_BW` in its src/graph/topo.h). A node's 100 GB/s of
+# network are taken for four cards, each of two devices as in DGX A100, of which NCCL takes 24 of 25 GB/s
+# (`speedArrayInter` in src/graph/search.cc). The same share of both is reached.
+_A800_NVLINK, _A800_CARD, _A800_CARDS = 8 * 20e9, 24e9, 4
+# Products of float32 on its tensor cores as TF32 (NVIDIA A100 datasheet), the default of torch before 1.12, and
+# without. T5's 3-D rows have no time of forward, as a later Megatron-LM than that of the others logs it: they are taken
+# to be of a later torch.
+_A800_TF32, _A800_FLOAT32 = 156e12, 19.5e12
 # An update by transformers' AdamW, which is not fused: each of its eight operations reads its operands and writes its
 # result, 80 bytes of a parameter; clipping gradients reads them twice and writes them, zeroing writes them: 16. A fused
 # one moves 28 (`memory.update_bytes`).
 _UNFUSED_UPDATE = MemoryShare("update", 28 / 96)
 
 
-def _a800(nodes: Sequence[int], numbers: Sequence[float]) -> Cluster:
-    """numbers: shares of the datasheet's rates that are reached: of products and memory alike, and of NVLink. The node
-    with the fewest devices has the fewest cards in use, and all wait for it.
+def _a800(nodes: Sequence[int], numbers: Sequence[float], *, has_tf32: bool = True) -> Cluster:
+    """numbers: shares of the rates that are reached: of products and of memory alike, and of links.
+
+    The node with the fewest devices has the fewest cards in use, and all wait for it.
     """
-    preset, (device, nvlink) = PRESETS["a100"], numbers
+    preset, (device, links) = PRESETS["a100"], numbers
     fewest, size = min(nodes), math.ceil(sum(nodes) / len(nodes))
     cards = math.ceil(fewest * _A800_CARDS / 8)
     inside = (sum(nodes) - 1) % size + 1  # devices of the last block of `size`, over which a ring shares the cards
-    network = LinkLevel(0, NETWORK_LATENCY_S, _A800_NETWORK / _A800_CARDS * cards / inside)
-    node = LinkLevel(size, NVLINK_LATENCY_S, _A800_NVLINK * nvlink)
+    network = LinkLevel(0, NETWORK_LATENCY_S, _A800_CARD * links * cards / inside)
+    node = LinkLevel(size, NVLINK_LATENCY_S, _A800_NVLINK * links)
     alone = PCIE4 / 2 if max(nodes) > _A800_CARDS else PCIE4
     return replace(
         preset,
         name="a800",
         levels=(node, network) if size > 1 else (network,),
-        flops_per_s={"float32": _A800_TF32 * device},
+        flops_per_s={"float32": (_A800_TF32 if has_tf32 else _A800_FLOAT32) * device},
         memory_bandwidth_bytes_per_s=2039e9 * device,
         host_bandwidth_bytes_per_s=alone * LINK_EFFICIENCY,
         algorithms=NCCL,

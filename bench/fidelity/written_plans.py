@@ -4,15 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 
 import numpy as np
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.presets import PRESETS
-from autopar.costmodel.evaluate import evaluate
+from autopar.costmodel.evaluate import PlannedCollective, evaluate
+from autopar.costmodel.memory import update_bytes
 from autopar.costmodel.roofline import local_shapes
-from autopar.costmodel.state_offload import hostable
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
@@ -36,9 +35,8 @@ class WrittenPlan:
 
     `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
     innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
-    "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`; `is_state_on_host`: its state is
-    offloaded. `are_sends_split`: over the tensor ranks of a stage.
-    `num_layers`: 0, or the depth, which `build` then takes as `layers`.
+    "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`. `are_sends_split`: over the tensor
+    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`.
     """
 
     build: Callable[..., Example]
@@ -50,7 +48,6 @@ class WrittenPlan:
     recomputed: str = "none"
     chunks: int = 1
     optimizer: str = "adamw-master"
-    is_state_on_host: bool = False
     are_sends_split: bool = False
     num_layers: int = 0
 
@@ -85,16 +82,7 @@ def staged(written: WrittenPlan) -> StagedPlan:
     if written.recomputed == "half":
         partition = replace(partition, num_recomputed=tuple(num // 2 for num in partition.num_recomputed))
     point = Staged(plan, mesh, schedule, partition, 0.0, assignment)
-    found = plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
-    return _with_state_on_host(found) if written.is_state_on_host else found
-
-
-def _with_state_on_host(plan: StagedPlan) -> StagedPlan:
-    stages = []
-    for stage in plan.stages:
-        names = frozenset(item.value.name for item in hostable(stage.graph))
-        stages.append(replace(stage, assignment=replace(stage.assignment, state_on_host=names)))
-    return replace(plan, stages=tuple(stages))
+    return plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
 
 
 def _schedule(written: WrittenPlan) -> Schedule:
@@ -119,20 +107,37 @@ def on_cluster(plan: StagedPlan, cluster: Cluster) -> StagedPlan:
 
 
 @dataclass(frozen=True)
+class HostUpdate:
+    """Updates by the host's cores, of `ranks` on each node at once; gradients are copied there, parameters back.
+
+    `rank_bytes_per_s`: that the cores of one rank move, `node_bytes_per_s`: that the memory of a node does for all.
+    """
+
+    ranks: int
+    rank_bytes_per_s: float
+    node_bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Library:
-    """What the library that was measured does beside computing, where this runtime waits.
+    """What the library that was measured does where this runtime does something else.
 
     `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
-    "parameters", gathers among them, beside forward and backward.
-    `bucket_bytes`: of gradients that are reduced together. `cast_bytes`: moved for each element of an operand of a
-    linear layer, to cast it. `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of
-    the pipeline, but on the last stage; 0: as many as microbatches are in flight.
+    "parameters", gathers among them, beside forward and backward. `gradient_copies`: bytes that the device moves for
+    each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank gets the sums of
+    all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a linear layer, to
+    cast it. `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline,
+    but on the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's.
+    `batch_s`: seconds in which each stage but the first fetches its inputs once it has received, and its device waits.
     """
 
     hides: str = "nothing"
-    bucket_bytes: float = 0.0
+    gradient_copies: float = 0.0
+    reduces_whole: bool = False
     cast_bytes: float = 0.0
     buffers_by_stages: int = 0
+    host_update: HostUpdate | None = None
+    batch_s: float = 0.0
 
 
 def step_s(written: WrittenPlan, cluster: Cluster, library: Library = Library()) -> float:
@@ -171,7 +176,8 @@ def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Exa
 
 def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
     plan = on_cluster(written, cluster)
-    once_s = plan.step_s - plan.timeline.step_s + max(_casts_s(stage, library) for stage in plan.stages)
+    more_s = max(_casts_s(stage, library) + _synchronisation_s(stage, library) for stage in plan.stages)
+    once_s = plan.step_s - plan.timeline.step_s + more_s + (len(plan.stages) - 1) * library.batch_s
     hidden = max((_hideable_s(stage, library) for stage in plan.stages), key=min)
     return np.array([plan.timeline.step_s + once_s, *hidden])
 
@@ -179,20 +185,42 @@ def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.nda
 def _hideable_s(stage: Plan, library: Library) -> tuple[float, float]:
     """Seconds of the collectives that computing may hide, and of that computing.
 
-    Of reductions, the bucket whose gradients backward completes last is hidden by nothing.
+    Of reductions, that of the gradient which backward completes last is hidden by nothing.
     """
     costs = stage.costs
     if library.hides == "nothing":
         return 0.0, 0.0
     if library.hides == "reductions":
-        reduced = [p for p in costs.collectives if p.is_once and p.collective.phase == "backward"]
         position = {op.name: number for number, op in enumerate(stage.graph.ops)}
-        order = sorted(reduced, key=lambda p: min(position[user] for user in p.users))
-        before = accumulate((p.collective.num_bytes for p in order), initial=0)
-        hidden = [p.time_s for p, done in zip(order, before) if 0 < done >= library.bucket_bytes]
-        return sum(hidden), costs.compute_backward_s / costs.num_microbatches
+        order = sorted(_reductions(stage), key=lambda p: min(position[user] for user in p.users))
+        return sum(p.time_s for p in order[1:]), costs.compute_backward_s / costs.num_microbatches
     moved_s = costs.communication_s("forward") + costs.communication_s("backward")
     return moved_s, costs.compute_forward_s + costs.compute_backward_s
+
+
+def _reductions(stage: Plan) -> list[PlannedCollective]:
+    """Those of the gradients of parameters."""
+    return [p for p in stage.costs.collectives if p.is_once and p.collective.phase == "backward"]
+
+
+def _synchronisation_s(stage: Plan, library: Library) -> float:
+    """Seconds that reductions and updates take beyond those of this runtime."""
+    reductions, cluster = _reductions(stage), stage.cluster
+    num_bytes = sum(p.collective.num_bytes for p in reductions)
+    copied_s = library.gradient_copies * num_bytes / cluster.memory_bandwidth_bytes_per_s
+    gathered_s = sum(p.time_s for p in reductions if p.collective.kind == "reduce_scatter")
+    return copied_s + library.reduces_whole * gathered_s + _host_update_s(stage, library.host_update)
+
+
+def _host_update_s(stage: Plan, host: HostUpdate | None) -> float:
+    """Seconds of an update on the host beyond those of the device's; a float32 parameter goes either way once."""
+    if host is None:
+        return 0.0
+    layouts, of_mesh = stage.assignment.layouts, (stage.mesh.shape, stage.training)
+    moved = sum(update_bytes(item, layouts[item.value.name], *of_mesh) for item in stage.graph.inputs)
+    num = stage.costs.memory_bytes["optimizer"] / stage.training.state_bytes
+    update_s = moved / host.rank_bytes_per_s + moved * host.ranks / host.node_bytes_per_s
+    return update_s + 2 * 4 * num * stage.cluster.host_s_per_byte - stage.costs.optimizer_s
 
 
 def _casts_s(stage: Plan, library: Library) -> float:
