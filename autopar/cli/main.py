@@ -15,6 +15,7 @@ from torch import nn
 from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
+from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.question_options import add_questions, are_asked, parse_pin, tell_answers
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
@@ -110,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         "--time", action="store_true", help="also run further steps and compare each term's time with its prediction"
     )
     check.set_defaults(run=_verify)
+    fits = commands.add_parser("fit", help="where no plan fits: the smallest changes that would each make one fit")
+    _add_planning(fits, default_cluster=None)
+    add_fit(fits)
+    fits.set_defaults(run=_fit)
     add_sweep(commands.add_parser("sweep", help="the best plans for several numbers of devices, clusters and batches"))
     add_schedule(commands.add_parser("schedule", help="say which jobs get which devices of a cluster, and when"))
     add_diff(
@@ -218,6 +223,13 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         print(plan.explain())
     return 0
+
+
+def _fit(options: argparse.Namespace) -> int:
+    if options.hand:
+        raise AutoparError("fit searches for plans: leave out --hand")
+    task = FitTask(options.target, options.mesh, load_cluster(options.cluster), _request(options))
+    return fit(task, as_json=options.json)
 
 
 def _code(plan: Plan | StagedPlan) -> str:

@@ -18,7 +18,7 @@ from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import Devices
-from autopar.models.target import load_target
+from autopar.models.target import NO_SIZES, load_target
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
@@ -84,7 +84,7 @@ class PointTask:
 
 @lru_cache(maxsize=2)
 def _graph(target: str, batch: int) -> Graph:
-    example = load_target(target, batch=batch or None)
+    example = load_target(target, sizes={"batch": batch} if batch else NO_SIZES)
     return trace(skeleton(example.model), example.args, dict(example.kwargs))
 
 

@@ -3,8 +3,9 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,32 +15,52 @@ from autopar.errors import AutoparError
 from autopar.models.catalogue import MODELS, Example, build_model
 from autopar.torch_compat import pytree
 
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
 _HOW = "write path.py:function, where function() returns (model, args, kwargs)"
 
 
-def load_target(spec: str, dtype: torch.dtype | None = None, *, batch: int | None = None) -> Example:
+def load_target(spec: str, dtype: torch.dtype | None = None, sizes: Mapping[str, int] = NO_SIZES) -> Example:
     """The model and batch that `spec` names, with floating tensors cast to `dtype` if given.
 
-    `batch`: the global batch, which a built-in model takes, and a function that has a parameter of that name; by
-    default its own. AutoparError if it cannot.
+    `sizes`: those of `sizes_of` that are to differ. AutoparError if it cannot.
     """
-    example = build_model(spec, batch=batch) if ":" not in spec else _called(spec, batch)
+    example = build_model(spec, **sizes) if ":" not in spec else _called(spec, sizes)
     if dtype is None:
         return example
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (example.args, dict(example.kwargs)))
     return Example(example.model.to(dtype), args, kwargs)
 
 
+def sizes_of(spec: str) -> dict[str, int]:
+    """The sizes of a target that can be set, with their defaults: those of a built-in model ("layers", "batch",
+    "sequence"), or the parameters of the user's function that have a whole number by default. AutoparError for no
+    target.
+    """
+    if ":" in spec:
+        parameters = inspect.signature(_function(*_place(spec))).parameters.values()
+        return {each.name: each.default for each in parameters if type(each.default) is int}
+    if spec not in MODELS:
+        build_model(spec)  # which says what there is
+    return {name: size for name, size in MODELS[spec].keywords.items() if name in ("layers", "batch", "sequence")}
+
+
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _called(spec: str, batch: int | None) -> Example:
+def _place(spec: str) -> tuple[str, str]:
     path, _, name = spec.rpartition(":")
-    function = _function(path, name)
-    if batch is not None and "batch" not in inspect.signature(function).parameters:
-        raise AutoparError(f"{spec} has no parameter batch, which is to be {batch}: give it one, or leave --batch out")
-    result = function() if batch is None else function(batch=batch)
+    return path, name
+
+
+def _called(spec: str, sizes: Mapping[str, int]) -> Example:
+    if unknown := [name for name in sizes if name not in sizes_of(spec)]:
+        name = unknown[0]
+        raise AutoparError(
+            f"{spec} has no parameter {name} with a whole number as default, which is to be {sizes[name]}: give it one,"
+            f" or leave --{name} out"
+        )
+    result = _function(*_place(spec))(**sizes)
     if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
         raise AutoparError(f"{spec} returned {_describe(result)}, expected (model, args, kwargs); {_HOW}")
     model, args, kwargs = result
