@@ -95,12 +95,16 @@ def why(asked: Asked, name: str) -> Answer:
     """Why the op, tensor or module called `name` is laid out as it is: the best plan in which it is not.
 
     `name`: an op ("%linear_3"), the FQN of a parameter or buffer, or that of a module, whose most expensive op is then
-    asked about; or "memory", for what the memory limit costs. What is forbidden for one copy of a block is forbidden
-    for all, as a plan decides it for all. AutoparError for another name, with the nearest ones.
+    asked about; "NAME:all_gather", a collective on what such an op or tensor gives; or "memory", for what the memory
+    limit costs. What is forbidden for one copy of a block is forbidden for all, as a plan decides it for all.
+    AutoparError for another name, with the nearest ones.
     """
     if name == "memory":
         return _why_memory(asked)
+    name, _, kind = name.partition(":")
     target = _resolved(asked, name)
+    if kind:
+        return _why_collective(asked, name, target, kind)
     chosen = _chosen(asked, target)
     if not chosen:
         raise AutoparError(f"--why {name}: %{target} is in no stage of the plan")
@@ -112,6 +116,36 @@ def why(asked: Asked, name: str) -> Answer:
         return Answer(question, "There is no other way on this mesh.", asked.plan, why_none=str(error))
     except InfeasibleError as error:
         return Answer(question, "Every other way needs more memory than there is.", asked.plan, why_none=str(error))
+    return Answer(question, _of_forbidden(asked.plan, other), asked.plan, other)
+
+
+def _why_collective(asked: Asked, name: str, target: str, kind: str) -> Answer:
+    """The best plan without the collectives of this kind on the values of `target`.
+
+    Without them either `target` is laid out otherwise, or all that reads the converted value is: the better of both.
+    """
+    owners = {value.name: op.name for part in asked.parts() for op in part.graph.ops for value in op.outputs}
+    copies = set(asked.copies(target))
+    found = [
+        planned
+        for part in asked.parts()
+        for planned in part.costs.collectives
+        if planned.collective.kind == kind and owners.get(planned.where, planned.where) in copies
+    ]
+    if not found:
+        raise AutoparError(f"--why {name}:{kind}: the plan has no {kind} on the values of %{target}")
+    readers = {asked.folded.representative[user] for each in found for user in each.users} - copies
+    ways = [_chosen(asked, target), {k: v for user in readers for k, v in _chosen(asked, user).items()}]
+    others, reasons = list[AnyPlan](), list[str]()
+    for chosen in filter(None, ways):
+        try:
+            others.append(asked.again(excluded={**asked.request.excluded, **chosen}))
+        except (InfeasibleError, PinError) as error:
+            reasons.append(str(error))
+    question = f"Why {kind} on {name} (%{target}), {sum(each.time_s for each in found) * 1e3:.3g} ms of them?"
+    if not others:
+        return Answer(question, "No plan does without it.", asked.plan, why_none="; ".join(reasons))
+    other = min(others, key=lambda plan: plan.step_s)
     return Answer(question, _of_forbidden(asked.plan, other), asked.plan, other)
 
 

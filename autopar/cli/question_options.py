@@ -30,7 +30,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=(
             "tell what it would cost to lay out an op (%%linear_3), a parameter or a module (its most expensive op)"
-            " otherwise; or memory: what the memory limit costs"
+            " otherwise, or to do without a collective on it (%%linear_3:all_gather); or memory: what its limit costs"
         ),
     )
     parser.add_argument(

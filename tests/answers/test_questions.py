@@ -54,6 +54,26 @@ def test_every_kind_of_name_is_answered(name):
     assert (name in str(answer) and "more a step" in str(answer)) or "tie" in str(answer)
 
 
+def test_a_collective_is_asked_about():
+    ask = asked("dp=2,tp=2")
+    kinds = {planned.collective.kind: planned for planned in ask.plan.costs.collectives}
+    kind, planned = next(iter(kinds.items()))
+    answer = why(
+        ask,
+        f"%{planned.where}:{kind}"
+        if planned.where in {op.name for op in ask.graph.ops}
+        else f"{fqn(ask, planned.where)}:{kind}",
+    )
+    assert answer.other is not None and answer.other.step_s >= ask.plan.step_s and kind in answer.question
+    check_terms(answer)
+    with pytest.raises(AutoparError, match="the plan has no broadcast"):
+        why(ask, "%linear:broadcast")
+
+
+def fqn(ask, name):
+    return next(item.fqn for item in ask.graph.inputs if item.value.name == name)
+
+
 def test_a_question_about_stages():
     ask = asked("pp=2,dp=2")
     answer, fqns = why(ask, WEIGHT), set(copies(ask))
