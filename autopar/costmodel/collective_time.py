@@ -137,6 +137,11 @@ def _exchange(groups: tuple[GroupLevel, ...]) -> Pieces:
     return Pieces(alpha, beta, "exchange")
 
 
+def _shift(groups: tuple[GroupLevel, ...]) -> Pieces:
+    """Each device sends its buffer to the next of a ring: one of a block sends outwards, as in a ring's step."""
+    return Pieces(max(span.latency_s for span in groups), 1 / _flat_rate(groups), "ring")
+
+
 def _num_members(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
     return math.prod([mesh_shape[axis] for axis in axes])
 
@@ -163,6 +168,8 @@ def _of_group(spanned: tuple[GroupLevel, ...], size: int, kind: str, allowed: tu
     base_s = max(span.base_latency_s for span in groups)
     if kind == "all_to_all":
         return (_exchange(groups).after(base_s),)
+    if kind == "permute":
+        return (_shift(groups).after(base_s),)
     assert kind in ("all_reduce", "all_gather", "reduce_scatter"), f"unknown collective {kind!r}"
     ring = _ring(groups, size)
     ways = {"ring": ring.after(base_s), "nested": _nested(spanned, kind)}
@@ -243,9 +250,9 @@ def run_by(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...])
 
 
 def algorithm_over_levels(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:
-    """The algorithm of a collective whose groups span several link levels; "" of others, and of all-to-alls."""
+    """The algorithm of a collective whose groups span several link levels; "" of others, and of those with one way."""
     is_within = all(len(groups) == 1 for groups in spans(cluster.levels, mesh.shape, collective.axes))
-    return "" if is_within or collective.kind == "all_to_all" else chosen_algorithm(cluster, mesh, collective)
+    return "" if is_within or collective.kind in ("all_to_all", "permute") else chosen_algorithm(cluster, mesh, collective)
 
 
 def chosen_algorithm(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:

@@ -64,6 +64,8 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     """`op_time` for given local shapes."""
     if not op.outputs:
         return 0.0, 0.0
+    if family(op.target) == ATTENTION and _is_dense(op, inputs):
+        return _written_out(op, inputs, outputs, cluster)
     if not cluster.attention_kernels or family(op.target) != ATTENTION:
         return _one_kernel(op, inputs, outputs, cluster)
     if cluster.attention_kernels == (ANY,):
@@ -72,10 +74,17 @@ def shapes_time(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> tu
     return (_one_kernel if is_fused else _written_out)(op, inputs, outputs, cluster)
 
 
+def _is_dense(op: Op, inputs: Shapes) -> bool:
+    """Whether parts of the keys are masked, which go around a ring (`sbp.local_ops`): no kernel gives their sums."""
+    return inputs[1][-2] < op.inputs[1].shape[-2] and arguments_of(op)["attn_mask"] is not None
+
+
 def _call(op: Op, inputs: Shapes) -> AttentionCall:
     arguments = arguments_of(op)
-    has_mask, is_causal = arguments["attn_mask"] is not None, bool(arguments["is_causal"])
     query, key, value, *_ = inputs
+    # causal attention of a part of the queries is squares on the diagonal and whole blocks
+    is_causal = bool(arguments["is_causal"]) and query[-2] == op.inputs[0].shape[-2]
+    has_mask = arguments["attn_mask"] is not None or (arguments["dropout_p"] > 0 and bool(arguments["is_causal"]) and not is_causal)
     return AttentionCall(query, key, value, op.inputs[0].dtype, has_mask, is_causal)
 
 
@@ -89,7 +98,7 @@ def _written_out(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> t
     arguments, dtype = arguments_of(op), op.inputs[0].dtype
     wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
     query, key, value, *_ = inputs
-    num_scores = math.prod(query[:-1]) * key[-2]
+    num_scores = math.prod(query[:-1]) * op.inputs[1].shape[-2]
     has_mask, drops = arguments["attn_mask"] is not None or arguments["is_causal"], arguments["dropout_p"] > 0
     pass_s = num_scores * wide.itemsize / cluster.memory_bandwidth_bytes_per_s
     once_s = 2.0 * num_scores * (query[-1] + value[-1]) / cluster.peak_flops_per_s(wide)

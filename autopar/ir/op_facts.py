@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from autopar.ir.attention.balanced import is_balanced
 from autopar.ir.attention.index_functions import share_seen
 from autopar.ir.graph import Op, Value, arguments_of, resolve
 
@@ -97,11 +98,13 @@ def _conv(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 
 
 def _attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
-    query, value = inputs[0], inputs[2]
-    # a causal mask leaves half of the scores; of split queries the last part, which all wait for, sees more of the keys
-    seen = 1 - 0.5 * query[-2] / value[-2] if arguments_of(op)["is_causal"] else 1.0
-    pairs = math.prod(query[:-1]) * value[-2] * seen
-    return 2.0 * pairs * (query[-1] + value[-1])
+    query, value, arguments = inputs[0], inputs[2], arguments_of(op)
+    num_queries, num_keys = op.inputs[0].shape[-2], op.inputs[2].shape[-2]  # a rank sees all keys, if not at once
+    seen = 1.0
+    if arguments["is_causal"]:  # half of the scores; of parts of the queries the last, which all wait for, sees more
+        is_even = arguments["dropout_p"] == 0 and is_balanced(num_queries, num_keys, query[-2])
+        seen = 0.5 if is_even else 1 - 0.5 * query[-2] / num_keys
+    return 2.0 * math.prod(query[:-1]) * num_keys * seen * (query[-1] + value[-1])
 
 
 def _flex_attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:

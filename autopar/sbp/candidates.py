@@ -7,12 +7,13 @@ from operator import ne
 
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
+from autopar.ir.op_facts import ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.expert_routing import routed_signatures
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
 from autopar.sbp.rules import rule_of
-from autopar.sbp.signature import EXCHANGES, Candidates, Signature, Strategy
+from autopar.sbp.signature import EXCHANGES, QUERIES, RING, Candidates, Signature, Strategy
 
 Signatures = tuple[Signature, ...]
 
@@ -106,6 +107,7 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
     one dim in each rank's own order and in that of all: own orders have no parts of a global order between them.
     """
     known: dict[Signature, dict[SplitDim, int]] = {}
+    is_attention = family(op.target) == ATTENTION
     own: set[Signature] = set()  # those with tokens of each rank's own
     for combination in combinations:
         num_parts: dict[SplitDim, int] = {}
@@ -120,7 +122,8 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
         if is_even and not (own and (_mixes_orders(combination) or _mixes_exchanges(combination))):
-            yield Strategy(combination)
+            if not (is_attention and _has_two_orders(combination)):
+                yield Strategy(combination)
 
 
 def _mixes_orders(combination: tuple[Signature, ...]) -> bool:
@@ -136,6 +139,11 @@ def _mixes_exchanges(combination: tuple[Signature, ...]) -> bool:
     """Whether rows are exchanged by expert on one axis while another axis takes another role."""
     roles = {signature.role for signature in combination} - {""}
     return len(roles) > 1 and bool(roles & EXCHANGES)
+
+
+def _has_two_orders(combination: tuple[Signature, ...]) -> bool:
+    """Whether the queries of attention are computed in balanced order, or around a ring, along two axes."""
+    return sum(one.role in (QUERIES, RING) for one in combination) > 1
 
 
 def _on_axis(op: Op, size: int, routed: Signatures, known: Collection[Signature] | None = None) -> list[Signature]:

@@ -68,7 +68,7 @@ class Collective:
     collective over several (`nested.Nesting`), -1 of a whole one.
     """
 
-    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, permute (each rank sends to the next)
     axes: tuple[int, ...]
     num_bytes: int
     phase: str  # "forward" or "backward"

@@ -41,8 +41,9 @@ def count_collectives(mesh: DeviceMesh) -> Iterator[list[Collective]]:
     """A context whose value is the list of the collectives that this rank issues inside, in order.
 
     A collective's `axes` are the axes of `mesh` whose process group was used, with the `level` of one that is a part of
-    a collective over several, () for any other group; its phase is "backward" if autograd issued it, else "forward".
-    Barriers and waits move no tensor and are left out, sends and receives are no collectives.
+    a collective over several, () for any other group; its phase is "backward" if autograd issued it, else "forward". A
+    send within an axis is part of a permute, from each rank to the next; other sends and receives are no collectives.
+    Barriers and waits move no tensor and are left out.
     """
     issued: list[Collective] = []
     with CountingMode(mesh, issued):
@@ -70,7 +71,9 @@ class CountingMode(TorchDispatchMode):
         return out
 
     def _count(self, name: str, arguments: tuple[Any, ...], out: Any) -> None:
-        if name == "send":
+        if name == "send" and (axes := self.axes.get(_group_name(arguments))):
+            self.issued.append(Collective("permute", axes, _num_bytes(arguments, out), self.phase()))
+        elif name == "send":
             self.sends.append((_group_name(arguments), _num_bytes(arguments, out)))
         elif name not in (*WITHOUT_DATA, *RECEIVES):
             group = _group_name(arguments)

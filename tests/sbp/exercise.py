@@ -27,6 +27,7 @@ KINDS = {
     "all_gather_single": "all_gather",
     "reduce_scatter_single": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "send": "permute",
 }
 
 

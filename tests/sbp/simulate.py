@@ -1,7 +1,9 @@
 """A mesh of ranks inside one process: cut a tensor into parts by a layout, run a function per rank, join the parts."""
 
 import itertools
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +69,23 @@ def on_ranks(function: Callable[[Coordinate], Any], mesh_shape: tuple[int, ...])
     return {at: function(at) for at in itertools.product(*map(range, mesh_shape))}
 
 
+# What was sent from a thread of a group to another, which has collectives only: by members, sender and receiver.
+_SENT: dict[tuple, queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
+
+
+def _send(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+    _SENT[*dist.get_process_group_ranks(group), group.rank(), peer].put(tensors[0].clone())
+    return threaded.ret_work(tensors)
+
+
+def _receive(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+    tensors[0].copy_(_SENT[*dist.get_process_group_ranks(group), peer, group.rank()].get(timeout=60))
+    return threaded.ret_work(tensors)
+
+
+threaded.ProcessLocalGroup.send, threaded.ProcessLocalGroup.recv = _send, _receive
+
+
 def on_threads(
     function: Callable[[Coordinate, tuple[Axis, ...]], Any],
     mesh_shape: tuple[int, ...],
@@ -90,6 +109,7 @@ def on_threads(
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # group names are looked up per thread
     world = threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
+    _SENT.clear()
     try:
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(places))]
         for thread in threads:

@@ -1,8 +1,15 @@
 """Attention on shards against the op itself."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from tests.sbp.exercise import exercise, exercise_mesh, f64
+from autopar.sbp.candidates import strategies_of
+from autopar.sbp.local_ops import _attention_blocks
+from autopar.sbp.op_signatures import signatures_of
+from tests.sbp.exercise import check, exercise, exercise_mesh, f64
+from tests.sbp.rulecheck import make_op
 
 OP = "aten.scaled_dot_product_attention.default"
 QKV = f64(2, 4, 6, 8), f64(2, 4, 10, 8), f64(2, 4, 10, 12)
@@ -15,6 +22,7 @@ def test_batch_heads_queries_and_features():
         "S(0) S(0) S(0) -> S(0)",
         "S(1) S(1) S(1) -> S(1)",
         "S(2) B* B* -> S(2)",
+        "S(2) S(2) S(2) -> S(2) [ring]",
         "B* B* S(3) -> S(3)",
         "B* B* P -> P",
     }
@@ -51,16 +59,60 @@ def test_causal_queries_know_where_they_begin():
         assert "S(2) B* B* -> S(2) [queries]" in found
 
 
-def test_causal_queries_over_two_axes_and_beside_heads():
-    args = f64(2, 4, 8, 4), f64(2, 4, 8, 4), f64(2, 4, 8, 4), None, 0.0, True
-    assert exercise_mesh(OP, *args, scale=0.3, roles=("queries", "queries")) == 1
-    assert exercise_mesh(OP, *args, roles=("split", "queries")) == 3
+CAUSAL = f64(2, 4, 8, 4), f64(2, 4, 8, 4), f64(2, 4, 8, 4), None, 0.0, True
+
+
+@pytest.mark.parametrize("role", ["queries", "ring"])
+def test_causal_parts_of_the_sequence_lie_along_one_axis_beside_heads(role: str) -> None:
+    assert exercise_mesh(OP, *CAUSAL, scale=0.3, roles=("queries", role)) == 0
+    assert exercise_mesh(OP, *CAUSAL, roles=("split", role)) == 3
+    assert exercise_mesh(OP, *CAUSAL, roles=(role, "split")) == 3
+
+
+def _roles_checked(num_ranks: int, *args: Any, **kwargs: Any) -> set[str]:
+    """The roles of the call whose parts divide over one axis, all checked."""
+    op, inputs = make_op(OP, *args, **kwargs)
+    found = [strategy for strategy in strategies_of(op, (num_ranks,)) if strategy.signatures[0].role]
+    for strategy in found:
+        check(op, strategy, (num_ranks,), inputs)
+    return {strategy.signatures[0].role for strategy in found}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(24, 24), (12, 12), (12, 24), (24, 12)])
+def test_causal_parts_with_grouped_heads_on_any_number_of_ranks(num_ranks: int, num_queries: int, num_keys: int) -> None:
+    keys = f64(2, 2, num_keys, 4), f64(2, 2, num_keys, 4)
+    found = _roles_checked(num_ranks, f64(2, 12, num_queries, 4), *keys, None, 0.0, True, enable_gqa=True)
+    assert found == {"queries", "ring", "heads"}
+
+
+def test_parts_with_masks_go_around_a_ring() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 2, 2]])
+    of_documents = (documents[:, None, :, None] == documents[:, None, None, :]) & torch.ones(8, 8).bool().tril()
+    shapes = (2, 4, 8, 4), (2, 2, 8, 4), (2, 2, 8, 6)
+    blind = torch.rand(8, 8) > 0.2
+    blind[3] = False  # a query that sees nothing
+    for mask in (of_documents, blind, torch.rand(2, 1, 1, 8) > 0.3, f64(4, 8, 8, grad=False)):
+        for num_ranks in (2, 4):
+            assert "ring" in _roles_checked(num_ranks, *(f64(*shape) for shape in shapes), mask, enable_gqa=True)
+    op, _ = make_op(OP, *(f64(*shape) for shape in shapes), f64(8, 8), enable_gqa=True)
+    assert not any(signature.role == "ring" for signature in signatures_of(op))  # a mask that is trained
+
+
+def test_scores_without_a_kernel_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention_blocks, "_MOST_SCORES", 60)
+    uneven = f64(2, 4, 8, 4), f64(2, 4, 8, 4), f64(2, 4, 8, 6)  # the features of values are others: no kernel
+    assert _roles_checked(2, *uneven, None, 0.0, True) == {"queries", "ring"}
+    assert _roles_checked(2, *uneven, torch.rand(8, 8) > 0.3) == {"ring"}
+
+
+def test_heads_that_an_axis_does_not_divide_read_whole_key_heads() -> None:
+    for num_heads, num_key_heads, num_ranks in ((8, 2, 4), (12, 4, 3), (6, 3, 2), (12, 4, 6)):
+        keys = f64(2, num_key_heads, 8, 4), f64(2, num_key_heads, 8, 4)
+        assert "heads" in _roles_checked(num_ranks, f64(2, num_heads, 8, 4), *keys, enable_gqa=True)
 
 
 def test_dropped_scores_are_not_split_by_features():
-    from autopar.sbp.op_signatures import signatures_of
-    from tests.sbp.rulecheck import make_op
-
     op, _ = make_op(OP, *QKV, None, 0.5)
     found = {str(signature) for signature in signatures_of(op)}
     assert "B* B* S(3) -> S(3)" not in found

@@ -8,7 +8,7 @@ from autopar.ir.graph import Op, Value, arguments_of
 from autopar.sbp.placement import P, Placement, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import Term, broadcast_term, place
-from autopar.sbp.signature import Signature
+from autopar.sbp.signature import QUERIES, RING, Signature
 
 
 def attention(op: Op) -> Iterator[Signature]:
@@ -18,7 +18,10 @@ def attention(op: Op) -> Iterator[Signature]:
     Batch, heads and queries are independent of one another: split, with k, v (and a broadcast mask) used by every
     slice: R. With grouped heads, slices of the query heads need just the same slices of the key heads, or the only one.
     Split causal queries need their offset (role "queries"). out is linear in v, feature by feature: v's features split,
-    v P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R.
+    v P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R. Where an axis does not
+    divide grouped key heads, each rank has all and reads some: their gradients are terms (role "heads"). A softmax is a
+    sum of parts by keys over their common denominator: parts of keys go around a ring of ranks with parts of queries
+    (role "ring"; arXiv:2310.01889), and so do their gradients.
     """
     arguments = arguments_of(op)
     query, key, value = (tensor_of(op, name) for name in ("query", "key", "value"))
@@ -38,9 +41,16 @@ def attention(op: Op) -> Iterator[Signature]:
     letters = output if arguments["dropout_p"] == 0 else output[:-1]
     for letter in letters:
         placed = {name: place(letter, term) for name, term in terms.items()}
-        role = "queries" if letter == "l" and arguments["is_causal"] else ""
+        role = QUERIES if letter == "l" and arguments["is_causal"] else ""
         yield from signature(op, placed, S(output.index(letter)), role=role)
     yield from signature(op, {"query": R, "key": R, "value": P}, P)
+    if lead and 1 < key.shape[-3] < query.shape[-3]:
+        by_heads = {name: place(lead[-1], term) for name, term in terms.items()}
+        yield from signature(op, by_heads | {"key": R, "value": R}, S(len(lead) - 1), role="heads")
+    if arguments["dropout_p"] == 0 and not (mask is not None and mask.needs_grad):
+        by_tokens = {name: place("l", term) for name, term in terms.items()}
+        sequence = {"key": S(len(key.shape) - 2), "value": S(len(value.shape) - 2)}
+        yield from signature(op, by_tokens | sequence, S(output.index("l")), role=RING)
 
 
 def _leading(lead: Term, shape: tuple[int, ...], output: tuple[int, ...], is_grouped: bool) -> Term:

@@ -1,0 +1,72 @@
+"""What ranks along an axis send one another for attention: parts once around the ring, and halves in balanced order."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from autopar.sbp.convert import Axis
+
+Tensor = torch.Tensor
+
+
+def begin_shift(tensors: Sequence[Tensor], axis: Axis) -> Callable[[], list[Tensor]]:
+    """Begin to send `tensors` of one dtype to the next rank of the ring; the function that it returns waits, and gives
+    those of the rank before.
+    """
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    received = torch.empty_like(flat)
+    works: list[dist.Work] = []
+    if axis.group is not None:
+        after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+        sent = dist.P2POp(dist.isend, flat, group=axis.group, group_peer=after)
+        awaited = dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before)
+        works = dist.batch_isend_irecv([sent, awaited])
+
+    def landed() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        parts = received.split([x.numel() for x in tensors])
+        return [part.view(x.shape) for part, x in zip(parts, tensors)]
+
+    return landed
+
+
+def halves_of(index: int, size: int, *, is_balanced: bool) -> tuple[int, int]:
+    """The two of 2 * `size` chunks of a sequence that a rank of an axis has: neighbours, or one from each end, so that
+    all ranks see as many keys together where each query sees those before it (zig-zag order).
+
+    >>> [halves_of(index, 2, is_balanced=True) for index in range(2)]
+    [(0, 3), (1, 2)]
+    """
+    return (index, 2 * size - 1 - index) if is_balanced else (2 * index, 2 * index + 1)
+
+
+def rebalance(tensors: Sequence[Tensor], axis: Axis, *, to_balanced: bool) -> list[Tensor]:
+    """`tensors` of one dtype [.., tokens, features] with the chunks of `halves_of`, from those in the other order; one
+    all-to-all.
+    """
+    if axis.size == 1:
+        return list(tensors)
+    halves = [x.chunk(2, -2) for x in tensors]
+    have = halves_of(axis.index, axis.size, is_balanced=not to_balanced)
+    want = halves_of(axis.index, axis.size, is_balanced=to_balanced)
+    targets = [_holder(chunk, axis.size, is_balanced=to_balanced) for chunk in have]
+    sources = [_holder(chunk, axis.size, is_balanced=not to_balanced) for chunk in want]
+    sent = sorted(range(2), key=lambda half: (targets[half], have[half]))
+    flat = torch.cat([x[half].reshape(-1) for half in sent for x in halves])
+    size, received = flat.numel() // 2, torch.empty_like(flat)
+    if axis.group is not None:
+        splits = ([size * ends.count(rank) for rank in range(axis.size)] for ends in (sources, targets))
+        dist.all_to_all_single(received, flat, *splits, group=axis.group)
+    parts: list[list[Tensor]] = [[], []]
+    shapes = [x[0].shape for x in halves]
+    chunks = received.split([math.prod(shape) for shape in shapes] * 2)
+    for half, of_half in zip(sorted(range(2), key=lambda half: (sources[half], want[half])), (chunks[: len(shapes)], chunks[len(shapes) :])):
+        parts[half] = [chunk.view(shape) for chunk, shape in zip(of_half, shapes)]
+    return [torch.cat(pair, -2) for pair in zip(*parts)]
+
+
+def _holder(chunk: int, size: int, *, is_balanced: bool) -> int:
+    return min(chunk, 2 * size - 1 - chunk) if is_balanced else chunk // 2
