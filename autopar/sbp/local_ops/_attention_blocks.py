@@ -126,7 +126,8 @@ class Scores:
             yield block
             return
         step = max(1, _MOST_SCORES // (width * math.prod(query.shape[:-2])))
-        for first in range(rows.start, rows.stop, step):
+        stop = rows.start + 1 if query.is_meta else rows.stop  # without data: all parts take the memory of the first
+        for first in range(rows.start, stop, step):
             part = slice(first, min(first + step, rows.stop))
             if not block.is_causal:
                 yield Block(part, block.keys)
