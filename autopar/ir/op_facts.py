@@ -21,7 +21,7 @@ from autopar.ir.graph import Op, Value, arguments_of, resolve
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
-ATTENTION = "aten.scaled_dot_product_attention"
+ATTENTION, FLEX_ATTENTION = "aten.scaled_dot_product_attention", "autopar.flex_attention"
 # Backward of fused attention runs 5 products for the 2 of forward (Dao, FlashAttention-2, 2023, section 4.1).
 ATTENTION_BACKWARD_RATIO = 2.5
 

@@ -9,7 +9,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
 from autopar.ir.op_facts import ATTENTION, family
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.expert_routing import routed_signatures
+from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
 from autopar.sbp.rules import rule_of
@@ -34,7 +34,7 @@ def annotate(
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
-    routed = routed_signatures(graph)
+    routed = own_order_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     return Candidates(
         strategies={op.name: _strategies(op, mesh.shape, near, num_changed, routed.get(op.name, ())) for op in ops},
@@ -121,13 +121,16 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
-        if is_even and not (own and (_mixes_orders(combination) or _mixes_exchanges(combination))):
+        is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
+        if is_even and not is_mixed:
             if not (is_attention and _has_two_orders(combination)):
                 yield Strategy(combination)
 
 
-def _mixes_orders(combination: tuple[Signature, ...]) -> bool:
-    """Whether some value is S(dim) on one axis and L(dim) or E(dim) on another."""
+def _mixes_orders(op: Op, combination: tuple[Signature, ...]) -> bool:
+    """Whether some value is S(dim) on one axis and L(dim) or E(dim) on another, where the order of its rows matters."""
+    if op.target in BY_SAMPLE_AND_TOKEN:
+        return False
     for layout in zip(*((*one.inputs, *one.outputs) for one in combination)):
         own, all_tokens = ({p.dim for p in layout if p.is_split and p.is_own == is_own} for is_own in (True, False))
         if own & all_tokens:

@@ -168,14 +168,18 @@ def test_a_head_is_split_where_no_kernel_takes_the_parts():
     assert all(sum(op_time(op, whole(op), (1,), best)) / 2 <= sum(by_head) for best in floor)
 
 
-def test_causal_attention_does_half_and_split_queries_wait_for_the_last():
-    heads = [meta(2, 3, 8, 4) for _ in range(3)]
+@pytest.mark.parametrize(("length", "share"), [(8, 1 / 2), (12, 1 - 1 / 8)])
+def test_causal_attention_does_half_and_parts_without_equal_halves_wait_for_the_last(length: int, share: float):
+    heads = [meta(2, 3, length, 4) for _ in range(3)]
     full = make_op("aten.scaled_dot_product_attention.default", *heads)
     causal = make_op("aten.scaled_dot_product_attention.default", *heads, None, 0.0, True)
     whole_shapes = shapes(full.inputs), shapes(full.outputs)
     assert op_flops(causal, *whole_shapes) == op_flops(full, *whole_shapes) / 2
-    split = ((2, 3, 2, 4), *whole_shapes[0][1:]), ((2, 3, 2, 4),)
-    assert op_flops(causal, *split) == op_flops(full, *split) * (1 - 1 / 8)
+    for keys in (length, length // 4):  # whole, or a part that is sent around a ring
+        part = (2, 3, length // 4, 4)
+        split = (part, (2, 3, keys, 4), (2, 3, keys, 4)), (part,)
+        assert op_flops(full, *split) == op_flops(full, *whole_shapes) / 4
+        assert op_flops(causal, *split) == op_flops(full, *split) * share
 
 
 def test_backward_needs_a_product_per_tracked_input_only():

@@ -11,20 +11,25 @@ from autopar.costmodel.inner_collectives import inner_collectives
 from autopar.errors import PlanError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Op
+from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.planner.handwritten.complete_layouts import Moved, ParameterStorage, bytes_moved, complete
 from autopar.planner.handwritten.hf_tp_plan import hf_structure
-from autopar.planner.handwritten.propagate import Option, follow_batch, follow_tensors
+from autopar.planner.handwritten.propagate import Option, Options, follow_batch, follow_tensors, is_own
 from autopar.sbp.analysis.expert_routing import num_exchanged
 from autopar.sbp.analysis.megatron_pairs import Structure, structure_of
 from autopar.sbp.analysis.sample_blocks import Short, shorten
 from autopar.sbp.analysis.sequence_dim import batch_arguments, sequence_dims
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import I, Layout, Placement
+from autopar.sbp.placement import I, Layout, Placement, S
 from autopar.sbp.signature import Candidates, Signature, Strategy
 
 NO_STYLES: Mapping[str, str] = MappingProxyType({})
 FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
+# How attention gets the keys of other parts of the sequence, as Megatron calls it (cp_comm_type): around a ring, all
+# at once, or by an exchange of heads for tokens.
+P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
+SEQUENCE_WAYS = (P2P, ALL_GATHER, A2A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class HandPlan:
     """A hand plan: `tensor_axes` split tensors as Megatron does (arXiv:1909.08053), all other mesh axes the batch.
 
     `expert_axes`: of these other axes, those that split experts too, between which rows are exchanged by expert.
+    `sequence_axes`: those of the other axes that split the sequence in place of the batch (context parallelism), with
+    attention `sequence_by` one of `SEQUENCE_WAYS`.
 
     `is_hf`: they split tensors as the transformers model's own plan says. `is_sequence_parallel`: activations between
     tensor-parallel regions are split along the sequence (arXiv:2205.05198). `flavour`: the way in which the data axes
@@ -46,6 +53,8 @@ class HandPlan:
     flavour: str = "ddp"
     is_hf: bool = False
     expert_axes: tuple[int, ...] = ()
+    sequence_axes: tuple[int, ...] = ()
+    sequence_by: str = P2P
 
 
 def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
@@ -54,7 +63,8 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     'ddp', 'zero1', 'zero2', 'zero3': all axes split the batch. 'megatron': all but the last do. It takes options after
     a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its
     data axes; 'ep=8' for the ranks that share a set of experts, on the inner data axes ('ep=a1': by name), and without
-    tensor axes if that is the only degree. 'hf' has the same options and is the plan that a transformers model has of
+    tensor axes if that is the only degree; 'cp=8' likewise for the ranks that share a sequence, and one of
+    `SEQUENCE_WAYS`. 'hf' has the same options and is the plan that a transformers model has of
     its own. PlanError if it is none of these or the degrees are no products of mesh axes.
 
     >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
@@ -64,46 +74,54 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     if name in FLAVOURS and not rest:
         return HandPlan(flavour=name)
     words = [word.strip() for word in rest.split(",") if word.strip()]
-    flavours = [word for word in words if word in FLAVOURS]
+    flavours, ways = ([word for word in words if word in known] for known in (FLAVOURS, SEQUENCE_WAYS))
     given = (word.partition("=") for word in words)
-    degrees = {key: size for key, is_given, size in given if is_given and key in ("dp", "tp", "ep")}
+    degrees = {key: size for key, is_given, size in given if is_given and key in ("dp", "tp", "ep", "cp")}
     if (
         name not in ("megatron", "hf")
-        or len(flavours) > 1
-        or len(words) != len(flavours) + len(degrees) + ("sp" in words)
+        or max(len(flavours), len(ways)) > 1
+        or len(words) != len(flavours) + len(ways) + len(degrees) + ("sp" in words)
+        or (ways and "cp" not in degrees)
     ):
         example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
         raise PlanError(
             f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp'"
             f" (sequence parallel), '{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by"
-            f" +), 'megatron:ep={mesh.shape[-1]}' (expert parallel), or hf with the same options"
+            f" +), 'megatron:ep={mesh.shape[-1]}' (expert parallel), 'megatron:cp={mesh.shape[-1]}' (the sequence, by"
+            f" {', '.join(SEQUENCE_WAYS)}), or hf with the same options"
         )
-    experts = degrees.pop("ep", "")
-    tensor = () if experts and not degrees else _tensor_axes(text, degrees, mesh)
+    experts, sequence = degrees.pop("ep", ""), degrees.pop("cp", "")
+    tensor = () if (experts or sequence) and not degrees else _tensor_axes(text, degrees, sequence, mesh)
+    others = [axis for axis in range(mesh.ndim) if axis not in tensor]
+    sequence_axes = _inner_axes(text, "cp", sequence, others, mesh)
+    others = [axis for axis in others if axis not in sequence_axes]
     return HandPlan(
         tensor,
         "sp" in words,
         flavours[0] if flavours else "ddp",
         name == "hf",
-        _expert_axes(text, experts, [axis for axis in range(mesh.ndim) if axis not in tensor], mesh),
+        _inner_axes(text, "ep", experts, others, mesh),
+        sequence_axes,
+        *ways,
     )
 
 
-def _expert_axes(text: str, experts: str, data_axes: list[int], mesh: Mesh) -> tuple[int, ...]:
-    """The axes named in `experts`, or the last of `data_axes` with so many ranks together."""
-    axes = tuple(axis for axis in data_axes if mesh.axis_names[axis] in experts.split("+"))
-    if not experts or len(axes) == experts.count("+") + 1:
+def _inner_axes(text: str, key: str, degree: str, data_axes: list[int], mesh: Mesh) -> tuple[int, ...]:
+    """The axes named in `degree`, or the last of `data_axes` with so many ranks together."""
+    axes = tuple(axis for axis in data_axes if mesh.axis_names[axis] in degree.split("+"))
+    if not degree or len(axes) == degree.count("+") + 1:
         return axes
     for first in range(len(data_axes)):
-        if str(math.prod(mesh.shape[axis] for axis in data_axes[first:])) == experts:
+        if str(math.prod(mesh.shape[axis] for axis in data_axes[first:])) == degree:
             return tuple(data_axes[first:])
     raise PlanError(
-        f"hand plan {text!r} does not fit mesh {mesh}: ep must be the product of the last axes that split the batch, or"
-        " names of such axes joined by +; change it"
+        f"hand plan {text!r} does not fit mesh {mesh}: {key} must be the product of the last axes that split no"
+        " tensors, or names of such axes joined by +; change it"
     )
 
 
-def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int, ...]:
+def _tensor_axes(text: str, degrees: Mapping[str, str], sequence: str, mesh: Mesh) -> tuple[int, ...]:
+    """The axes of tp; with dp and `sequence`, those behind axes of both together."""
     if not degrees:
         return (mesh.ndim - 1,)
     names = degrees.get("tp", "").split("+")
@@ -111,6 +129,8 @@ def _tensor_axes(text: str, degrees: Mapping[str, str], mesh: Mesh) -> tuple[int
         return tuple(sorted(map(mesh.axis_index, names)))
     for num in range(mesh.ndim, -1, -1):
         sizes = {"dp": math.prod(mesh.shape[:num]), "tp": math.prod(mesh.shape[num:])}
+        if sequence.isdigit() and int(sequence) and "dp" in degrees:
+            sizes["dp"] //= int(sequence)
         if all(str(sizes[key]) == size for key, size in degrees.items()):
             return tuple(range(num, mesh.ndim))
     raise PlanError(
@@ -127,23 +147,28 @@ def format_hand_plan(plan: HandPlan, mesh: Mesh) -> str:
     >>> format_hand_plan(HandPlan((), False, "zero3", expert_axes=(1,)), Mesh((4, 8), ("a", "b")))
     'megatron:ep=8,zero3'
     """
-    if not plan.tensor_axes and not plan.expert_axes:
+    if not plan.tensor_axes and not plan.expert_axes and not plan.sequence_axes:
         return plan.flavour
-    tensor = math.prod(mesh.shape[axis] for axis in plan.tensor_axes)
+    tensor, sequence = _num_ranks(plan.tensor_axes, mesh), _num_ranks(plan.sequence_axes, mesh)
     is_inner = plan.tensor_axes == tuple(range(mesh.ndim - len(plan.tensor_axes), mesh.ndim))
     by_name = "tp=" + "+".join(mesh.axis_names[axis] for axis in plan.tensor_axes)
-    words = [f"dp={mesh.num_devices // tensor},tp={tensor}" if is_inner else by_name] if plan.tensor_axes else []
-    words += [f"ep={_experts(plan, mesh)}"] * bool(plan.expert_axes)
+    words = [f"dp={mesh.num_devices // tensor // sequence},tp={tensor}" if is_inner else by_name]
+    words = words if plan.tensor_axes else []
+    data_axes = [axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes]
+    if plan.sequence_axes:
+        words += [f"cp={_degree(plan.sequence_axes, data_axes, mesh)}"]
+        words += [plan.sequence_by] * (plan.sequence_by != P2P)
+    data_axes = [axis for axis in data_axes if axis not in plan.sequence_axes]
+    words += [f"ep={_degree(plan.expert_axes, data_axes, mesh)}"] * bool(plan.expert_axes)
     words += ["sp"] * plan.is_sequence_parallel + [plan.flavour] * (plan.flavour != "ddp")
     return f"{'hf' if plan.is_hf else 'megatron'}:{','.join(words)}"
 
 
-def _experts(plan: HandPlan, mesh: Mesh) -> str:
-    """The degree of expert parallelism on the last data axes, names of other axes."""
-    data_axes = tuple(axis for axis in range(mesh.ndim) if axis not in plan.tensor_axes)
-    if plan.expert_axes == data_axes[-len(plan.expert_axes) :]:
-        return str(_num_ranks(plan.expert_axes, mesh))
-    return "+".join(mesh.axis_names[axis] for axis in plan.expert_axes)
+def _degree(axes: tuple[int, ...], data_axes: list[int], mesh: Mesh) -> str:
+    """The degree of parallelism on the last of `data_axes`, names of other axes."""
+    if list(axes) == data_axes[-len(axes) :]:
+        return str(_num_ranks(axes, mesh))
+    return "+".join(mesh.axis_names[axis] for axis in axes)
 
 
 def _num_ranks(axes: tuple[int, ...], mesh: Mesh) -> int:
@@ -231,7 +256,10 @@ class ModelFacts:
         graph, same = self.short.graph, self.short.folded.representative
         classes = {same[op.name] for op in graph.ops}
         options = partial(_options, axis=axis, left=walk.left, representative=same, mesh=mesh)
-        if kind in ("batch", "experts"):
+        if kind in SEQUENCE_WAYS:
+            batch = _place_tokens(graph, self.sequence, candidates, walk.arguments)
+            signatures = follow_batch(graph, same, partial(_by_tokens, options, kind), batch)
+        elif kind in ("batch", "experts"):
             batch = _place_batch(graph, candidates, walk.arguments)
             signatures = follow_batch(graph, same, options, batch, is_by_expert=kind == "experts")
         else:
@@ -278,6 +306,7 @@ def _kinds(plan: HandPlan, mesh: Mesh) -> tuple[str, ...]:
     """The kind of split of each mesh axis."""
     tensors = "tensors, sequence" if plan.is_sequence_parallel else "tensors"
     kinds = dict.fromkeys(plan.tensor_axes, tensors) | dict.fromkeys(plan.expert_axes, "experts")
+    kinds |= dict.fromkeys(plan.sequence_axes, plan.sequence_by)
     return tuple(kinds.get(axis, "batch") for axis in range(mesh.ndim))
 
 
@@ -300,6 +329,38 @@ def _options(
 
 def _inner_bytes(op: Op, axis: int, strategy: Strategy, mesh: Mesh) -> int:
     return sum(c.num_bytes for c in inner_collectives(op, strategy, mesh.shape) if c.axes == (axis,))
+
+
+def _by_tokens(options: Options, way: str, op: Op) -> tuple[Option, ...]:
+    """The options of attention that get keys this `way`, those of losses that have the rank's own tokens, and all of
+    other ops.
+    """
+    found = options(op)
+    if family(op.target) not in (ATTENTION, FLEX_ATTENTION):
+        return tuple(option for option in found if is_own(option)) or found
+    query = len(op.inputs[0].shape)
+    if way == A2A:
+        wanted = [one for one in found if one.signature.inputs[0] == S(query - 3)]
+    else:
+        parts = [one for one in found if one.signature.inputs[0] == S(query - 2)]
+        wanted = [one for one in parts if one.signature.inputs[1].is_split == (way == P2P)]
+    return tuple(wanted) or found
+
+
+def _place_tokens(
+    graph: Graph, sequence: Mapping[str, int], candidates: Candidates, prefixes: Mapping[str, tuple[Placement, ...]]
+) -> dict[str, Placement]:
+    """S(1) for every argument [batch, tokens, ...] with as many tokens as the residual stream, if its part divides."""
+    shapes = {value.name: value.shape for op in graph.ops for value in op.outputs}
+    sizes = {shapes[name][dim] for name, dim in sequence.items()}
+    with_batch = {item.value.name for item in batch_arguments(graph) if len(item.value.shape) > 1}
+    placed = {}
+    for item in graph.of_kind("argument"):
+        name, split = item.value.name, (*prefixes[item.value.name], S(1))
+        is_fit = name in with_batch and item.value.shape[1] in sizes
+        fits = is_fit and any(layout[: len(split)] == split for layout in candidates.layouts[name])
+        placed[name] = S(1) if fits else I
+    return placed
 
 
 def _place_batch(

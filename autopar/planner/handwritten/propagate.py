@@ -105,10 +105,14 @@ def _at_experts(graph: Graph, options: Options) -> dict[str, str]:
     return {} if any(value.name in there and op.name not in roles for op in graph.ops for value in op.inputs) else roles
 
 
+def is_own(option: Option) -> bool:
+    """Whether a rank has rows of its own tokens, in its own order."""
+    return any(placement.is_own for placement in option.signature.inputs + option.signature.outputs)
+
+
 def _with_all_tokens(options: Options, op: Op) -> tuple[Option, ...]:
     """The options in which no rank has tokens of its own."""
-    placed = ((option, option.signature.inputs + option.signature.outputs) for option in options(op))
-    return tuple(option for option, placements in placed if not any(p.is_own for p in placements))
+    return tuple(option for option in options(op) if not is_own(option))
 
 
 def _is_for_consumer(op: Op, structure: Structure) -> bool:
