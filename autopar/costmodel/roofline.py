@@ -84,7 +84,8 @@ def _call(op: Op, inputs: Shapes) -> AttentionCall:
     query, key, value, *_ = inputs
     # causal attention of a part of the queries is squares on the diagonal and whole blocks
     is_causal = bool(arguments["is_causal"]) and query[-2] == op.inputs[0].shape[-2]
-    has_mask = arguments["attn_mask"] is not None or (arguments["dropout_p"] > 0 and bool(arguments["is_causal"]) and not is_causal)
+    drops_parts = arguments["dropout_p"] > 0 and bool(arguments["is_causal"]) and not is_causal  # by a mask
+    has_mask = arguments["attn_mask"] is not None or drops_parts
     return AttentionCall(query, key, value, op.inputs[0].dtype, has_mask, is_causal)
 
 
@@ -97,7 +98,7 @@ def _written_out(op: Op, inputs: Shapes, outputs: Shapes, cluster: Cluster) -> t
     """
     arguments, dtype = arguments_of(op), op.inputs[0].dtype
     wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
-    query, key, value, *_ = inputs
+    query, _, value, *_ = inputs
     num_scores = math.prod(query[:-1]) * op.inputs[1].shape[-2]
     has_mask, drops = arguments["attn_mask"] is not None or arguments["is_causal"], arguments["dropout_p"] > 0
     pass_s = num_scores * wide.itemsize / cluster.memory_bandwidth_bytes_per_s

@@ -122,9 +122,8 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
-        if is_even and not is_mixed:
-            if not (is_attention and _has_two_orders(combination)):
-                yield Strategy(combination)
+        if is_even and not is_mixed and not (is_attention and _has_two_orders(combination)):
+            yield Strategy(combination)
 
 
 def _mixes_orders(op: Op, combination: tuple[Signature, ...]) -> bool:

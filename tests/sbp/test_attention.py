@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.sbp.candidates import strategies_of
-from autopar.sbp.local_ops import _attention_blocks
+from autopar.sbp.local_ops.sequence import attention_blocks
 from autopar.sbp.op_signatures import signatures_of
 from tests.sbp.exercise import check, exercise, exercise_mesh, f64
 from tests.sbp.rulecheck import make_op
@@ -80,7 +80,9 @@ def _roles_checked(num_ranks: int, *args: Any, **kwargs: Any) -> set[str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(24, 24), (12, 12), (12, 24), (24, 12)])
-def test_causal_parts_with_grouped_heads_on_any_number_of_ranks(num_ranks: int, num_queries: int, num_keys: int) -> None:
+def test_causal_parts_with_grouped_heads_on_any_number_of_ranks(
+    num_ranks: int, num_queries: int, num_keys: int
+) -> None:
     keys = f64(2, 2, num_keys, 4), f64(2, 2, num_keys, 4)
     found = _roles_checked(num_ranks, f64(2, 12, num_queries, 4), *keys, None, 0.0, True, enable_gqa=True)
     assert found == {"queries", "ring", "heads"}
@@ -100,7 +102,7 @@ def test_parts_with_masks_go_around_a_ring() -> None:
 
 
 def test_scores_without_a_kernel_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention_blocks, "_MOST_SCORES", 60)
+    monkeypatch.setattr(attention_blocks, "_MOST_SCORES", 60)
     uneven = f64(2, 4, 8, 4), f64(2, 4, 8, 4), f64(2, 4, 8, 6)  # the features of values are others: no kernel
     assert _roles_checked(2, *uneven, None, 0.0, True) == {"queries", "ring"}
     assert _roles_checked(2, *uneven, torch.rand(8, 8) > 0.3) == {"ring"}

@@ -115,8 +115,8 @@ def _inner_axes(text: str, key: str, degree: str, data_axes: list[int], mesh: Me
         if str(math.prod(mesh.shape[axis] for axis in data_axes[first:])) == degree:
             return tuple(data_axes[first:])
     raise PlanError(
-        f"hand plan {text!r} does not fit mesh {mesh}: {key} must be the product of the last axes that split no"
-        " tensors, or names of such axes joined by +; change it"
+        f"hand plan {text!r} does not fit mesh {mesh}: {key} must be the product of the last axes that split the"
+        " batch, or names of such axes joined by +; change it"
     )
 
 

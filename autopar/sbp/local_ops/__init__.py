@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from autopar.sbp.local_ops import (
     cross_entropy,
     grouped_mm,
-    local_attention,
     local_conv,
     local_embedding,
     local_inverse,
@@ -15,6 +14,7 @@ from autopar.sbp.local_ops import (
     mean,
 )
 from autopar.sbp.local_ops.local_op import LocalOp
+from autopar.sbp.local_ops.sequence import local_attention
 
 LOCAL_OPS: Mapping[str, LocalOp] = {
     **local_attention.LOCAL_OPS,

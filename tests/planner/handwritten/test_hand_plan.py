@@ -217,6 +217,20 @@ def test_hand_plans_are_read_with_their_degrees():
         (0,), is_sequence_parallel=True, flavour="zero2"
     )
     assert parse_hand_plan("megatron", parse_mesh("8")) == HandPlan((0,))
+    for text, axes in (
+        ("cp=8", (2,)),
+        ("cp=a1,a2a,zero3", (1,)),
+        ("dp=2,tp=8,cp=4", (1,)),
+        ("tp=8,cp=4,all_gather", (1,)),
+    ):
+        plan = parse_hand_plan(f"megatron:{text}", mesh)
+        assert plan.sequence_axes == axes and plan.sequence_by == next(
+            (way for way in ("a2a", "all_gather") if way in text), "p2p"
+        )
+        assert parse_hand_plan(format_hand_plan(plan, mesh), mesh) == plan
+    for text in ("megatron:a2a", "megatron:cp=8,a2a,p2p", "megatron:cp=3"):
+        with pytest.raises(PlanError):
+            parse_hand_plan(text, mesh)
 
 
 @pytest.mark.parametrize(

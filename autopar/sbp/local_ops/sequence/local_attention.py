@@ -18,9 +18,9 @@ from autopar.ir.attention.flex_op import FLEX, attend
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops._arguments import local_input_shape, no_collectives, rank_index, role_axes
-from autopar.sbp.local_ops._attention_blocks import Block, Merged, Scores, Tensor, seen_blocks
-from autopar.sbp.local_ops._ring import begin_shift, halves_of, rebalance
 from autopar.sbp.local_ops.local_op import LocalOp
+from autopar.sbp.local_ops.sequence.around_ring import begin_shift, halves_of, rebalance
+from autopar.sbp.local_ops.sequence.attention_blocks import Block, Merged, Scores, Tensor, seen_blocks
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import RING, Strategy
@@ -50,7 +50,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     axis, own = (*ring, *queries)[0], query.shape[-2]
     num_keys = key.shape[-2] * (axis.size if ring else 1)
-    order = _Order(axis, bool(ring), is_causal and is_balanced(own * axis.size, num_keys, own))
+    order = _PartsOrder(axis, bool(ring), is_causal and is_balanced(own * axis.size, num_keys, own))
     return _Parted.apply(order, scale, is_causal, query, key, value, attn_mask)
 
 
@@ -80,7 +80,7 @@ def _dropping(
 
 
 @dataclass(frozen=True, eq=False)
-class _Order:
+class _PartsOrder:
     """The parts of a sequence that the ranks of `axis` compute: of its queries, and in a ring of its keys too."""
 
     axis: Axis
@@ -135,7 +135,7 @@ class _Parted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         if torch.is_grad_enabled():
-            raise AutoparError("attention of a split sequence has no second derivative, create_graph=True: split others")
+            raise AutoparError("attention of a split sequence has no second derivative, create_graph=True: split heads")
         order, (query, key, value, out, sums, mask) = ctx.order, ctx.saved_tensors
         (grad,) = order.arranged([gradients[0]])
         found = [torch.zeros_like(x, dtype=sums.dtype) for x in (query, key, value)]
@@ -157,7 +157,7 @@ class _Parted(torch.autograd.Function):
 
 
 def _scores_of(
-    order: _Order, owner: int, scale: float, mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
+    order: _PartsOrder, owner: int, scale: float, mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Scores, list[Block]]:
     """How the scores of this rank's queries and a rank's keys are computed, and the blocks that are."""
     keys = order.keys(owner, key.shape[-2])

@@ -1,6 +1,5 @@
-"""What ranks along an axis send one another for attention: parts once around the ring, and halves in balanced order."""
+"""Messages between the ranks of an axis for attention: parts once around the ring, and halves for balanced order."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,8 +26,7 @@ def begin_shift(tensors: Sequence[Tensor], axis: Axis) -> Callable[[], list[Tens
     def landed() -> list[Tensor]:
         for work in works:
             work.wait()
-        parts = received.split([x.numel() for x in tensors])
-        return [part.view(x.shape) for part, x in zip(parts, tensors)]
+        return _shaped(received, [x.shape for x in tensors])
 
     return landed
 
@@ -60,12 +58,13 @@ def rebalance(tensors: Sequence[Tensor], axis: Axis, *, to_balanced: bool) -> li
     if axis.group is not None:
         splits = ([size * ends.count(rank) for rank in range(axis.size)] for ends in (sources, targets))
         dist.all_to_all_single(received, flat, *splits, group=axis.group)
-    parts: list[list[Tensor]] = [[], []]
-    shapes = [x[0].shape for x in halves]
-    chunks = received.split([math.prod(shape) for shape in shapes] * 2)
-    for half, of_half in zip(sorted(range(2), key=lambda half: (sources[half], want[half])), (chunks[: len(shapes)], chunks[len(shapes) :])):
-        parts[half] = [chunk.view(shape) for chunk, shape in zip(of_half, shapes)]
-    return [torch.cat(pair, -2) for pair in zip(*parts)]
+    arrived = sorted(range(2), key=lambda half: (sources[half], want[half]))
+    parts = {half: _shaped(part, [x[0].shape for x in halves]) for half, part in zip(arrived, received.split(size))}
+    return [torch.cat(pair, -2) for pair in zip(parts[0], parts[1])]
+
+
+def _shaped(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes)]
 
 
 def _holder(chunk: int, size: int, *, is_balanced: bool) -> int:
