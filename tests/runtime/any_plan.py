@@ -30,7 +30,7 @@ from autopar.sbp.redistribute import Collective
 from autopar.verify.count_collectives import count_collectives
 from tests.runtime.random_graphs import Builder, Refused
 from tests.runtime.random_ops import FAMILIES, WEIGHTS
-from tests.sbp.exercise import record
+from tests.sbp.exercise import in_order, record
 from tests.sbp.simulate import Coordinate, cut, join, on_threads
 from tests.workers import device_mesh
 
@@ -109,7 +109,7 @@ def draw_assignment(draw: Random, graph: Graph, mesh: Mesh) -> Assignment:
     parameters = {item.value.name for item in graph.of_kind("parameter")}
     is_split = draw.random() < 0.4  # parameters all in parts, of which many are then gathered alike
     return Assignment(
-        strategies={name: draw.choice(found) for name, found in candidates.strategies.items()},
+        strategies={name: found[draw.choice(in_order(found))] for name, found in candidates.strategies.items()},
         layouts={
             name: max(found, key=_num_split) if is_split and name in parameters else draw.choice(found)
             for name, found in candidates.layouts.items()

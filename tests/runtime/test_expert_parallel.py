@@ -17,6 +17,7 @@ from autopar.sbp.candidates import annotate
 from tests.runtime.any_plan import all_gradients_arrive, are_as_priced
 from tests.runtime.test_local_routing import MORE, TOLERANCE, built, plan_called, train_under
 from tests.runtime.training import traced
+from tests.sbp.exercise import in_order
 from tests.workers import Ranks
 
 KINDS = {(4,): ("megatron:ep=4,zero2",), (2, 2): ("megatron:ep=2,zero3", "megatron:dp=2,tp=2,ep=2", "drawn:ep=4")}
@@ -28,7 +29,7 @@ def drawn(graph: Graph, like: str, mesh: Mesh) -> Plan:
     candidates, routed = annotate(graph, mesh, folded), routed_signatures(graph)
     by_hand = hand_plan(parse_hand_plan(f"megatron:{like}", mesh), graph, folded, candidates, mesh)
     chosen = {
-        name: by_hand.strategies[name] if name in routed else draw.choice(offered)
+        name: by_hand.strategies[name] if name in routed else offered[draw.choice(in_order(offered))]
         for name, offered in sorted(candidates.strategies.items())
     }
     arguments = {

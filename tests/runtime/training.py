@@ -26,6 +26,7 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.signature import Candidates
 from autopar.verify.check_placements import check
 from autopar.verify.count_collectives import count_collectives
+from tests.sbp.exercise import in_order
 from tests.workers import device_mesh
 from tests.zoo import Case, build
 
@@ -94,7 +95,7 @@ def random_assignment(
     graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random
 ) -> Assignment:
     """Any valid strategy for every op, any storable layout for every parameter."""
-    chosen = {name: draw.choice(strategies) for name, strategies in sorted(candidates.strategies.items())}
+    chosen = {name: found[draw.choice(in_order(found))] for name, found in sorted(candidates.strategies.items())}
     strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
     arguments = {
         item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")

@@ -1,9 +1,10 @@
 """Check every strategy of one call against the op itself, and the collectives it issues against those it declares."""
 
 import itertools
+import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -105,6 +106,11 @@ def record(mesh_shape: tuple[int, ...]) -> Iterator[dict[int, Counter[Collective
         ProcessLocalGroup, **{name: recorder(name, getattr(ProcessLocalGroup, name)) for name in KINDS}
     ):
         yield issued
+
+
+def in_order(options: Iterable[Any]) -> list[int]:
+    """Positions of the options that have no rows in a rank's own order, from and to which nothing is converted."""
+    return [index for index, option in enumerate(options) if not re.search(r"[LE]\(", str(option))]
 
 
 def combinations(**choices: Any) -> list[dict[str, Any]]:

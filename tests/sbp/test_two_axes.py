@@ -41,7 +41,8 @@ def test_signatures_on_two_axes_are_independent(target, args):
         pytest.importorskip("transformers.integrations.moe")
     op, inputs = make_op(target, *args)
     strategies = strategies_of(op, (2, 2))
-    assert any(all(signature.role for signature in strategy.signatures) for strategy in strategies)
+    of_roles = any if "attention" in target else all  # causal parts of a sequence lie along one axis
+    assert any(of_roles(signature.role for signature in strategy.signatures) for strategy in strategies)
     for strategy in strategies:
         check(op, strategy, (2, 2), inputs)
 

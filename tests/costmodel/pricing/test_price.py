@@ -32,6 +32,7 @@ from autopar.search.table import cost_of, memory_of
 from tests.costmodel.build import folded_stack, layer_stack, unfolded
 from tests.planner.cases import traced
 from tests.runtime.any_plan import MESHES, draw_graph
+from tests.sbp.exercise import in_order
 from tests.zoo import ZOO
 
 CLUSTER = Cluster(
@@ -41,7 +42,8 @@ CLUSTER = Cluster(
 
 def random_choices(priced: Priced, seed: int, count: int) -> list[tuple[int, ...]]:
     rng = random.Random(seed)
-    return [tuple(rng.randrange(len(entity.options)) for entity in priced.entities) for _ in range(count)]
+    options = [in_order(entity.options) for entity in priced.entities]
+    return [tuple(map(rng.choice, options)) for _ in range(count)]
 
 
 def folded_and_not(num_layers: int) -> list[tuple[Graph, Folded]]:

@@ -18,6 +18,7 @@ from autopar.search.table import cost_of, memory_of
 from tests import zoo
 from tests.ir.folding.test_fold import Block, Stack, check
 from tests.ir.graphs import chain
+from tests.sbp.exercise import in_order
 
 
 def members(folded: Folded) -> dict[str, list[str]]:
@@ -119,9 +120,8 @@ def priced_twice(graph, sizes, count):
     whole, parts = (price(graph, x, annotate(graph, mesh, x), mesh, cluster, **limit) for x in (folded, finer))
     rng = random.Random(0)
     for _ in range(count):
-        assignment = decode(
-            whole, graph, folded, tuple(rng.randrange(len(entity.options)) for entity in whole.entities)
-        )
+        options = (in_order(entity.options) for entity in whole.entities)
+        assignment = decode(whole, graph, folded, tuple(map(rng.choice, options)))
         choices = encode(whole, graph, folded, assignment), encode(parts, graph, finer, assignment)
         assert decode(parts, graph, finer, choices[1]) == assignment
         yield (whole.table, choices[0]), (parts.table, choices[1])
