@@ -252,7 +252,8 @@ def run_by(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...])
 def algorithm_over_levels(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:
     """The algorithm of a collective whose groups span several link levels; "" of others, and of those with one way."""
     is_within = all(len(groups) == 1 for groups in spans(cluster.levels, mesh.shape, collective.axes))
-    return "" if is_within or collective.kind in ("all_to_all", "permute") else chosen_algorithm(cluster, mesh, collective)
+    has_one_way = collective.kind in ("all_to_all", "permute")
+    return "" if is_within or has_one_way else chosen_algorithm(cluster, mesh, collective)
 
 
 def chosen_algorithm(cluster: Cluster, mesh: Mesh, collective: Collective) -> str:
