@@ -113,10 +113,12 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        with peers_alive():
-            local, spec = arrived(ctx.in_flight, gradients[0]), ctx.spec
+        (local,), spec = gradients, ctx.spec
+        if ctx.in_flight:
+            with peers_alive():
+                local = arrived(ctx.in_flight, local)
         if not torch.is_grad_enabled():
-            return DTensor(local, spec, requires_grad=False)
+            return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # its __init__ does nothing, in 3 us
         ends = {"shape": spec.shape, "stride": spec.stride}
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, **ends)
 

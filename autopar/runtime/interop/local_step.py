@@ -36,6 +36,8 @@ def step_on_parts(optimizer: torch.optim.Optimizer, before: Callable[[torch.opti
 
 
 def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
+    known: dict[DTensor, _Parts] = {}
+
     @wraps(step)
     def on_parts(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         # a closure computes gradients of the parameters, and hooks may ask for their norms
@@ -45,31 +47,67 @@ def _on_parts(step: Callable[..., Any], before: Callable[[torch.optim.Optimizer]
         if is_whole:
             return step() if closure is None else step(closure)
         before(self)
-        with _parts(self):
+        with _on_known_parts(self, known):
             return step()
 
     setattr(on_parts, _MARK, True)
     return on_parts
 
 
+class _Parts:
+    """This rank's part of a parameter and of its state, in the optimizer's `whole` and `own` state for both."""
+
+    def __init__(self, x: DTensor, whole: dict[str, Any]) -> None:
+        self.base = x.to_local()
+        self.part = self.base.detach()
+        self.whole, self.values = whole, dict(whole)
+        self.own = {name: _local(value) for name, value in whole.items()}
+        self.parts = dict(self.own)
+
+    def are_of(self, x: DTensor, state: dict[str, Any]) -> bool:
+        """Whether they are those of the parameter as it is now."""
+        return (
+            x.to_local() is self.base
+            and state is self.whole
+            and x.grad.placements == x.placements
+            and _are_same(state, self.values)
+            and _are_same(self.own, self.parts)
+        )
+
+    def take_back(self, x: DTensor, state: dict[str, Any], made: dict[str, Any]) -> None:
+        """Take what a step made of the part's state into that of the parameter."""
+        if not _are_same(made, self.parts):
+            _take_back(state, made, x, self.part)
+            self.whole, self.values, self.own, self.parts = state, dict(state), made, dict(made)
+
+
+def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dicts have the same objects."""
+    return len(one) == len(other) and all(one.get(name) is value for name, value in other.items())
+
+
 @contextmanager
-def _parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which the optimizer has parts in place of DTensors."""
-    groups, part_of = optimizer.param_groups, dict[DTensor, torch.Tensor]()
+def _on_known_parts(optimizer: torch.optim.Optimizer, known: dict[DTensor, _Parts]) -> Iterator[None]:
+    """A context in which the optimizer has parts in place of DTensors; `known`: those of the last step, and then of
+    this one.
+    """
+    groups, part_of, state = optimizer.param_groups, dict[DTensor, _Parts](), optimizer.state
     with torch.no_grad():
         for group in groups:
-            part_of.update((x, _part(x)) for x in _with_parts(group, optimizer.state))
+            for x in _with_parts(group, state, known):
+                part_of[x] = known.get(x) or _Parts(x, state.get(x, {}))
+                part_of[x].part.grad = _local(x.grad)
     whole = [(group["params"], group.get("foreach")) for group in groups]
+    known.clear()
     try:
         for group in groups:
             has_parts = any(x in part_of for x in group["params"])
-            group["params"] = [part_of.get(x, x) for x in group["params"]]
+            group["params"] = [part_of[x].part if x in part_of else x for x in group["params"]]
             if has_parts and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = False  # as on DTensors: its temporary tensors would be those of all parameters
-        with torch.no_grad():
-            for x, part in part_of.items():
-                if x in optimizer.state:
-                    optimizer.state[part] = {name: _local(value) for name, value in optimizer.state[x].items()}
+        for x, parts in part_of.items():
+            if x in state:
+                state[parts.part] = parts.own
         yield
     finally:
         for group, (parameters, foreach) in zip(groups, whole):
@@ -77,17 +115,32 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             if "foreach" in group:
                 group["foreach"] = foreach
         with torch.no_grad():
-            for x, part in part_of.items():
-                if part in optimizer.state:
-                    _take_back(optimizer.state[x], optimizer.state.pop(part), x, part)
+            for x, parts in part_of.items():
+                if parts.part in state:
+                    parts.take_back(x, state[x], state.pop(parts.part))
+                parts.part.grad = None
+        known.update(part_of)
 
 
-def _with_parts(group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]) -> list[DTensor]:
-    """The parameters of a group whose parts are updated; none if one update of all has others in it too."""
+def _with_parts(
+    group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]], known: dict[DTensor, _Parts]
+) -> list[DTensor]:
+    """The parameters of a group whose parts are updated; none if one update of all has others in it too.
+
+    Of `known` parts those are dropped that are of a parameter as it was.
+    """
     updated = [x for x in group["params"] if x.grad is not None]
-    found = [x for x in updated if _lies_alike(x, state.get(x, {}))]
+    found = [x for x in updated if _is_known(x, state, known) or _lies_alike(x, state.get(x, {}))]
     is_together = group.get("foreach") or group.get("fused")
     return [] if is_together and len(found) < len(updated) else found
+
+
+def _is_known(x: torch.Tensor, state: Mapping[torch.Tensor, dict[str, Any]], known: dict[DTensor, _Parts]) -> bool:
+    parts = known.get(x)
+    if parts is None or (isinstance(x.grad, DTensor) and parts.are_of(x, state.get(x, {}))):
+        return parts is not None
+    del known[x]
+    return False
 
 
 def _lies_alike(x: torch.Tensor, state: dict[str, Any]) -> bool:
@@ -101,13 +154,6 @@ def _lies_alike(x: torch.Tensor, state: dict[str, Any]) -> bool:
     return x.grad is not None and all(
         isinstance(other, DTensor) and other.placements == x.placements for other in (x.grad, *others)
     )
-
-
-def _part(x: DTensor) -> torch.Tensor:
-    """This rank's part of a parameter, with its gradient."""
-    part = x.to_local().detach()
-    part.grad = _local(x.grad)
-    return part
 
 
 def _local(value: Any) -> Any:
