@@ -69,6 +69,7 @@ class _Parts:
         return (
             x.to_local() is self.base
             and state is self.whole
+            and isinstance(x.grad, DTensor)
             and x.grad.placements == x.placements
             and _are_same(state, self.values)
             and _are_same(self.own, self.parts)
@@ -136,9 +137,10 @@ def _with_parts(
 
 
 def _is_known(x: torch.Tensor, state: Mapping[torch.Tensor, dict[str, Any]], known: dict[DTensor, _Parts]) -> bool:
-    parts = known.get(x)
-    if parts is None or (isinstance(x.grad, DTensor) and parts.are_of(x, state.get(x, {}))):
-        return parts is not None
+    if not isinstance(x, DTensor) or x not in known:
+        return False
+    if known[x].are_of(x, state.get(x, {})):
+        return True
     del known[x]
     return False
 
