@@ -41,29 +41,13 @@ def shard(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     for axis, placement in zip(axes_of(mesh), layout):
         part = move(part, axis, I, placement)
     part = torch.empty_like(part, device=mesh.device_type, memory_format=torch.contiguous_format).copy_(part)
-    return _as_dtensor(part, whole, layout, mesh)
+    return on_mesh(part, whole, layout, mesh)
 
 
-def _as_dtensor(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+def on_mesh(part: torch.Tensor, whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of `part`, which this rank has of a tensor like `whole`, on the mesh's device."""
     stride = torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(part, mesh, torch_placements(layout), run_check=False, shape=whole.shape, stride=stride)
-
-
-def without_data(module: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Put DTensors on the meta device in place of the parameters of `module`, so that each can later become its part of
-    the real one in place: FQN -> what was there.
-    """
-    places = owners(module)
-    taken: dict[str, torch.Tensor] = {
-        fqn: x for fqn, (owner, name) in places.items() if (x := owner._parameters.get(name)) is not None
-    }
-    made: dict[int, nn.Parameter] = {}  # a tied one under all its names
-    for parameter in taken.values():
-        if id(parameter) not in made:
-            empty = _as_dtensor(bare(parameter).detach(), parameter, (I,) * mesh.ndim, mesh)
-            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    put(module, {fqn: made[id(parameter)] for fqn, parameter in taken.items()})
-    return taken
 
 
 def _set(owner: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
@@ -120,15 +104,15 @@ def layout_of(x: DTensor, fqn: str, mesh: DeviceMesh) -> Layout:
 def install(module: nn.Module, graph: Graph, tensors: Mapping[str, DTensor], *, is_in_use: bool) -> None:
     """Put each DTensor of `tensors` (by FQN of `graph`'s inputs) in its place, tied places included.
 
-    If the module `is_in_use`, its parameters stay the objects they are, for an optimizer may hold them; AutoparError if
-    one cannot.
+    If the module `is_in_use`, what stands for its parameters stays the objects they are, for an optimizer may hold
+    them; AutoparError if one cannot.
     """
     places = owners(module)
     for item in stateful(graph):
         tensor = tensors[item.fqn]
         for fqn in (item.fqn, *item.aliases):
             owner, name = places[fqn]
-            if is_in_use and (old := owner._parameters.get(name)) is not None:
+            if is_in_use and isinstance(old := owner._parameters.get(name), DTensor):
                 tensor = _in_place_of(old, tensor, fqn)
             _set(owner, name, tensor)
 

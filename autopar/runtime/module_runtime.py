@@ -1,6 +1,5 @@
 """The runtime of a sharded module: it traces, plans and loads a program for each kind of call, and runs it."""
 
-import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -77,6 +76,7 @@ from autopar.runtime.run_program import check_no_hooks, check_no_transform, is_m
 from autopar.runtime.sizes.call_kind import CallKind, shapes_of
 from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
 from autopar.runtime.sizes.number_kind import NumberKind
+from autopar.runtime.stand_ins import Own, take_written
 from autopar.sbp.placement import Layout
 from autopar.torch_compat import pytree
 
@@ -93,7 +93,7 @@ class Runtime:
     plan: CallPlanner
     original: type[nn.Module]
     name: str  # the same on every rank, and no other module's
-    whole: dict[str, torch.Tensor]  # FQN -> the model's own parameter, until the first plan shards it
+    own: Own  # the model's own parameters, until the first plan shards them
     loss_fn: LossFunction | None = None  # of train_step
     parts: LocalBatch | None = None  # None: every rank gives the whole batch
     check: InputCheck | None = None  # None: nothing is compared between ranks but what they run
@@ -135,7 +135,7 @@ class Runtime:
         name = f"{self.name}.{self.num_copies}"
         changes = self.changes.of(module if loaded else None)
         own = {"num_copies": 0, "num_met": 0, "changes": changes, "calls": Calls(), "replaced": ReplacedBuffers()}
-        own |= {"kinds": {}, "number_kinds": {}, "trials": {}, "whole": copy.deepcopy(self.whole)}
+        own |= {"kinds": {}, "number_kinds": {}, "trials": {}, "own": {}}
         return replace(self, loaded=loaded, name=name, first=first, last=last, **own)
 
     def take_state_on_host(self, names: Iterable[str] | None) -> frozenset[str]:
@@ -365,16 +365,17 @@ class Runtime:
         if self.first is not None:
             self._take_over_new(module, graph, layouts)
             return
-        with holding(module, self.whole):
+        take_written(module, self.own)
+        with holding(module, self.own):
             self.make_equal(module, {**dict(module.named_parameters()), **dict(module.named_buffers())})
             parts = on_every_rank(self.mesh, "sharding the model", lambda: shard_model(module, graph, layouts, mesh))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         install(module, graph, parts, is_in_use=self.is_in_use)
         self.elsewhere = drop_others(module, graph, torch.empty(0, device=mesh.device_type).device)
         self.replaced.add(buffers, dict(module.named_buffers(remove_duplicate=False)))
-        for fqn, parameter in self.whole.items():
+        for fqn, parameter in self.own.items():
             mark_replaced(parameter, fqn)
-        self.whole.clear()
+        self.own.clear()
 
     def _take_over_new(self, module: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Shard what was put into the module since the first plan."""

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, cast
 
 import torch
@@ -21,7 +22,7 @@ from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.checks.module_changes import FORWARD
 from autopar.runtime.checks.same_inputs import InputCheck
 from autopar.runtime.checks.saved_parts import check_saved_here, watch_files
-from autopar.runtime.dtensor_state import cut_to_parts, holding, owners, put, whole_state, without_data
+from autopar.runtime.dtensor_state import cut_to_parts, owners, put, whole_state
 from autopar.runtime.grad_norm import clip_gradients
 from autopar.runtime.interop.compiled_after import CompiledAfter
 from autopar.runtime.interop.full_state import FullState, saving_pretrained
@@ -38,6 +39,7 @@ from autopar.runtime.pipeline.parameter_elsewhere import leave_out_of_optimizers
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import check_weights, from_first, meet
 from autopar.runtime.sizes.kept_plan import CallPlanner
+from autopar.runtime.stand_ins import own_parameters, stand_in, take_written
 from autopar.torch_compat import wants_grouped_state, wants_whole_state
 
 _numbers = itertools.count()  # of sharded modules of this process
@@ -108,7 +110,17 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
                 "this rank holds the parameters of its own stages only, those of all others are elsewhere: call"
                 " model.apply(...) before autopar.compile"
             )
-        return super().apply(fn)
+        with self._until_planned():
+            return super().apply(fn)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        with self._until_planned():
+            return super()._apply(*args, **kwargs)
+
+    def _until_planned(self) -> AbstractContextManager[None]:
+        """The model's own parameters in place of what stands for them, if nothing is sharded yet."""
+        runtime = self._autopar
+        return nullcontext() if runtime.last else own_parameters(self, runtime.own, runtime.mesh)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`; whole tensors, the same on every rank, are cut to this rank's parts, those of
@@ -116,7 +128,7 @@ class ShardedModule(OwnForward, FullState, FullOptimizerState, TrainerAttributes
         """
         runtime = self._autopar
         if runtime.last is None:  # what is read now is sharded by the first plan
-            with holding(self, runtime.whole):
+            with self._until_planned():
                 return super().load_state_dict(state_dict, *args, **kwargs)
         for fqn, x in state_dict.items():
             check_saved_here(x, fqn)
@@ -210,7 +222,7 @@ def shard_module(
     watch_files()
     original = type(model)
     name = from_first(mesh, f"{dist.get_rank()}/{next(_numbers)}")
-    whole = without_data(model, mesh)
+    own = stand_in(model, mesh)
     model.__class__ = _sharded_class(model, original)
     if "forward" in model.__dict__:
         model.__dict__[FORWARD] = model.__dict__.pop("forward")
@@ -220,7 +232,7 @@ def shard_module(
         plan,
         original,
         name,
-        whole,
+        own,
         loss_fn,
         parts,
         InputCheck(mesh, parts) if check else None,
@@ -242,10 +254,11 @@ def _sharded_class(model: nn.Module, original: type[nn.Module]) -> type:
 def unshard(module: ShardedModule) -> None:
     """Make `module` what it was, if nothing of it is sharded yet."""
     runtime = module._autopar
-    if not runtime.loaded and runtime.whole:
+    if not runtime.loaded:
+        take_written(module, runtime.own)
         del module._autopar
         # pyrefly: ignore[bad-argument-type]: the class that shard_module had mixed its own into
         module.__class__ = runtime.original
         if FORWARD in module.__dict__:
             module.forward = module.__dict__.pop(FORWARD)
-        put(module, runtime.whole)
+        put(module, runtime.own)

@@ -23,7 +23,8 @@ class ReplacedParameter(nn.Parameter):
         raise AutoparError(
             f"this tensor was parameter {used.fqn!r} until autopar.compile put a sharded one in its place: an"
             " optimizer or average made of it would train and save nothing; make it of model.parameters() after"
-            " autopar.compile (or compile a copy.deepcopy of the model)"
+            " autopar.compile, or after the first call where the parameter was set in between (or compile a"
+            " copy.deepcopy of the model)"
         )
 
     def __repr__(self, **_: Any) -> str:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.dtensor_state import holding
 from autopar.runtime.interop.full_state import all_called
 from autopar.runtime.module_runtime import Runtime
+from autopar.runtime.stand_ins import own_parameters
 
 
 def for_generation(original: type[nn.Module]) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def for_generation(original: type[nn.Module]) -> dict[str, Any]:
 
 def _device_of(model: Any, device: property) -> torch.device:
     """The device of the tensors; before they are planned, that on which they will be."""
-    found = device.__get__(model)
-    return torch.device(model._autopar.mesh.device_type) if found == torch.device("meta") else found
+    runtime: Runtime = model._autopar
+    return torch.device(runtime.mesh.device_type) if runtime.last is None else device.__get__(model)
 
 
 def _with_whole_tensors(model: Any, get_encoder: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class _CalledWhole(nn.Module):
                 " generate, compile the model for a mesh without a pipeline axis"
             )
         if runtime.last is None:  # not planned yet: its own tensors are in the place of those that are to come
-            with holding(model, runtime.whole):
+            with own_parameters(model, runtime.own, runtime.mesh):
                 runtime.make_equal(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
                 return part(*args, **kwargs)
         all_called(runtime, "get_encoder()(...) or model.generate")

@@ -36,7 +36,7 @@ def an_encoder_is_called_alone() -> None:
     if torch.distributed.get_rank():
         nn.init.normal_(model.shared.weight)  # weights are those of the first rank, before they are sharded too
     model = autopar.compile(model, device_mesh((2,), ("dp",)), cluster="free-links")
-    assert model.device == torch.device("cpu") and next(model.parameters()).is_meta
+    assert model.device == torch.device("cpu")
     for ids in (words(2, 5), words(1, 4)):
         assert torch.equal(generated(model, ids), generated(truth, ids))
     assert model.device == torch.device("cpu") and not next(model.parameters()).is_meta
