@@ -45,10 +45,11 @@ test-emulated: $(READY) ## tests on a slow network of this machine's own; needs 
 TRAINERS := .venv-trainers/bin/python
 TRAINERS_READY := .venv-trainers/.ready
 
-$(TRAINERS_READY): pyproject.toml constraints.txt constraints-trainers.txt
+$(TRAINERS_READY): pyproject.toml constraints.txt constraints-trainers.txt requirements-torchtitan.txt
 	test -x $(TRAINERS) || $(SYSTEM_PYTHON) -m venv .venv-trainers
 	$(TRAINERS) -m pip install "$$(grep '^torch==' constraints.txt)"
 	$(TRAINERS) -m pip install -c constraints.txt -c constraints-trainers.txt -e '.[dev,trainers]'
+	$(TRAINERS) -m pip install --no-deps -r requirements-torchtitan.txt
 	touch $(TRAINERS_READY)
 
 test-trainers: $(TRAINERS_READY) ## trainers of other libraries on 4 processes beside one device, in .venv-trainers; half an hour

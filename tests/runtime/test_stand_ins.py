@@ -137,21 +137,26 @@ def test_optimizer_of_a_parameter_that_was_set_in_between_is_refused(ranks4: Ran
     ranks4.run(optimizer_in_between)
 
 
-def with_stages() -> dict[str, Any]:
+def with_stages(by_hand: bool) -> dict[str, Any]:
     mesh = device_mesh((2, 2), ("pp", "dp"))
     torch.manual_seed(0)
     model = autopar.compile(Mlp(), mesh, cluster="free-links")
     torch.manual_seed(1)
-    model.apply(initialise)
+    if by_hand:
+        nn.init.normal_(model.up.weight)
+        nn.init.normal_(model.down.weight)
+    else:
+        model.apply(initialise)
     loss = model.train_step(torch.arange(8))
     return {"loss": loss}
 
 
 @pytest.mark.multirank
-def test_stages_have_what_was_written_before_the_first_step(ranks4: Ranks) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_stages_have_what_was_written_before_the_first_step(ranks4: Ranks, by_hand: bool) -> None:
     torch.manual_seed(0)
     model = Mlp()
     torch.manual_seed(1)
     expected = model.apply(initialise)(torch.arange(8)).detach()
-    for found in ranks4.run(with_stages):
+    for found in ranks4.run(with_stages, by_hand):
         assert_close(found["loss"], expected)

@@ -16,7 +16,7 @@ DOC = Path(__file__).parents[2] / "docs" / "trainers.md"
 TEXT = Path(__file__).with_name("trainers.md.in")
 RESULTS = Path(__file__).with_suffix(".json")
 COMMAND = "python -m tests.trainers.table"
-PACKAGES = ("transformers", "accelerate", "peft", "lightning", "trl")
+PACKAGES = ("transformers", "accelerate", "peft", "lightning", "trl", "torchtitan")
 
 Results = Mapping[str, Mapping[str, Any]]  # case -> {"measured": ..., "outcomes": {setting: what came of it}}
 

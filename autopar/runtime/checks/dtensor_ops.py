@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.mesh import PIPELINE
-from autopar.runtime.checks.dtensor_writes import handle_writes
+from autopar.runtime.checks.dtensor_writes import handle_writes, is_of_stages
 from autopar.runtime.process_groups import first_group
 from autopar.torch_compat import OpOverload, as_torch_does, handle_dtensor_ops, root_of
 
@@ -140,7 +140,7 @@ def draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     AutoparError where a pipeline's other ranks draw for tensors of their own.
     """
     x = args[0]
-    if PIPELINE in (root_of(x.device_mesh).mesh_dim_names or ()):
+    if is_of_stages(x.device_mesh):
         raise AutoparError(
             "random numbers were drawn for a tensor of this rank's stages; a rank knows nothing of those of its own"
             " stages that others draw, so that they would not be one device's. Initialise the model before"

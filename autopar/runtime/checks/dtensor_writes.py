@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar.errors import AutoparError
@@ -143,13 +144,18 @@ def _whole_of(item: Any, like: DTensor) -> Any:
     return (item if isinstance(item, DTensor) else _of_first(item, like)).full_tensor()
 
 
+def is_of_stages(mesh: DeviceMesh) -> bool:
+    """Whether tensors on `mesh` are those of a rank's own stages; what is not planned yet lies on all ranks."""
+    return PIPELINE in (root_of(mesh).mesh_dim_names or ()) and PIPELINE not in (mesh.mesh_dim_names or ())
+
+
 def _of_first(x: torch.Tensor, like: DTensor) -> DTensor:
     """The first rank's `x`, in parts as `like` if it has its shape.
 
     AutoparError for values with stages, of which a rank sees its own only: numbers drawn one after the other for all
     parameters would be others.
     """
-    if x.ndim and x.is_floating_point() and PIPELINE in (root_of(like.device_mesh).mesh_dim_names or ()):
+    if x.ndim and x.is_floating_point() and is_of_stages(like.device_mesh):
         raise AutoparError(
             "a plain tensor was written into one of this rank's stages; whether it is what one device would write, a"
             " rank that has some of the parameters only cannot know. Do it before autopar.compile, give whole tensors"
@@ -240,8 +246,9 @@ def _write_plain(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     if not isinstance(x, DTensor):
         raise AutoparError(
             f"{op} would write a DTensor, of which each rank has a part, into a plain tensor: give its full_tensor()."
-            " If an optimizer does it, its state is one device's: read it by torch.distributed.checkpoint.state_dict's"
-            " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+            " If an optimizer does it, its state is one device's, read it by torch.distributed.checkpoint.state_dict's"
+            " set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)); or it makes plain state of"
+            " its own for shapes, as Adafactor of transformers does: take one of torch.optim, which has Adafactor too"
         )
     if type(other) in (torch.Tensor, torch.nn.Parameter) and other.ndim:
         args = x, _of_first(other, x), *rest
