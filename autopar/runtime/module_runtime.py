@@ -54,6 +54,7 @@ from autopar.runtime.dtensor_state import (
     stored_layouts,
 )
 from autopar.runtime.interop.own_forward import tracer
+from autopar.runtime.interop.stand_ins import Own, take_written
 from autopar.runtime.load_program import Loaded, axes_of, load
 from autopar.runtime.local_batch import LocalBatch, output_layouts, rows_of
 from autopar.runtime.pipeline.fail_together import failing_together
@@ -76,7 +77,6 @@ from autopar.runtime.run_program import check_no_hooks, check_no_transform, is_m
 from autopar.runtime.sizes.call_kind import CallKind, shapes_of
 from autopar.runtime.sizes.kept_plan import CallPlanner, Trial
 from autopar.runtime.sizes.number_kind import NumberKind
-from autopar.runtime.stand_ins import Own, take_written
 from autopar.sbp.placement import Layout
 from autopar.torch_compat import pytree
 

@@ -31,6 +31,7 @@ from autopar.runtime.interop.loss_scale import take_loss_scale
 from autopar.runtime.interop.optimizer_stages import load_own_stages
 from autopar.runtime.interop.optimizer_state import FullOptimizerState, cut_loaded_state
 from autopar.runtime.interop.own_forward import OwnForward, forward_like
+from autopar.runtime.interop.stand_ins import own_parameters, stand_in, take_written
 from autopar.runtime.interop.trainer_attributes import TrainerAttributes
 from autopar.runtime.load_program import torch_placements
 from autopar.runtime.local_batch import LocalBatch
@@ -39,7 +40,6 @@ from autopar.runtime.pipeline.parameter_elsewhere import leave_out_of_optimizers
 from autopar.runtime.pipeline.trainer import Trainer
 from autopar.runtime.rank_agreement import check_weights, from_first, meet
 from autopar.runtime.sizes.kept_plan import CallPlanner
-from autopar.runtime.stand_ins import own_parameters, stand_in, take_written
 from autopar.torch_compat import wants_grouped_state, wants_whole_state
 
 _numbers = itertools.count()  # of sharded modules of this process

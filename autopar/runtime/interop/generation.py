@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.interop.full_state import all_called
+from autopar.runtime.interop.stand_ins import own_parameters
 from autopar.runtime.module_runtime import Runtime
-from autopar.runtime.stand_ins import own_parameters
 
 
 def for_generation(original: type[nn.Module]) -> dict[str, Any]:
