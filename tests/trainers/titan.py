@@ -56,10 +56,10 @@ class NoTokenizer(BaseTokenizer):
         super().__init__()
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
-        raise NotImplementedError
+        return []
 
     def decode(self, *_: Any, **__: Any) -> str:
-        raise NotImplementedError
+        return ""
 
     def get_vocab_size(self) -> int:
         return WORDS

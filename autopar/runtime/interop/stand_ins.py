@@ -1,4 +1,4 @@
-"""What stands for the parameters of a compiled model until its first call plans it: DTensors in the memory of the
+"""Stand-ins for the parameters of a compiled model until its first call plans it: DTensors in the memory of the
 model's own, so that what a script writes to them is what will be sharded.
 """
 
@@ -100,7 +100,7 @@ def own_parameters(module: nn.Module, own: Own, mesh: DeviceMesh) -> Iterator[No
 
 
 def _standing_for(now: torch.Tensor, before: torch.Tensor | None, used: set[int], mesh: DeviceMesh) -> torch.Tensor:
-    """What stands for `now`: the object that stood `before` in its place, unless that is `used` for what it was tied
+    """The stand-in of `now`: the object that stood `before` in its place, unless that is `used` for what it was tied
     to.
     """
     if before is None or id(before) in used:
