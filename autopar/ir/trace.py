@@ -11,6 +11,7 @@ from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.graph import Graph
+from autopar.ir.guards.add_guards import with_guards
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.outline.inline_bodies import expander
 from autopar.ir.passes.normalise import normalise
@@ -59,6 +60,7 @@ def outline_to_graph(
     )
     results = convert_region(region, builder)
     outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)
+    outputs = with_guards(outputs, builder)
     return Graph(
         inputs=tuple(placeholders.inputs),
         ops=tuple(builder.ops),

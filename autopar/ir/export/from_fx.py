@@ -12,27 +12,19 @@ from autopar.errors import TraceError
 from autopar.ir.autocast import Autocast
 from autopar.ir.call_args import map_leaves, take_slots
 from autopar.ir.export import functionalise, inplace_ops
+from autopar.ir.export.checked_numbers import SIZES, is_only_checked
 from autopar.ir.export.functionalise import Storage, View, read, whole
 from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
-from autopar.ir.graph import Value
+from autopar.ir.graph import Op, Value
+from autopar.ir.guards.add_guards import note_guard, with_fixed_sizes
+from autopar.ir.guards.guard_ops import NOTE
 from autopar.ir.outline.export_once import INNER
 from autopar.ir.outline.opaque_calls import TARGET as CALL
 from autopar.torch_compat import HigherOrderOperator, OpOverload
 
-# Ops that only check or describe; no op uses their results.
-_NOISE = frozenset(
-    (
-        "aten._assert_tensor_metadata.default",
-        "aten._assert_async.msg",
-        "aten._assert_scalar.default",
-        "aten.sym_constrain_range.default",
-        "aten.sym_constrain_range_for_size.default",
-        "_guards_fn",
-    )
-)
 # Ops that do nothing if they return their input itself.
 _IDENTITIES = frozenset(
     f"aten.{name}"
@@ -52,7 +44,6 @@ _IDENTITIES = frozenset(
 _DROPOUTS = frozenset(
     f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 )
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _GRAD_MODE, _AUTOCAST = "higher_order.wrap_with_set_grad_enabled", "higher_order.wrap_with_autocast"
 _PARTS = tuple(
     f"aten.{name}."
@@ -122,10 +113,12 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         made, index = _arguments(node)
         return region.env[made][index]
     target = _target_of(node)
-    if region.number_of is not None and isinstance(node.meta.get("val"), _SIZES):
+    if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):
         return region.number_of(node.meta["val"])
-    if target in _NOISE:
+    if is_only_checked(node):
         return None
+    if target == NOTE:
+        return note_guard(node.args, region.env, builder, origin_of(node, region))
     if target == CALL and region.expand is not None:
         return region.expand(node, region, builder)
     at = origin_of(node, region)
@@ -143,7 +136,7 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
 def _check_sizes(node: Node, target: str, region: ConvertedRegion) -> None:
     for value in _values_of(node):
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        if any(isinstance(size, _SIZES) and _number(size, region) is None for size in sizes):
+        if any(isinstance(size, SIZES) and _number(size, region) is None for size in sizes):
             raise TraceError(
                 f"{_quote(node)}: {target} gives a number or a shape that depends on the values of tensors; a plan"
                 " needs fixed shapes: keep the computation in tensors, e.g. torch.where with a mask instead of item(),"
@@ -153,7 +146,7 @@ def _check_sizes(node: Node, target: str, region: ConvertedRegion) -> None:
 
 def _number(size: Any, region: ConvertedRegion) -> Any:
     """A size as a number; None if it depends on the values of tensors."""
-    if not isinstance(size, _SIZES):
+    if not isinstance(size, SIZES):
         return size
     return None if region.number_of is None else region.number_of(size)
 
@@ -220,13 +213,24 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
         bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
     known = {"made": node.meta["made"]} if "made" in node.meta else {"fallback": _fallback(node, region)}
     outputs = builder.emit(target, bound, named, at=at, **known)
+    is_tuple = builder.ops[-1].is_tuple
+    if _has_size_by_values(node, builder.ops[-1]):
+        outputs = with_fixed_sizes(builder, outputs, at, _quote(node))
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
             storage.make_read_only(f"a tensor that {target} gave a view of")
         read_only = tuple(whole(value, shared[0].owner) for value in outputs)
-        return read_only if builder.ops[-1].is_tuple else read_only[0]
+        return read_only if is_tuple else read_only[0]
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
-    return views if builder.ops[-1].is_tuple else views[0]
+    return views if is_tuple else views[0]
+
+
+def _has_size_by_values(node: Node, op: Op) -> bool:
+    """Whether the sizes of the results depend on the values of the inputs."""
+    if torch.Tag.dynamic_output_shape not in node.target.tags:
+        return False
+    is_masked = any(value.dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
+    return is_masked or op.target != "aten.index.Tensor"
 
 
 def _returns_input(node: Node, target: str, aliased: Node | None, region: ConvertedRegion) -> bool:

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.export.known_values import keep_buffer_value
 
 
 def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
@@ -15,7 +18,8 @@ def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
 
     Raises the errors of `copy.deepcopy` for attributes that cannot be copied.
     """
-    empty: dict[int, object] = {id(x): bare(x) for x in (*model.parameters(), *model.buffers())}
+    empty: dict[int, object] = {id(x): bare(x) for x in model.parameters()}
+    empty |= {id(x): _bare_buffer(x) for x in model.buffers()}
     computed = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
     empty |= {id(x): bare(x).requires_grad_(False) for x in computed if not x.is_leaf and id(x) not in empty}
     of_hooks = [
@@ -23,6 +27,14 @@ def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
     ]
     empty |= {id(x): x.detach().clone() for x in of_hooks if id(x) not in empty}  # torch copies no view of a DTensor
     return copy.deepcopy(model, empty | {id(x): x for x in shared})
+
+
+def _bare_buffer(x: torch.Tensor) -> torch.Tensor:
+    """As `bare`, with what the buffer holds on every rank for branches that read it."""
+    empty = bare(x)
+    if not x.is_meta and not (isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)):
+        keep_buffer_value(empty, x.to_local() if isinstance(x, DTensor) else x.detach())
+    return empty
 
 
 def bare(x: torch.Tensor) -> torch.Tensor:

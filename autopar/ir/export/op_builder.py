@@ -46,6 +46,7 @@ class OpBuilder:
     next_number: dict[str, int] = field(default_factory=dict)
     inference: Inference = field(default_factory=Inference)
     known_casts: dict[Any, Casts] = field(default_factory=dict)
+    guards: list[tuple[tuple[Value, ...], str, str]] = field(default_factory=list)  # values, condition, line
 
     def unique(self, base: str) -> str:
         """A fresh Python identifier like `base` that is no name of a builtin."""

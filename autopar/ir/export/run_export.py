@@ -15,9 +15,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
 from autopar.ir.attention.keep_flex import flex_attention_kept
+from autopar.ir.export.checked_numbers import has_numbers_in_use
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
+from autopar.ir.export.known_values import KnownValues
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error
@@ -52,7 +54,26 @@ def export(
         losses_refused(model),
         batch_norms_traced(),
     ):
-        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record))
+        if record is not None or dynamic:  # what the example decides would not hold for other sizes
+            return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record))
+        return _decided_by_example(model, args, kwargs)
+
+
+def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The export in which the example decides branches; integers that are read of arguments are fixed where other ops
+    than comparisons use them.
+    """
+    known = KnownValues(model, args, kwargs, takes_integers=False)
+    try:
+        with known.active():
+            program = keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None))
+        if not known.symbols or not has_numbers_in_use(program):
+            return program
+    except TraceError:
+        if not known.symbols:
+            raise
+    with KnownValues(model, args, kwargs, takes_integers=True).active():
+        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None))
 
 
 def _checked_export(

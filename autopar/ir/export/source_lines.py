@@ -37,6 +37,13 @@ def quote_stack(stack_trace: str) -> str:
     return f"{line}: `{text}`" if text else line
 
 
+def quoted_here() -> str:
+    """The innermost line outside torch that is running, with its text."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack(limit=80)]
+    line, text = _innermost([frame for frame in frames if not frame[0].startswith(_HERE)])
+    return f"{line}: `{text}`" if text else line
+
+
 def _frames(stack_trace: str) -> list[tuple[str, int]]:
     return [(path, int(line)) for path, line in _FRAME.findall(stack_trace) if not path.startswith(_HERE)]
 

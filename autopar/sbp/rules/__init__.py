@@ -10,6 +10,7 @@ from autopar.sbp.rules import (
     create,
     custom_function,
     embedding,
+    guard,
     index,
     loss,
     matmul,
@@ -26,7 +27,7 @@ from autopar.sbp.signature import Signature
 
 _FAMILIES = (
     *(pointwise, cast, view, reduce, index, create),
-    *(matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
+    *(guard, matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {

@@ -1,0 +1,60 @@
+"""Guards in a graph under construction: what its first output checks, and sizes that follow from values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.export.functionalise import View, read
+from autopar.ir.export.infer_metas import Meta
+from autopar.ir.export.op_builder import OpBuilder, Origin
+from autopar.ir.graph import Value
+from autopar.ir.guards.guard_ops import FIXED, GUARDED
+
+
+def note_guard(args: Sequence[Any], env: Mapping[Any, Any], builder: OpBuilder, at: Origin) -> None:
+    """Note the condition of a branch, whose values are read where it was decided."""
+    nodes, condition, line = args
+    values = tuple(read(env[node], builder, at) if isinstance(env[node], View) else env[node] for node in nodes)
+    free = tuple(_without_gradient(value, builder, at) for value in values)
+    builder.guards.append((free, condition, line))
+
+
+def _without_gradient(value: Value, builder: OpBuilder, at: Origin) -> Value:
+    return (
+        builder.emit("aten.detach.default", (value,), at=replace(at, name="detach"))[0] if value.needs_grad else value
+    )
+
+
+def with_guards(outputs: Sequence[Any], builder: OpBuilder) -> tuple[Any, ...]:
+    """The outputs of a graph, of which one checks all guards: the loss if there is one."""
+    places = [i for i, item in enumerate(outputs) if isinstance(item, Value)]
+    if not builder.guards or not places:
+        return tuple(outputs)
+    place = max(places, key=lambda i: (outputs[i].needs_grad and outputs[i].shape == (), outputs[i].needs_grad, -i))
+    values = tuple(dict.fromkeys(value for guard in builder.guards for value in guard[0]))
+    number = {value: i for i, value in enumerate(values)}
+    conditions = {(_renumbered(text, [number[v] for v in used]), line) for used, text, line in builder.guards}
+    texts, lines = zip(*sorted(conditions))
+    checked = builder.emit(GUARDED, (outputs[place], values, texts, lines), at=Origin("guarded"))[0]
+    return (*outputs[:place], checked, *outputs[place + 1 :])
+
+
+def _renumbered(condition: str, numbers: Sequence[int]) -> str:
+    """The condition with `v0`, `v1`, ... numbered as in the whole list.
+
+    >>> _renumbered("Eq(v0, 3)", [5])
+    'Eq(v5, 3)'
+    """
+    for old in reversed(range(len(numbers))):
+        condition = condition.replace(f"v{old}", f"w{numbers[old]}")
+    return condition.replace("w", "v")
+
+
+def with_fixed_sizes(builder: OpBuilder, outputs: tuple[Value, ...], at: Origin, line: str) -> tuple[Value, ...]:
+    """The outputs of an op whose sizes depend on values, each checked to be of its size."""
+    made = []
+    for value in outputs:
+        meta = Meta(value.shape, value.dtype, value.needs_grad)
+        origin = replace(at, name=f"{at.name}_fixed")
+        made += builder.emit(FIXED, (value, value.shape, line), at=origin, made=((meta,), False))
+    return tuple(made)

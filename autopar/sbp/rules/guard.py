@@ -1,0 +1,19 @@
+"""Rules of the checks that tracing adds: the checked output is itself, the values that decide are whole on each rank."""
+
+from collections.abc import Iterator
+
+from autopar.ir.graph import Op
+from autopar.ir.guards.guard_ops import GUARDED
+from autopar.sbp.placement import P, S
+from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.signature import Signature
+
+
+def guarded(op: Op) -> Iterator[Signature]:
+    """autopar.guarded: the identity of its first input."""
+    for dim in range(len(tensor_of(op, "self").shape)):
+        yield from signature(op, {"self": S(dim)}, S(dim))
+    yield from signature(op, {"self": P}, P)
+
+
+RULES = {GUARDED: guarded}
