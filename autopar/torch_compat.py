@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._C._dynamo.guards import dict_version
@@ -28,7 +27,6 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from torch.distributed.tensor import DTensor
 from torch.export._trace import _ignore_backend_decomps
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer, disable_proxy_modes_tracing
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _of_modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -56,7 +54,6 @@ __all__ = [
     "RecordingMode",  # sees each op above autograd, as torch.export does, which alone may
     "StorageWeakRef",  # whether two tensors share memory, without keeping it
     "TorchDispatchMode",  # sees each op below autograd; torch documents it, under this private path
-    "answers_of_branches",  # torch.export refuses all branches on values; models take the example's way
     "as_in_export",  # models ask torch whether they are exported, and ops are seen above autograd by its dispatcher
     "as_torch_does",
     "below_autograd",
@@ -64,7 +61,6 @@ __all__ = [
     "default_store",
     "dict_version",  # changes with each write to a dict; Python shows it to C alone, torch.compile watches modules so
     "disable_proxy_modes_tracing",  # torch.export does not record the calls inside
-    "fake_ops_seen_by",  # the values that branches of an export depend on
     "function_modes",
     "functions_applied_by",
     "handle_dtensor_ops",  # torch computes some of each rank's part alone; rules of others are public, these are not
@@ -169,41 +165,6 @@ def as_in_export() -> Iterator[None]:
     sees their ops.
     """
     with _compiling_state_context(), _ignore_backend_decomps(), enable_python_dispatcher():
-        yield
-
-
-@contextmanager
-def fake_ops_seen_by(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, an op on fake tensors gives `run(original, op, args, kwargs)`; `original()` is what torch gives.
-
-    Below autograd and whatever records ops; modes cannot be put there, since an export makes its own.
-    """
-    dispatch = FakeTensorMode.dispatch
-
-    def seen(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(lambda: dispatch(self, func, types, args, kwargs or {}), func, args, dict(kwargs or {}))
-
-    with patch.object(FakeTensorMode, "dispatch", seen):
-        yield
-
-
-@contextmanager
-def answers_of_branches(decide: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, an expression of numbers read of tensors has the value `decide(expression)`, unless that is None, where
-    torch refuses to branch on it.
-    """
-    evaluate = ShapeEnv.evaluate_expr
-
-    def evaluated(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return evaluate(self, orig_expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            value = decide(orig_expr)
-            if value is None:
-                raise
-            return value
-
-    with patch.object(ShapeEnv, "evaluate_expr", evaluated):
         yield
 
 

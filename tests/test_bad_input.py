@@ -25,8 +25,9 @@ class Branches(nn.Module):
         self.linear = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:  # the marked line
-            return self.linear(x)
+        y = self.linear(x)
+        if y.sum() > 0:  # the marked line
+            return y
         return x
 
 
@@ -36,7 +37,7 @@ def _plan(model: nn.Module | None = None, mesh: Any = "dp=2,tp=2", **options: An
 
 def test_branch_on_values_is_told_with_its_line():
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "the marked line" in text)
-    with pytest.raises(TraceError, match=rf"test_bad_input.py:{line}: `if x.sum\(\) > 0.*torch.where"):
+    with pytest.raises(TraceError, match=rf"test_bad_input.py:{line}: `if y.sum\(\) > 0.*torch.where"):
         _plan(Branches())
 
 

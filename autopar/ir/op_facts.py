@@ -17,7 +17,7 @@ import torch
 from autopar.ir.attention.balanced import is_balanced
 from autopar.ir.attention.index_functions import share_seen
 from autopar.ir.graph import Op, Value, arguments_of, resolve
-from autopar.ir.guards.guard_ops import FIXED, GUARDED
+from autopar.ir.guards.guard_ops import GUARDED
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -186,7 +186,7 @@ PERMUTATIONS = _targets(
     " movedim.intlist moveaxis.int moveaxis.intlist"
 )
 # Views whose schema does not declare them as such.
-_UNDECLARED_VIEWS = _targets("_unsafe_view.default type_as.default conj_physical.default") | {GUARDED, FIXED}
+_UNDECLARED_VIEWS = _targets("_unsafe_view.default type_as.default conj_physical.default") | {GUARDED}
 
 
 def family(target: str) -> str:

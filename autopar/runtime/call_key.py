@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, warn
 from autopar.ir.autocast import autocast_on
 from autopar.ir.export.pytree_types import register_types
+from autopar.ir.guards.example_values import keep_value
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import pytree
 
@@ -64,7 +65,8 @@ def example_of(leaf: Any, parts: LocalBatch | None) -> Any:
                 " them in forward"
             )
         shape = leaf.shape if parts is None else parts.whole_shape(leaf)
-        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        example = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        return keep_value(example, leaf) if shape == leaf.shape else example
     if isinstance(leaf, CONSTANTS):
         return leaf
     raise AutoparError(

@@ -12,14 +12,14 @@ from autopar.errors import TraceError
 from autopar.ir.autocast import Autocast
 from autopar.ir.call_args import map_leaves, take_slots
 from autopar.ir.export import functionalise, inplace_ops
-from autopar.ir.export.checked_numbers import SIZES, is_only_checked
 from autopar.ir.export.functionalise import Storage, View, read, whole
 from autopar.ir.export.infer_metas import PLACEMENT_KWARGS, Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin, stem_of
 from autopar.ir.export.source_lines import line_of_stack, module_of, quote_stack
 from autopar.ir.export.view_ops import part_steps, step_of
-from autopar.ir.graph import Op, Value
-from autopar.ir.guards.add_guards import note_guard, with_fixed_sizes
+from autopar.ir.graph import Value
+from autopar.ir.guards.add_guards import emit_sized, note_guard
+from autopar.ir.guards.checked_numbers import SIZES, is_only_checked
 from autopar.ir.guards.guard_ops import NOTE
 from autopar.ir.outline.export_once import INNER
 from autopar.ir.outline.opaque_calls import TARGET as CALL
@@ -212,25 +212,28 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
     if region.autocast is not None:
         bound, named = _cast(target, bound, named, region.autocast, builder, at, _quote(node))
     known = {"made": node.meta["made"]} if "made" in node.meta else {"fallback": _fallback(node, region)}
-    outputs = builder.emit(target, bound, named, at=at, **known)
-    is_tuple = builder.ops[-1].is_tuple
-    if _has_size_by_values(node, builder.ops[-1]):
-        outputs = with_fixed_sizes(builder, outputs, at, _quote(node))
+    if _has_size_by_values(node, bound):
+        metas = _fallback(node, region)
+        outputs = emit_sized(builder, target, bound, named, metas=metas, at=at, line=_quote(node))
+    else:
+        outputs = builder.emit(target, bound, named, at=at, **known)
     if aliased is None and (shared := _shared_storages(node, region.env)):
         for storage in shared:
             storage.make_read_only(f"a tensor that {target} gave a view of")
         read_only = tuple(whole(value, shared[0].owner) for value in outputs)
-        return read_only if is_tuple else read_only[0]
+        return read_only if builder.ops[-1].is_tuple else read_only[0]
     views = _views(target, bound, outputs, region.env[aliased] if aliased is not None else None)
-    return views if is_tuple else views[0]
+    return views if builder.ops[-1].is_tuple else views[0]
 
 
-def _has_size_by_values(node: Node, op: Op) -> bool:
+def _has_size_by_values(node: Node, args: Any) -> bool:
     """Whether the sizes of the results depend on the values of the inputs."""
+    assert isinstance(node.target, OpOverload), "an op is called"
     if torch.Tag.dynamic_output_shape not in node.target.tags:
-        return False
-    is_masked = any(value.dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
-    return is_masked or op.target != "aten.index.Tensor"
+        return str(node.target) in ("aten.repeat_interleave.self_Tensor", "aten.where.default")
+    indices = args[1] if str(node.target) == "aten.index.Tensor" else ()
+    is_masked = any(isinstance(x, Value) and x.dtype in (torch.bool, torch.uint8) for x in indices)
+    return is_masked or str(node.target) != "aten.index.Tensor"
 
 
 def _returns_input(node: Node, target: str, aliased: Node | None, region: ConvertedRegion) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.export.known_values import keep_buffer_value
+from autopar.ir.guards.example_values import keep_value
 
 
 def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
@@ -32,8 +32,8 @@ def skeleton(model: nn.Module, shared: Iterable[object] = ()) -> nn.Module:
 def _bare_buffer(x: torch.Tensor) -> torch.Tensor:
     """As `bare`, with what the buffer holds on every rank for branches that read it."""
     empty = bare(x)
-    if not x.is_meta and not (isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)):
-        keep_buffer_value(empty, x.to_local() if isinstance(x, DTensor) else x.detach())
+    if not (isinstance(x, DTensor) and any(p.is_shard() for p in x.placements)):
+        keep_value(empty, x.to_local() if isinstance(x, DTensor) else x)
     return empty
 
 

@@ -15,14 +15,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
 from autopar.ir.attention.keep_flex import flex_attention_kept
-from autopar.ir.export.checked_numbers import has_numbers_in_use
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
-from autopar.ir.export.known_values import KnownValues
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error
+from autopar.ir.guards.checked_numbers import has_numbers_in_use
+from autopar.ir.guards.example_values import keep_value, stands_for
+from autopar.ir.guards.known_values import KnownValues
 from autopar.ir.kept_attributes import keeping_no_state
 from autopar.torch_compat import FakeTensor, pytree
 
@@ -160,7 +161,9 @@ def _check_signature(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _separate(leaf: Any) -> Any:
     """A distinct tensor object for a leaf: export treats one object that is passed twice as one input."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return keep_value(leaf.detach().requires_grad_(leaf.requires_grad), stands_for(leaf))
 
 
 def _remedy(error: Exception) -> str:

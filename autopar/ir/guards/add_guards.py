@@ -1,6 +1,6 @@
 """Guards in a graph under construction: what its first output checks, and sizes that follow from values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.infer_metas import Meta
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.graph import Value
-from autopar.ir.guards.guard_ops import FIXED, GUARDED
+from autopar.ir.guards.guard_ops import GUARDED, sized_target
 
 
 def note_guard(args: Sequence[Any], env: Mapping[Any, Any], builder: OpBuilder, at: Origin) -> None:
@@ -50,11 +50,21 @@ def _renumbered(condition: str, numbers: Sequence[int]) -> str:
     return condition.replace("w", "v")
 
 
-def with_fixed_sizes(builder: OpBuilder, outputs: tuple[Value, ...], at: Origin, line: str) -> tuple[Value, ...]:
-    """The outputs of an op whose sizes depend on values, each checked to be of its size."""
-    made = []
-    for value in outputs:
-        meta = Meta(value.shape, value.dtype, value.needs_grad)
-        origin = replace(at, name=f"{at.name}_fixed")
-        made += builder.emit(FIXED, (value, value.shape, line), at=origin, made=((meta,), False))
-    return tuple(made)
+def emit_sized(
+    builder: OpBuilder, target: str, args: Any, kwargs: dict[str, Any], *, metas: Sequence[Meta], at: Origin, line: str
+) -> tuple[Value, ...]:
+    """Append a call whose results have sizes that depend on values, as `metas` has them for the example."""
+    sizes = ";".join(",".join(map(str, meta.shape)) for meta in metas)
+    leaves = [args, *kwargs.values()]
+    needs_grad = not at.is_no_grad and any(value.needs_grad for value in _values(leaves))
+    made = [Meta(meta.shape, meta.dtype, needs_grad and meta.dtype.is_floating_point) for meta in metas]
+    given = {**kwargs, "sizes": sizes, "line": line}
+    return builder.emit(sized_target(target), args, given, at=at, made=(made, len(made) > 1))
+
+
+def _values(tree: Any) -> Iterator[Value]:
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _values(item)

@@ -1,7 +1,7 @@
 """Ops that check at every call what tracing took from the example: answers of branches, and numbers of rows.
 
-`autopar.note_guard` marks a branch in an exported graph. `autopar.guarded` is the first output itself, which reads the
-values that branches depend on. `autopar.fixed_size` is its input, of which the sizes follow from the values of tensors.
+`autopar.note_guard` marks a branch in an exported graph. `autopar.guarded` is an output itself, which reads the values
+that branches depend on. Ops of `autopar_sized` are those of aten whose results have sizes that follow from values.
 """
 
 import functools
@@ -13,20 +13,23 @@ import torch
 from torch.fx.node import has_side_effect
 
 from autopar.errors import AutoparError
+from autopar.ir.graph import resolve
+from autopar.torch_compat import pytree
 
-NOTE, GUARDED, FIXED = "autopar.note_guard.default", "autopar.guarded.default", "autopar.fixed_size.default"
+NOTE, GUARDED = "autopar.note_guard.default", "autopar.guarded.default"
+SIZED = "autopar_sized"
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("note_guard(Tensor[] values, str condition, str line) -> ()")
 _LIBRARY.define("guarded(Tensor self, Tensor[] values, str[] conditions, str[] lines) -> Tensor")
-_LIBRARY.define("fixed_size(Tensor self, int[] sizes, str line) -> Tensor")
+_SIZED_LIBRARY = torch.library.Library(SIZED, "DEF")
 has_side_effect(torch.ops.autopar.note_guard.default)
 
 
 def _guarded(
     self: torch.Tensor, values: Sequence[torch.Tensor], conditions: Sequence[str], lines: Sequence[str]
 ) -> torch.Tensor:
-    numbers = [None if _is_without_data(x) else x.item() for x in values]
+    numbers = [None if _is_without_data(x) else _number(x) for x in values]
     if not any(number is None for number in numbers):
         for condition, line in zip(conditions, lines):
             if not holds(condition, numbers):
@@ -38,14 +41,39 @@ def _guarded(
     return self.view_as(self)
 
 
-def _fixed_size(self: torch.Tensor, sizes: Sequence[int], line: str) -> torch.Tensor:
-    if not _is_without_data(self) and tuple(self.shape) != tuple(sizes):
+@functools.lru_cache(maxsize=1024)  # an op is defined once
+def sized_target(target: str) -> str:
+    """The op that is `target`, "aten.nonzero.default", and checks the sizes of its results, given as "5,1;5"."""
+    op = resolve(target)
+    arguments, results = str(op._schema).partition("(")[2].rsplit(") -> ", 1)
+    name = target.removeprefix("aten.").replace(".", "_").lstrip("_")
+    given = arguments if "*" in arguments.split(", ") else f"{arguments}, *"
+    _SIZED_LIBRARY.define(f"{name}({given}, str sizes, str line) -> {results}")
+    _SIZED_LIBRARY.impl(name, functools.partial(_sized, op), "CompositeImplicitAutograd")
+    return f"{SIZED}.{name}.default"
+
+
+def _sized(op: Any, *args: Any, sizes: str, line: str, **kwargs: Any) -> Any:
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    expected = [tuple(map(int, filter(None, of_one.split(",")))) for of_one in sizes.split(";")]
+    if any(map(_is_without_data, tensors)):
+        made = [_made(x, tensors[0]) for x in expected]
+        return made[0] if len(made) == 1 else tuple(made)
+    result = op(*args, **kwargs)
+    found = [tuple(x.shape) for x in (result if isinstance(result, tuple | list) else (result,))]
+    if found != expected:
         raise AutoparError(
-            f"{line} gives a tensor of shape {tuple(self.shape)}, and gave {tuple(sizes)} for the example that was"
-            " traced: its size depends on the values of tensors, and a plan has fixed shapes. Pad to one size, or use"
-            " a mask in place of an index"
+            f"{line} gives a tensor of shape {found[0]}, and gave {expected[0]} for the example that was traced: its"
+            " size depends on the values of tensors, and a plan has fixed shapes. Pad to one size, or use a mask in"
+            " place of an index"
         )
-    return self.view_as(self)
+    return result
+
+
+def _made(shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+    """A tensor of `shape` with the gradient of `x`, where none has values."""
+    empty = x.new_empty(shape)
+    return empty + x.sum() if x.requires_grad else empty
 
 
 def holds(condition: str, numbers: Sequence[Any]) -> bool:
@@ -63,10 +91,14 @@ def _shown(condition: str) -> str:
     return f"{condition} holds"
 
 
+def _number(x: torch.Tensor) -> Any:
+    number = x.item()
+    return int(number) if isinstance(number, bool) else number  # sympy has no equality of truth values and numbers
+
+
 def _is_without_data(x: torch.Tensor) -> bool:
     return x.is_meta or type(x) is not torch.Tensor
 
 
 _LIBRARY.impl("note_guard", lambda *_: None, "CompositeExplicitAutograd")  # it is seen in a graph, and never run
-for _name, _function in {"guarded": _guarded, "fixed_size": _fixed_size}.items():
-    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")
+_LIBRARY.impl("guarded", _guarded, "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""Rules of the checks that tracing adds: the checked output is itself, the values that decide are whole on each rank."""
+"""The rule of the check of branches: the checked output is itself, the values that decide are whole on each rank."""
 
 from collections.abc import Iterator
 

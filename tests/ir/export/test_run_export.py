@@ -23,9 +23,9 @@ class Around(nn.Module):
         return self.inner(x)
 
 
-class Branches(nn.Module):
+class Branches(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
+        return x if super().forward(x).sum() > 0 else -x
 
 
 class Fails(nn.Module):
@@ -49,7 +49,7 @@ def raised(model: nn.Module) -> TraceError:
     return caught.value
 
 
-@pytest.mark.parametrize("model", [Branches(), Hooked()], ids=["branch", "refusal"])
+@pytest.mark.parametrize("model", [Branches(3, 3), Hooked()], ids=["branch", "refusal"])
 def test_a_cause_that_says_nothing_new_is_not_shown(model: nn.Module) -> None:
     error = raised(Around(model))
     assert str(error).startswith("test_run_export.py:")

@@ -19,14 +19,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.ir.export.source_lines import quoted_here
 from autopar.ir.graph import resolve
+from autopar.ir.guards.example_values import MOST_ELEMENTS, value_of
+from autopar.ir.guards.export_hooks import answers_of_branches, fake_ops_seen_by
 from autopar.ir.guards.guard_ops import NOTE
-from autopar.torch_compat import FakeTensor, answers_of_branches, fake_ops_seen_by, pytree, without_dispatch_modes
+from autopar.torch_compat import FakeTensor, pytree, without_dispatch_modes
 
-# Larger tensors are not computed: masks, positions and lengths decide branches, not images.
-_MOST_ELEMENTS = 1 << 22
 _NUMBERS = frozenset(("aten.item.default", "aten._local_scalar_dense.default"))
 _ANSWERS = frozenset(("aten.is_nonzero.default", "aten.equal.default", "aten.allclose.default"))
-_BUFFER_VALUE = "_autopar_value"  # attribute of a buffer of a skeleton: the tensor of the model
 
 
 CONSTANT, BUFFERS, ARGUMENTS = 0, 1, 2  # what a value depends on, of these the last
@@ -50,14 +49,14 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], takes_integers: bool) -> None:
         super().__init__()
         self.model, self.takes_integers = model, takes_integers
-        self.example = [_copied(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
+        self.example = [value_of(leaf) for leaf in pytree.tree_leaves((args, kwargs))]
         buffers = model.named_buffers(remove_duplicate=False)
-        self.buffers = {name: _copied(getattr(x, _BUFFER_VALUE, x)) for name, x in buffers}
+        self.buffers = {name: value_of(x) for name, x in buffers}
         # Of fake tensors, held weakly: torch.arange and the like copy what somebody else holds.
         self.known: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
         self.written: set[int] = set()  # storages of values into which something unknown was written
         self.symbols: dict[sympy.Symbol, tuple[torch.Tensor, Any]] = {}
-        self.pending: list[tuple[list[torch.Tensor], str, str]] = []
+        self.pending: list[tuple[Sequence[torch.Tensor], str, str]] = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -85,7 +84,7 @@ class KnownValues(TorchFunctionMode):
     def _flush(self) -> None:
         pending, self.pending = self.pending, []
         for values, condition, line in pending:
-            resolve(NOTE)(values, condition, line)
+            resolve(NOTE)(list(values), condition, line)
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note which fake tensors stand for the example's arguments and the buffers."""
@@ -101,9 +100,9 @@ class KnownValues(TorchFunctionMode):
             self.known[fake] = _Known(real, depends_on)
 
     def _of(self, leaf: Any) -> _Known | None:
-        """What is known of a tensor argument."""
+        """The known value of a tensor argument."""
         if not isinstance(leaf, FakeTensor):
-            is_small = type(leaf) is torch.Tensor and not leaf.is_meta and leaf.numel() <= _MOST_ELEMENTS
+            is_small = type(leaf) is torch.Tensor and not leaf.is_meta and leaf.numel() <= MOST_ELEMENTS
             return _Known(leaf, CONSTANT) if is_small else None
         found = self.known.get(leaf)
         is_lost = found is not None and found.value.untyped_storage()._cdata in self.written
@@ -152,7 +151,7 @@ class KnownValues(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, depends_on: int) -> None:
         """Compute the op on the values too, and note what its results are."""
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, FakeTensor)]
-        if not made or sum(_numel(x) for x in made) > _MOST_ELEMENTS:
+        if not made or sum(_numel(x) for x in made) > MOST_ELEMENTS:
             return
         computed = self._computed(func, args, kwargs)
         real = [x for x in pytree.tree_leaves(computed) if isinstance(x, torch.Tensor)]
@@ -178,7 +177,7 @@ class KnownValues(TorchFunctionMode):
         return known.value
 
     def _forget(self, args: Any, kwargs: Any, func: Any) -> None:
-        """What is written to by something unknown is unknown, with all that shares its memory."""
+        """The tensors that the op writes something unknown to are unknown, with all that share their memory."""
         names = [argument.name for argument in func._schema.arguments if argument.is_write]
         bound = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
         for leaf in pytree.tree_leaves([bound.get(name) for name in names]):
@@ -222,23 +221,12 @@ class KnownValues(TorchFunctionMode):
         self._guard([self.symbols[symbol][0] for symbol in symbols], condition)
         return value
 
-    def _guard(self, values: list[torch.Tensor], condition: str) -> None:
+    def _guard(self, values: Sequence[torch.Tensor], condition: str) -> None:
         self.pending.append((values, condition, quoted_here()))
 
 
-def _copied(x: Any) -> torch.Tensor | None:
-    """A copy of a small tensor that has values."""
-    is_plain = isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, nn.Buffer) and not x.is_meta
-    return x.detach().clone() if is_plain and x.numel() <= _MOST_ELEMENTS else None
-
-
-def keep_buffer_value(bare: torch.Tensor, x: torch.Tensor) -> None:
-    """Let `bare`, a meta tensor, tell what small buffer it stands for."""
-    if x.numel() <= _MOST_ELEMENTS:
-        setattr(bare, _BUFFER_VALUE, x)
-
-
 def _most(values: Sequence[_Known]) -> int:
+    """The last of the things that the values depend on."""
     return max((one.depends_on for one in values), default=CONSTANT)
 
 
@@ -250,7 +238,7 @@ def _equals(number: Any) -> str:
 
 def _numel(x: torch.Tensor) -> int:
     numel = x.numel()
-    return numel if isinstance(numel, int) else _MOST_ELEMENTS + 1
+    return numel if isinstance(numel, int) else MOST_ELEMENTS + 1
 
 
 def _is_random(func: Any) -> bool:
