@@ -38,10 +38,12 @@ def export(
     dynamic: DynamicDims | None = None,
     *,
     record: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    decides: bool = True,
 ) -> ExportedProgram:
     """The training IR of the model's forward. Raises TraceError with the model's line.
 
     `record`: what runs the forward and gives the program in place of torch.export, which it is without symbols.
+    `decides`: the values of the example decide branches, unless sizes are symbols or ops are recorded.
     """
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
@@ -55,7 +57,7 @@ def export(
         losses_refused(model),
         batch_norms_traced(),
     ):
-        if record is not None or dynamic:  # what the example decides would not hold for other sizes
+        if record is not None or dynamic or not decides:  # what the example decides would not hold for other sizes
             return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record))
         return _decided_by_example(model, args, kwargs)
 

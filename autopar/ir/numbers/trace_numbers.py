@@ -41,7 +41,7 @@ def graph_with_numbers(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     stand_ins = [_stand_in(leaf) if i in numbers else leaf for i, leaf in enumerate(leaves)]
     given, named = pytree.tree_unflatten(stand_ins, spec)
     with _numbers_unread(model, numbers) as symbols:
-        program = export(model, given, named)
+        program = export(model, given, named, decides=False)
     if symbols.reads.any:
         raise TraceError("a number of the call is read by the model")
     autocast = autocast_on()
