@@ -6,7 +6,9 @@ python -m bench.questions [--rows 'gpt2'] [--resume]
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import nn
 
 from autopar.answers.questions import Answer, Asked, why, why_not_by_hand, why_not_pinned
 from autopar.costmodel.cluster.load_cluster import load_cluster
@@ -16,11 +18,9 @@ from autopar.mesh import Mesh, parse_mesh
 from autopar.models.catalogue import build_model
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
-from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
+from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.request import PlanRequest
 from autopar.plans.base_plan import BasePlan
-from autopar.plans.plan import plan_of
-from autopar.sbp.candidates import annotate
 from bench.report import Row, Table, add
 from bench.rows import parser, selected
 
@@ -84,13 +84,9 @@ def _not(asked: Asked, text: str) -> Answer:
         return why_not_pinned(asked, *text.split("=", 1))
     devices = asked.plan.mesh.num_devices
     mesh = Mesh((devices,), ("dp",)) if "pp" in asked.plan.mesh.axis_names else asked.plan.mesh
-    assignment = hand_plan(
-        parse_hand_plan(text, mesh), asked.graph, asked.folded, annotate(asked.graph, mesh, asked.folded), mesh
-    )
-    limit = asked.plan.memory_limit_bytes
-    return why_not_by_hand(
-        asked, text, plan_of(asked.graph, assignment, mesh, asked.plan.cluster, memory_limit_bytes=limit)
-    )
+    request = replace(asked.request, memory_limit_bytes=asked.plan.memory_limit_bytes)
+    other = named_plan(text, nn.Module(), asked.graph, mesh, asked.plan.cluster, request)
+    return why_not_by_hand(asked, text, other)
 
 
 def _measured(name: str, asked: Asked, plan_cpu_s: float, question: str) -> Row:

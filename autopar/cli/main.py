@@ -5,12 +5,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
@@ -21,14 +18,12 @@ from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.emit import emit
 from autopar.codegen.lower import lower
-from autopar.costmodel.cluster.load_cluster import Cluster, load_cluster
-from autopar.costmodel.memory import SPARE_MEMORY, usable_memory_bytes
+from autopar.costmodel.cluster.load_cluster import load_cluster
+from autopar.costmodel.memory import SPARE_MEMORY
 from autopar.costmodel.training import REDUCE_DTYPES, Training
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
-from autopar.ir.folding.fold import fold
-from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import PIPELINE, Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
@@ -36,17 +31,15 @@ from autopar.models.target import load_target
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Watch
 from autopar.planner.choose import choose_plan
-from autopar.planner.handwritten.hand_plan import NO_STYLES, hand_plan, parse_hand_plan
-from autopar.planner.handwritten.hf_tp_plan import hf_styles
+from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
 from autopar.planner.status import status
 from autopar.plans import staged_plan
-from autopar.plans.plan import Plan, plan_of
+from autopar.plans.plan import Plan
 from autopar.plans.serialise import read, write
 from autopar.plans.staged_plan import StagedPlan
-from autopar.sbp.candidates import annotate
 from autopar.schedule.orders import NAMES as SCHEDULES
 from autopar.verify.one_step import DTYPES, verify
 
@@ -288,9 +281,8 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
     cluster = load_cluster(options.cluster)
     if options.hand:
         _check_whole(options)
-        limit = options.memory_limit or usable_memory_bytes(cluster)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return _by_hand(options.hand, example.model, graph, mesh, cluster, _training(options), limit)
+        return named_plan(options.hand, example.model, graph, mesh, cluster, _request(options))
     return choose_plan(
         graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=_watching(options)
     )
@@ -331,15 +323,3 @@ def _check_whole(options: argparse.Namespace) -> None:
             " axis in --mesh, --microbatches or --schedule; leave out --hand: a plan in stages is shown beside the best"
             " hand plans"
         )
-
-
-def _by_hand(
-    kind: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, training: Training, limit: float
-) -> Plan:
-    graph = training.reduced(graph)
-    folded = fold(graph)
-    candidates = annotate(graph, mesh, folded)
-    plan = parse_hand_plan(kind, mesh)
-    assignment = hand_plan(plan, graph, folded, candidates, mesh, styles=hf_styles(model) if plan.is_hf else NO_STYLES)
-    by_hand = plan_of(graph, assignment, mesh, cluster, training=training, memory_limit_bytes=limit)
-    return replace(by_hand, found_by=f"hand plan {kind}")

@@ -2,20 +2,19 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
 from autopar.answers.best_plans import Ranking, best_plans
 from autopar.answers.questions import Answer, Asked, why, why_not_by_hand, why_not_pinned
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.folding.fold import fold
 from autopar.mesh import PIPELINE, Mesh
-from autopar.planner.handwritten.hand_plan import FLAVOURS, NO_STYLES, hand_plan, parse_hand_plan
-from autopar.planner.handwritten.hf_tp_plan import hf_styles
+from autopar.planner.handwritten.hand_plan import FLAVOURS
+from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.layouts.mesh_shapes import factorise
-from autopar.plans.plan import Plan, plan_of
+from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.sbp.candidates import annotate
 
 _STYLES = (*FLAVOURS, "megatron", "hf")
 _MOST_MESHES = 4
@@ -93,17 +92,12 @@ def _by_hand(text: str, asked: Asked, model: nn.Module) -> Plan:
     """The hand plan on the plan's mesh, or where it has stages or other degrees, on the first mesh that has these."""
     plan, failure = asked.plan, PlanError("no mesh")
     own = () if PIPELINE in plan.mesh.axis_names else (plan.mesh,)
+    request = replace(asked.request, pins={}, memory_limit_bytes=plan.memory_limit_bytes)
     for mesh in (*own, *factorise(plan.mesh.num_devices, plan.cluster)):
         try:
-            parsed = parse_hand_plan(text, mesh)
+            return named_plan(text, model, asked.graph, mesh, plan.cluster, request)
         except PlanError as error:
             failure = error
-            continue
-        folded, graph = fold(asked.graph), asked.graph
-        styles = hf_styles(model) if parsed.is_hf else NO_STYLES
-        assignment = hand_plan(parsed, graph, folded, annotate(graph, mesh, folded), mesh, styles=styles)
-        training, limit = asked.request.training, plan.memory_limit_bytes
-        return plan_of(graph, assignment, mesh, plan.cluster, training=training, memory_limit_bytes=limit)
     raise failure
 
 

@@ -1,0 +1,37 @@
+"""`named_plan`: the plan of a graph that a hand plan's text describes."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.costmodel.cluster.hardware import Cluster
+from autopar.ir.folding.fold import fold
+from autopar.ir.graph import Graph
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
+from autopar.planner.handwritten.hand_plan import NO_STYLES, hand_plan, parse_hand_plan
+from autopar.planner.handwritten.hf_tp_plan import hf_styles
+from autopar.planner.problem import Setting
+from autopar.planner.request import PlanRequest
+from autopar.plans.plan import Plan, plan_of
+
+
+def named_plan(text: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest) -> Plan:
+    """The hand plan `text` of `model`, traced as `graph`, with the buckets of parameters that are fastest for it, as it
+    is priced beside plans that are searched. PlanError if `text` is none on this mesh.
+    """
+    plan, request = parse_hand_plan(text, mesh), request.on(cluster)
+    graph = request.training.reduced(graph)
+    problem = Setting(graph, mesh, cluster, request, Budget.of()).problem(fold(graph))
+    styles = hf_styles(model) if plan.is_hf else NO_STYLES
+    assignment = hand_plan(plan, graph, problem.folded, problem.everything, mesh, styles=styles)
+    choice = problem.encode(assignment)
+    by_hand = plan_of(
+        graph,
+        assignment if choice is None else problem.decode(choice),
+        mesh,
+        cluster,
+        training=request.training,
+        memory_limit_bytes=request.limit_bytes,
+    )
+    return replace(by_hand, found_by=f"hand plan {text}")
