@@ -190,7 +190,9 @@ def _of_pinned(plan: AnyPlan, other: AnyPlan) -> str:
     if abs(change_s) <= _TIE * plan.step_s:
         return "No difference: a tie."
     if change_s < 0 and other.mesh != plan.mesh:
-        return f"On mesh {other.mesh}, which was not asked for, it is {format_seconds(-change_s)} faster: leave it open."
+        return (
+            f"On mesh {other.mesh}, which was not asked for, it is {format_seconds(-change_s)} faster: leave it open."
+        )
     if change_s < 0:
         return f"It is {format_seconds(-change_s)} faster, which the search had not met (gap {plan.gap:.1%})."
     return f"The best plan found with it takes {format_seconds(change_s)} more a step."
