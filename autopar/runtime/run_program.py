@@ -1,5 +1,7 @@
 """One call of a loaded program: global arguments in, the outputs of the model out."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +17,55 @@ from autopar.runtime.interop.output_hooks import refuse_hooks
 from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
-from autopar.sbp.convert import move
+from autopar.sbp.convert import Axis, move
 from autopar.sbp.placement import I, Layout
 from autopar.torch_compat import has_hooks_of_all_modules, peek_interpreter_stack, pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """The `self` of a program (`GeneratedSelf`) under torch.compile, to which reading a DTensor is the end of a graph:
+    `loaded`, with `parts` of parameters and buffers by FQN, which were read before.
+    """
+
+    loaded: Loaded
+    parts: Mapping[str, torch.Tensor]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.loaded.axes
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        return self.loaded.constants
+
+    @property
+    def used(self) -> Mapping[str, torch.Tensor]:
+        return self.loaded.used
+
+    @property
+    def step_seed(self) -> int:
+        return self.loaded.step_seed
+
+    def draw_seed(self) -> int:
+        return self.loaded.draw_seed()
+
+    def local(self, fqn: str) -> torch.Tensor:
+        return self.parts[fqn]
+
+    def local_copy(self, fqn: str) -> torch.Tensor:
+        return self.parts[fqn].clone()
+
+    def write_back(self, fqn: str, value: torch.Tensor) -> None:
+        self.loaded.write_back(fqn, value)
+
+
+@torch.compiler.disable
+def _fetched(loaded: Loaded) -> Fetched:
+    kinds = "parameter", "buffer"
+    return Fetched(
+        loaded, {item.fqn: loaded.local(item.fqn) for item, _ in loaded.program.inputs if item.kind in kinds}
+    )
 
 
 def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, is_whole: bool) -> Any:
@@ -31,10 +79,9 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
     by_name = {
         name: leaf for name, leaf in zip(loaded.graph.arguments, leaves) if isinstance(name, str) and name in inputs
     }
+    own = _fetched(loaded) if torch.compiler.is_compiling() else loaded
     with peers_alive(), autocast_off(loaded.mesh.device_type):
-        flat = loaded.function(
-            loaded, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items())
-        )
+        flat = loaded.function(own, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items()))
     outputs = [
         parts.leave(x, loaded.axes, layout, loaded.rows[i])
         if parts is not None and i in loaded.rows

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import get_protocol_members
 
+import autopar
 from autopar.codegen.emit import emit
 from autopar.codegen.generated_self import GeneratedSelf
 from autopar.codegen.lower import lower
@@ -118,3 +119,20 @@ def test_on_tensors_without_data(planned: Plan) -> None:
 @pytest.mark.parametrize("is_split", [False, True])
 def test_under_the_check_of_placements(planned: Plan, mesh: DeviceMesh, is_split: bool) -> None:
     check(lowered(planned, is_split=is_split), mesh)
+
+
+def test_under_torch_compile_a_program_is_one_graph(mesh: DeviceMesh) -> None:
+    """Parameters are read before it: each would be the end of a graph of its own."""
+    graphs: list[int] = []
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), torch.randn(3, 4)
+    expected = model(x)
+    module = autopar.compile(model, mesh, args=(x,), cluster="free-links")
+    torch.testing.assert_close(torch.compile(module, backend=noted)(x), expected)
+    (number,) = (number for number in graphs if number > 1)
+    assert number >= 5

@@ -7,6 +7,7 @@ small part to update. Between two steps the optimizer has the DTensors it was gi
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -58,22 +59,18 @@ class _Parts:
     """This rank's part of a parameter and of its state, in the optimizer's `whole` and `own` state for both."""
 
     def __init__(self, x: DTensor, whole: dict[str, Any]) -> None:
-        self.base = x.to_local()
-        self.part = self.base.detach()
+        self.base = x._local_tensor  # to_local gives another tensor each time
+        self.part = x.to_local().detach()
         self.whole, self.values = whole, dict(whole)
         self.own = {name: _local(value) for name, value in whole.items()}
         self.parts = dict(self.own)
 
     def are_of(self, x: DTensor, state: dict[str, Any]) -> bool:
         """Whether they are those of the parameter as it is now."""
-        return (
-            x.to_local() is self.base
-            and state is self.whole
-            and isinstance(x.grad, DTensor)
-            and x.grad.placements == x.placements
-            and _are_same(state, self.values)
-            and _are_same(self.own, self.parts)
-        )
+        if x._local_tensor is not self.base or state is not self.whole or not _are_same(state, self.values):
+            return False
+        gradient = x.grad
+        return isinstance(gradient, DTensor) and gradient.placements == x.placements
 
     def take_back(self, x: DTensor, state: dict[str, Any], made: dict[str, Any]) -> None:
         """Take what a step made of the part's state into that of the parameter."""
@@ -83,8 +80,8 @@ class _Parts:
 
 
 def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts have the same objects."""
-    return len(one) == len(other) and all(one.get(name) is value for name, value in other.items())
+    """Whether two dicts have the same objects in the same order."""
+    return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
 
 
 @contextmanager
