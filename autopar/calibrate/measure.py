@@ -37,7 +37,7 @@ class Effort:
 
 
 FULL = Effort(False, 0.06, 0.15, tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24)))
-QUICK = Effort(True, 0.02, 0.03, tuple(2**power for power in (10, 16, 20, 22)))
+QUICK = Effort(True, 0.012, 0.03, tuple(2**power for power in (10, 16, 20, 22)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.calibrate.call_time import Work, call_s
+from autopar.calibrate.call_time import TRIALS, Work, block_s, call_s, calls_within
 from autopar.ir.call_args import call
 from autopar.ir.graph import Op, Slot, Value
 
@@ -19,6 +19,7 @@ _REUSES = (8, 32, 128, 512)
 _WIDE = {"cpu": 512, "cuda": 4096}
 # Bytes of the operand of a memory-bound op: activations of small and of large layers.
 _SIZES = {"cpu": (_MIB, 4 * _MIB, 16 * _MIB), "cuda": (16 * _MIB, 64 * _MIB, 256 * _MIB)}
+_HELD_BYTES, _MOST_COPIES = 128 * _MIB, 16  # of operands and results of the calls in a row, beyond caches
 _ROW = 512  # elements that an op with rows (softmax, norms) reduces
 _UPDATE_SHAPES = ((64,), (256, 256), (1024, 1024))
 _NUM_UPDATED = 8
@@ -102,19 +103,33 @@ def of_rows(rows: int) -> Iterator[Op]:
 
 
 def time_op(op: Op, device: torch.device, budget_s: float) -> OpTime:
-    """The op timed on `device`: forward as in training, and backward of all its inputs."""
-    tensors = [_filled(value, device) for value in op.inputs]
-    forward_s = call_s(lambda: call(op, tensors), device, budget_s)
-    outputs = [x for x in call(op, tensors) if x.requires_grad]
-    wanted = [x for x in tensors if x.requires_grad]
-    if not outputs or not wanted:
+    """The op timed on `device`: forward as in training, and backward of all its inputs.
+
+    As in a step, operands were not just read, and results are kept until the last: their memory is new each time. On a
+    CPU both cost more than the op on a few MiB does.
+    """
+    copies = _copies(op, device, budget_s)
+    forward_s = call_s(lambda: [call(op, tensors) for tensors in copies], device, budget_s) / len(copies)
+    outputs = [[x for x in call(op, tensors) if x.requires_grad] for tensors in copies]
+    wanted = [[x for x in tensors if x.requires_grad] for tensors in copies]
+    if not outputs[0] or not wanted[0]:
         return OpTime(op, forward_s, 0.0)
-    gradients = [torch.ones_like(x) for x in outputs]
+    gradients = [torch.ones_like(x) for x in outputs[0]]
 
     def backward() -> object:
-        return torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
+        return [torch.autograd.grad(ys, xs, gradients, retain_graph=True) for ys, xs in zip(outputs, wanted)]
 
-    return OpTime(op, forward_s, call_s(backward, device, budget_s))
+    return OpTime(op, forward_s, call_s(backward, device, budget_s) / len(copies))
+
+
+def _copies(op: Op, device: torch.device, budget_s: float) -> list[list[torch.Tensor]]:
+    """Operands of so many calls as hold `_HELD_BYTES` with their results, but take no longer than half a trial."""
+    first = [_filled(value, device) for value in op.inputs]
+    call(op, first)
+    num_calls = calls_within(block_s(lambda: call(op, first), 1, device), budget_s / TRIALS / 2)
+    held = sum(value.num_bytes for value in (*op.inputs, *op.outputs))
+    num = min(num_calls, max(1, _HELD_BYTES // held), _MOST_COPIES)
+    return [first, *([x.detach().clone().requires_grad_(x.requires_grad) for x in first] for _ in range(num - 1))]
 
 
 def _filled(value: Value, device: torch.device) -> torch.Tensor:
