@@ -153,7 +153,11 @@ OP_FACTS: Mapping[str, OpFacts] = MappingProxyType(
         **_rows("addmm", OpFacts(Product(_addmm, _second_and_third, bias=0, weight="always"))),
         **_rows("matmul bmm _grouped_mm", OpFacts(Product(_matmul, weight="maybe"))),
         **_rows("grouped_mm_fallback", OpFacts(Product(_matmul, weight="maybe")), "transformers"),
-        **_rows("turned_grouped_mm turned_grouped_mm_fallback", OpFacts(Product(_matmul, weight="maybe")), "autopar"),
+        **_rows(
+            "turned_grouped_mm turned_grouped_mm_fallback grouped_linear",
+            OpFacts(Product(_matmul, weight="maybe")),
+            "autopar",
+        ),
         **_rows("baddbmm addmv", OpFacts(Product(_addmm, _second_and_third, bias=0))),
         **_rows("mv dot", OpFacts(Product(_matmul))),
         **_rows("inner", OpFacts(Product(_inner))),

@@ -6,10 +6,13 @@ from typing import Any
 from torch import nn
 
 from autopar.ir.autocast import Autocast, autocast_on, without_autocast
+from autopar.ir.experts.check_idle import check_idle, selects_rows
+from autopar.ir.experts.row_numbers import row_numbers
 from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
 from autopar.ir.export.placeholders import flat_arguments, read_placeholders
+from autopar.ir.export.run_export import export
 from autopar.ir.graph import Graph
 from autopar.ir.guards.add_guards import with_guards
 from autopar.ir.outline.export_once import Outline, export_outline
@@ -25,7 +28,16 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
     The model may be on the meta device. Tensors become inputs of fixed shape, all other leaves constants of the graph;
     the order of keywords does not matter. TraceError names the line of the model.
     """
-    return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
+    named = dict(sorted(kwargs.items()))
+    graph = to_graph(model, args, named)
+    result = normalise(graph)
+    if selects_rows(graph):
+        check_idle(graph, to_graph(model, args, named, _export_idle))
+    return result
+
+
+def _export_idle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+    return Outline(export(model, args, kwargs, idle=True))
 
 
 def to_graph(
@@ -56,7 +68,12 @@ def outline_to_graph(
     placeholders = read_placeholders(program, model, flat_arguments(spec.in_spec, args, kwargs), builder)
     expand = expander(outline, placeholders.state)
     region = ConvertedRegion(
-        program.graph_module, placeholders.env, False, expand, autocast=autocast, number_of=number_of
+        program.graph_module,
+        placeholders.env,
+        False,
+        expand,
+        autocast=autocast,
+        number_of=row_numbers(program.graph_module, number_of),
     )
     results = convert_region(region, builder)
     outputs = tuple(read(item, builder, Origin("output")) if isinstance(item, View) else item for item in results)

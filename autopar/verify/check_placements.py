@@ -212,7 +212,7 @@ class _Ops:
     def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if name == "linear":
             return torch.matmul(args[0], args[1].mT)
-        if name.startswith("turned_grouped"):
+        if name.startswith(("turned_grouped", "grouped")):
             return self._ops(*args, **kwargs)
         if name == "turned_linear":
             return torch.matmul(args[0], args[1])

@@ -20,6 +20,7 @@ from autopar.sbp.analysis.expert_routing import routed_signatures
 from autopar.sbp.candidates import annotate
 from autopar.sbp.signature import EXCHANGES, Candidates, Strategy
 from autopar.verify.check_placements import check
+from tests.expert_loops import LOOPS, case_of
 from tests.runtime.any_plan import all_gradients_arrive, are_as_priced, is_as_priced
 from tests.runtime.staged import Sample, compared, one_device, plan_of_sample
 from tests.runtime.staged import under as under_stages
@@ -43,8 +44,11 @@ MORE: Mapping[str, dict[str, Any]] = {
 
 
 def built(name: str, num_layers: int) -> Case:
-    """A model of transformers; its grouped products are not for float64."""
+    """A model of transformers, whose grouped products are not for float64, or a loop over experts."""
     import transformers
+
+    if name in LOOPS:
+        return case_of(name, num_layers)
 
     config = {**SIZES, **EXPERTS, "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "use_cache": False}
     config |= {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import TraceError
 from autopar.ir.attention.keep_flex import flex_attention_kept
+from autopar.ir.experts.keep_rows import RowsKept
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
@@ -39,11 +40,13 @@ def export(
     *,
     record: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     decides: bool = True,
+    idle: bool = False,
 ) -> ExportedProgram:
     """The training IR of the model's forward. Raises TraceError with the model's line.
 
     `record`: what runs the forward and gives the program in place of torch.export, which it is without symbols.
-    `decides`: the values of the example decide branches, unless sizes are symbols or ops are recorded.
+    `decides`: the values of the example decide branches, unless sizes are symbols or ops are recorded. `idle`: no mask
+    that depends on a parameter selects any row.
     """
     register_types((args, kwargs))
     args, kwargs = pytree.tree_map(_separate, (args, kwargs))
@@ -58,32 +61,39 @@ def export(
         batch_norms_traced(),
     ):
         if record is not None or dynamic or not decides:  # what the example decides would not hold for other sizes
-            return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record))
-        return _decided_by_example(model, args, kwargs)
+            rows = RowsKept(lambda _: False, idle=idle)
+            return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, dynamic or {}, record, rows))
+        return _decided_by_example(model, args, kwargs, idle)
 
 
-def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+def _decided_by_example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], idle: bool) -> ExportedProgram:
     """The export in which the example decides branches; integers that are read of arguments are fixed where other ops
     than comparisons use them.
     """
     known = KnownValues(model, args, kwargs, takes_integers=False)
-    try:
+
+    def exported(known: KnownValues) -> ExportedProgram:
         with known.active():
-            program = keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None))
+            rows = RowsKept(known.knows, idle=idle)
+            return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None, rows))
+
+    try:
+        program = exported(known)
         if not known.symbols or not has_numbers_in_use(program):
             return program
     except TraceError:
         if not known.symbols:
             raise
-    with KnownValues(model, args, kwargs, takes_integers=True).active():
-        return keeping_no_state(model, lambda: _checked_export(model, args, kwargs, {}, None))
+    return exported(KnownValues(model, args, kwargs, takes_integers=True))
 
 
 def _checked_export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims, record: Any
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: DynamicDims, record: Any, rows: RowsKept
 ) -> ExportedProgram:
     try:
-        program = _export(model, args, kwargs, dynamic) if record is None else record(model, args, kwargs)
+        with rows:
+            program = _export(model, args, kwargs, dynamic) if record is None else record(model, args, kwargs)
+        rows.check()
     except GuardOnDataDependentSymNode as error:
         raise TraceError(_data_dependent(error)) from None
     except Exception as error:

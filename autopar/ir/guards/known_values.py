@@ -108,6 +108,10 @@ class KnownValues(TorchFunctionMode):
         is_lost = found is not None and found.value.untyped_storage()._cdata in self.written
         return None if is_lost else found
 
+    def knows(self, x: Any) -> bool:
+        """Whether the example tells the value of a tensor."""
+        return self._of(x) is not None
+
     def _run(self, original: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of `func` on fake tensors, as `original()` gives it or as the values decide."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
+from autopar.ir.experts.row_numbers import row_numbers
 from autopar.ir.export.from_fx import ConvertedRegion, Expand, convert_region, origin_of
 from autopar.ir.export.functionalise import View, whole
 from autopar.ir.export.op_builder import OpBuilder, stem_of
@@ -75,7 +76,8 @@ def _region(
     for inner, spec in zip(placeholders, program.graph_signature.input_specs):
         is_argument = spec.kind is InputKind.USER_INPUT
         env[inner] = next(leaves) if is_argument else state[fqn + (spec.target or "").removeprefix(INNER)]
-    return replace(outer, module=program.graph_module, env=env, inside=fqn)
+    number_of = row_numbers(program.graph_module, outer.number_of)
+    return replace(outer, module=program.graph_module, env=env, inside=fqn, number_of=number_of)
 
 
 def _is_made(item: Any) -> bool:

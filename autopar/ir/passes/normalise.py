@@ -6,6 +6,7 @@ Each pass takes a valid Graph and returns a valid Graph that computes the same.
 from collections.abc import Callable
 
 from autopar.ir.attention.constant_masks import recognise_masks
+from autopar.ir.experts.route_loops import route_loops
 from autopar.ir.graph import Graph
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
@@ -19,6 +20,7 @@ from autopar.ir.passes.turn_grouped import turn_grouped_weights
 from autopar.ir.passes.unflatten_matmul import unflatten_products
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    route_loops,
     unfold_broadcasts,
     canonicalise,
     drop_identities,

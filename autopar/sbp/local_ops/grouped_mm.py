@@ -93,6 +93,7 @@ TARGETS = (
     "transformers.grouped_mm_fallback.default",
     "autopar.turned_grouped_mm.default",
     "autopar.turned_grouped_mm_fallback.default",
+    "autopar.grouped_linear.default",
 )
 
 LOCAL_OPS = {target: LocalOp(partial(_run, target), _collectives) for target in TARGETS} | {

@@ -168,4 +168,5 @@ RULES = {
     "transformers.grouped_mm_fallback.default": grouped_mm,
     "autopar.turned_grouped_mm.default": grouped_mm,
     "autopar.turned_grouped_mm_fallback.default": grouped_mm,
+    "autopar.grouped_linear.default": grouped_mm,
 }

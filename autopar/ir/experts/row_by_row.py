@@ -1,0 +1,76 @@
+"""`row_dim`: the dim that has the rows in the result of an op that treats each row by itself.
+
+Each family with its proof: then the rows of the result are those of the same op on each row alone.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autopar.ir.graph import Op, arguments_of, resolve
+from autopar.ir.op_facts import PERMUTATIONS, RESHAPES, order_of
+
+# Elementwise without torch's tag for it.
+_ELEMENTWISE = frozenset(
+    ("aten.dropout.default", "aten.to.dtype", "aten.clone.default", "aten.contiguous.default")
+    + ("aten.detach.default", "aten.alias.default", "aten.expand_as.default", "aten.type_as.default")
+)
+# Of a tensor or a list, along `dim` or dims: rows stay apart if no row dim is among them, and have their place unless
+# dims in front of them vanish.
+_ALONG = frozenset(
+    ("aten.softmax.int", "aten.log_softmax.int", "aten.cumsum.default", "aten.glu.default", "aten.cat.default")
+    + ("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.slice.Tensor")
+    + ("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", "aten.amin.default", "aten.select.int")
+    + ("aten.narrow.default", "aten.linalg_vector_norm.default")
+)
+
+
+def row_dim(op: Op, dims: Sequence[int | None]) -> int | None:
+    """`dims`: of each input the dim that has its rows, None if it has none. None if rows may depend on one another."""
+    first = next(dim for dim in dims if dim is not None)
+    shapes = [value.shape for value in op.inputs]
+    if op.target in _ELEMENTWISE or torch.Tag.pointwise in resolve(op.target).tags:
+        return _elementwise(op, dims, shapes)
+    if dims[0] is None:
+        return None
+    if op.target == "aten.cat.default" or len([dim for dim in dims if dim is not None]) == 1:
+        if op.target in _ALONG:
+            return _along(op, dims, shapes)
+        if op.target in RESHAPES:  # rows that follow one another do so whatever the dims of a row are
+            shape, ones = op.outputs[0].shape, math.prod(shapes[0][:first])
+            at = next((i for i, size in enumerate(shape) if size != 1), -1)
+            return at if ones == 1 and at >= 0 and shape[at] == shapes[0][first] else None
+        if op.target == "aten.expand.default":  # equal copies of each row, if the rows are not copied themselves
+            at = first + len(op.outputs[0].shape) - len(shapes[0])
+            return at if op.outputs[0].shape[at] == shapes[0][first] else None
+        if op.target in PERMUTATIONS:
+            return order_of(op.target, op.args[1:], len(shapes[0]), **dict(op.kwargs)).index(first)
+        last = len(shapes[0]) - 1
+        if op.target in ("aten.linear.default", "aten.matmul.default", "aten.mm.default"):  # a sum over the last dim
+            is_matrix = op.target == "aten.linear.default" or len(shapes[1]) == 2
+            return first if first < last and is_matrix else None
+        if op.target in ("aten.layer_norm.default", "aten.rms_norm.default"):
+            return first if first <= last - len(op.args[1]) else None
+    return None
+
+
+def _elementwise(op: Op, dims: Sequence[int | None], shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """Broadcast, all rows lie in the same dim from the end, in which other inputs are the same for each row."""
+    ends = {dim - len(shape) for dim, shape in zip(dims, shapes) if dim is not None}
+    if len(ends) != 1:
+        return None
+    (end,) = ends
+    is_same = all(len(shape) < -end or shape[end] == 1 for dim, shape in zip(dims, shapes) if dim is None)
+    return len(op.outputs[0].shape) + end if is_same else None
+
+
+def _along(op: Op, dims: Sequence[int | None], shapes: Sequence[tuple[int, ...]]) -> int | None:
+    arguments, ndim = arguments_of(op), len(shapes[0])
+    given = arguments["dim"]
+    if given is None or len(set(dims)) != 1 or None in dims:
+        return None
+    along = {dim % ndim for dim in ((given,) if isinstance(given, int) else given)}
+    (row,) = {dim for dim in dims if dim is not None}
+    vanish = along if len(op.outputs[0].shape) < ndim else set()
+    return None if row in along or not along else row - sum(dim < row for dim in vanish)
