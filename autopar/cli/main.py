@@ -141,7 +141,7 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--hand",
         metavar="PLAN",
-        help="use the hand plan ddp, zero3, hf or e.g. megatron:dp=8,tp=8,sp instead of searching",
+        help="use the hand plan ddp, fsdp, hf or e.g. megatron:dp=8,tp=8,sp or fsdp,ep=8,tp=2 instead of searching",
     )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated"

@@ -41,6 +41,9 @@ MORE: Mapping[str, dict[str, Any]] = {
     "DeepseekV3": {"num_key_value_heads": HEADS, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, **LATENT},
     "Glm4Moe": {"moe_intermediate_size": 16, "head_dim": 8, "first_k_dense_replace": 1},
 }
+ALL_TOKENS: Mapping[str, dict[str, Any]] = {  # all experts compute all tokens
+    "Llama4": {"intermediate_size_mlp": 48, "head_dim": 8, "interleave_moe_layer_step": 1, "num_experts_per_tok": 1}
+}
 
 
 def built(name: str, num_layers: int) -> Case:
@@ -53,7 +56,9 @@ def built(name: str, num_layers: int) -> Case:
     config = {**SIZES, **EXPERTS, "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "use_cache": False}
     config |= {"num_hidden_layers": num_layers, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config | MORE[name]))
+    more = (MORE | ALL_TOKENS)[name]
+    kind = getattr(transformers, f"{name}TextConfig" if name in ALL_TOKENS else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(kind(**config | more))
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
     labels = torch.where(torch.arange(SEQUENCE) < torch.arange(1, BATCH + 1)[:, None], tokens, -100)
     return Case(model, (), {"input_ids": tokens, "labels": labels}, lambda output: output.loss)
@@ -139,6 +144,23 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
             assert report["found"][0] < TOLERANCE, report
             assert exchanges(plans[kind]) or is_as_priced(report["issued"], report["planned"], is_exact=is_exact)
         assert are_as_priced(reports, is_exact=is_exact), reports
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape", KINDS, ids=str)
+@pytest.mark.parametrize("name", ALL_TOKENS)
+def test_experts_of_all_tokens_train_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]) -> None:
+    graph = traced(built(name, 5))
+    plans = {kind: plan_of_kind(kind, graph, Mesh(shape, ("dp", "tp")[: len(shape)])) for kind in KINDS[shape]}
+    products = [op.name for op in graph.ops if op.target == "aten.bmm.default"]
+    for kind, plan in plans.items():
+        chosen = {one for name in products for one in plan.assignment.strategies[name].signatures}
+        assert "drawn" in kind or any(placed.is_split for one in chosen for placed in one.inputs), kind
+    is_exact = all_gradients_arrive(graph)
+    for reports in zip(*ranks4.run(train_under, name, 5, plans)):
+        for report in reports:
+            assert report["found"][0] < TOLERANCE, report
+            assert is_as_priced(report["issued"], report["planned"], is_exact=is_exact), report
 
 
 def train_staged(name: str, num_layers: int, plan: StagedPlan) -> dict[str, Any]:

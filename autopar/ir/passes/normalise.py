@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from autopar.ir.attention.constant_masks import recognise_masks
 from autopar.ir.experts.route_loops import route_loops
+from autopar.ir.experts.unflatten_repeats import unflatten_repeats
 from autopar.ir.graph import Graph
 from autopar.ir.passes.broadcast_tensors import unfold_broadcasts
 from autopar.ir.passes.canonicalise import canonicalise
@@ -26,6 +27,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     drop_identities,
     unflatten_products,
     turn_grouped_weights,
+    unflatten_repeats,
     merge_reshapes,
     drop_identities,  # a merged reshape may have the shape of its input
     read_own_rows,

@@ -30,6 +30,7 @@ FLAVOURS = ("ddp", "zero1", "zero2", "zero3")
 # at once, or by an exchange of heads for tokens.
 P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
 SEQUENCE_WAYS = (P2P, ALL_GATHER, A2A)
+_SAME = {"fsdp": "zero3"}  # PyTorch's name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,18 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     a colon: 'dp=8', 'tp=8' for its degrees, outer axes first; 'tp=a0+a2' for the axes by name; 'sp'; a flavour of its
     data axes; 'ep=8' for the ranks that share a set of experts, on the inner data axes ('ep=a1': by name), and without
     tensor axes if that is the only degree; 'cp=8' likewise for the ranks that share a sequence, and one of
-    `SEQUENCE_WAYS`. 'hf' has the same options and is the plan that a transformers model has of
-    its own. PlanError if it is none of these or the degrees are no products of mesh axes.
+    `SEQUENCE_WAYS`. 'hf' has the same options and is the plan that a transformers model has of its own. Options alone,
+    such as 'ep=8,tp=2' or 'fsdp,ep=8', are those of 'megatron', of which tensor axes must be given; 'fsdp' is 'zero3'.
+    PlanError if it is none of these or the degrees are no products of mesh axes.
 
     >>> parse_hand_plan("megatron:dp=8,tp=8,sp,zero3", Mesh((2, 4, 8), ("a0", "a1", "a2")))
     HandPlan(tensor_axes=(2,), is_sequence_parallel=True, flavour='zero3', is_hf=False, expert_axes=())
     """
-    name, _, rest = text.partition(":")
-    if name in FLAVOURS and not rest:
-        return HandPlan(flavour=name)
-    words = [word.strip() for word in rest.split(",") if word.strip()]
+    name, has_name, rest = text.partition(":")
+    is_named = bool(has_name) or name in ("megatron", "hf")
+    words = [_SAME.get(word.strip(), word.strip()) for word in (rest if is_named else text).split(",") if word.strip()]
+    if not is_named and {*FLAVOURS, "dp", "tp", "ep", "cp"} & {word.partition("=")[0] for word in words}:
+        name = "megatron"
     flavours, ways = ([word for word in words if word in known] for known in (FLAVOURS, SEQUENCE_WAYS))
     given = (word.partition("=") for word in words)
     degrees = {key: size for key, is_given, size in given if is_given and key in ("dp", "tp", "ep", "cp")}
@@ -85,13 +88,14 @@ def parse_hand_plan(text: str, mesh: Mesh) -> HandPlan:
     ):
         example = f"megatron:dp={math.prod(mesh.shape[:-1])},tp={mesh.shape[-1]}"
         raise PlanError(
-            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, megatron or e.g. '{example}', '{example},sp'"
+            f"no hand plan {text!r}; write {', '.join(FLAVOURS)}, fsdp, megatron or e.g. '{example}', '{example},sp'"
             f" (sequence parallel), '{example},sp,zero3', 'megatron:tp={mesh.axis_names[-1]}' (axes by name, joined by"
             f" +), 'megatron:ep={mesh.shape[-1]}' (expert parallel), 'megatron:cp={mesh.shape[-1]}' (the sequence, by"
             f" {', '.join(SEQUENCE_WAYS)}), or hf with the same options"
         )
     experts, sequence = degrees.pop("ep", ""), degrees.pop("cp", "")
-    tensor = () if (experts or sequence) and not degrees else _tensor_axes(text, degrees, sequence, mesh)
+    has_others = bool(experts or sequence) or not is_named
+    tensor = () if has_others and not degrees else _tensor_axes(text, degrees, sequence, mesh)
     others = [axis for axis in range(mesh.ndim) if axis not in tensor]
     sequence_axes = _inner_axes(text, "cp", sequence, others, mesh)
     others = [axis for axis in others if axis not in sequence_axes]

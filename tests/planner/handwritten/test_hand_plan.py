@@ -210,7 +210,9 @@ def test_equal_plans_are_offered_once():
 def test_hand_plans_are_read_with_their_degrees():
     mesh = parse_mesh("2x4x8")
     assert parse_hand_plan("ddp", mesh) == HandPlan()
-    assert parse_hand_plan("zero3", mesh) == HandPlan(flavour="zero3")
+    assert parse_hand_plan("zero3", mesh) == parse_hand_plan("fsdp", mesh) == HandPlan(flavour="zero3")
+    assert parse_hand_plan("ep=8", mesh) == HandPlan(expert_axes=(2,))
+    assert parse_hand_plan("ep=4,tp=8,fsdp", mesh) == HandPlan((2,), flavour="zero3", expert_axes=(1,))
     assert parse_hand_plan("megatron", mesh) == parse_hand_plan("megatron:dp=8,tp=8", mesh) == HandPlan((2,))
     assert parse_hand_plan("megatron:tp=32", mesh) == parse_hand_plan("megatron:tp=a1+a2", mesh) == HandPlan((1, 2))
     assert parse_hand_plan("megatron:tp=a0, sp, zero2", mesh) == HandPlan(
@@ -247,7 +249,7 @@ def test_what_is_read_is_written_alike(text):
         "megatron:dp=3,tp=8",
         "megatron:pp=2",
         "megatron:dp",
-        "fsdp",
+        "fsdp:tp=2",
         "ddp:dp=2",
         "megatron:zero2,zero3",
         "megatron:tp=a9",
