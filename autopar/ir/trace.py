@@ -28,16 +28,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
     The model may be on the meta device. Tensors become inputs of fixed shape, all other leaves constants of the graph;
     the order of keywords does not matter. TraceError names the line of the model.
     """
-    named = dict(sorted(kwargs.items()))
-    graph = to_graph(model, args, named)
-    result = normalise(graph)
-    if selects_rows(graph):
-        check_idle(graph, to_graph(model, args, named, _export_idle))
-    return result
-
-
-def _export_idle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
-    return Outline(export(model, args, kwargs, idle=True))
+    return normalise(to_graph(model, args, dict(sorted(kwargs.items()))))
 
 
 def to_graph(
@@ -49,7 +40,14 @@ def to_graph(
     """The `outlined` forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
     outline, autocast = outlined(model, args, kwargs), autocast_on()
     with without_autocast():
-        return outline_to_graph(outline, model, args, kwargs, autocast)
+        graph = outline_to_graph(outline, model, args, kwargs, autocast)
+    if outlined is export_outline and selects_rows(graph):
+        check_idle(graph, to_graph(model, args, kwargs, _export_idle))
+    return graph
+
+
+def _export_idle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+    return Outline(export(model, args, kwargs, idle=True))
 
 
 def outline_to_graph(

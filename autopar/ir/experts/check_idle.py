@@ -8,7 +8,7 @@ the same.
 from dataclasses import replace
 
 from autopar.errors import TraceError
-from autopar.ir.experts.expert_loops import SCATTERS
+from autopar.ir.experts.expert_loops import SCATTERS, find_loops
 from autopar.ir.experts.keep_rows import ROWS
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.passes.common_subexpressions import merge_duplicates
@@ -22,6 +22,7 @@ def selects_rows(graph: Graph) -> bool:
 
 def check_idle(graph: Graph, idle: Graph) -> None:
     """`idle`: the graph with no rows. TraceError if the rest of it is another one."""
+    find_loops(merge_duplicates(graph))  # of anything else it says more
     ours, theirs = _rest(graph), _rest(idle)
     if ours != theirs:
         at = next(op for op in graph.ops if op.target == ROWS)

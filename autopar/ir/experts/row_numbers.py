@@ -28,7 +28,8 @@ def row_numbers(module: Any, otherwise: Callable[[Any], Any] | None) -> Callable
     for node in rows:
         size, mask = node.meta["val"][0].shape[0], node.args[0].meta["val"]
         if isinstance(size, torch.SymInt):
-            symbols[size.node.expr] = math.prod(mask.shape)
+            sizes = (each if isinstance(each, int) or otherwise is None else otherwise(each) for each in mask.shape)
+            symbols[size.node.expr] = math.prod(sizes)
     if not symbols:
         return otherwise
     for node in module.graph.nodes:

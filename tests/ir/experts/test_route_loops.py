@@ -8,6 +8,7 @@ from autopar.errors import TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.run_graph import run
 from autopar.ir.trace import trace
+from autopar.ir.trace_with_loss import recorded, trace_loss, traced_for_sizes
 from autopar.sbp.analysis.expert_routing import num_exchanged
 from tests.expert_loops import EXPERTS, LOOPS, Expert, Experts, Layers, case_of
 
@@ -160,3 +161,16 @@ def test_what_is_no_such_loop_is_refused(loop) -> None:
     assert isinstance(model.layers[0].experts[0], Expert)
     with pytest.raises(TraceError, match=REFUSED[loop]):
         trace(model, (), case.kwargs)
+    with pytest.raises(TraceError, match=REFUSED[loop]):
+        trace_loss(model, lambda loss, target: loss * target, (*case.kwargs.values(), torch.ones(())), {})
+
+
+def test_a_loop_is_traced_for_other_sizes() -> None:
+    case = case_of("hit_experts", 2)
+    sized = traced_for_sizes(case.model, None, (), case.kwargs, {0: (0, 1), 1: (0, 1)})
+    kwargs = {name: tokens[:6, :5] for name, tokens in case.kwargs.items()}
+    graph = sized.graph((), kwargs)
+    assert graph is not None and num_exchanged(graph) == EXPERTS
+    torch.testing.assert_close(run_on(graph, case.model, kwargs), case.model(**kwargs))
+    with pytest.raises(TraceError, match="no op that is recorded"):  # then it is exported again
+        recorded(case.model, None, (), kwargs)
