@@ -229,6 +229,8 @@ def _convert_op(node: Node, target: str, region: ConvertedRegion, builder: OpBui
 def _has_size_by_values(node: Node, args: Any) -> bool:
     """Whether the sizes of the results depend on the values of the inputs."""
     assert isinstance(node.target, OpOverload), "an op is called"
+    if str(node.target) == "aten.one_hot.default" and (*args, -1)[1] >= 0:
+        return False  # the number of classes is given
     if torch.Tag.dynamic_output_shape not in node.target.tags:
         return str(node.target) in ("aten.repeat_interleave.self_Tensor", "aten.where.default")
     indices = args[1] if str(node.target) == "aten.index.Tensor" else ()

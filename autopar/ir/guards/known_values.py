@@ -116,7 +116,7 @@ class KnownValues(TorchFunctionMode):
         """The result of `func` on fake tensors, as `original()` gives it or as the values decide."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [self._of(x) for x in tensors]
-        is_known = func.namespace in ("aten", "prims") and None not in known and not _is_random(func)
+        is_known = func.namespace in ("aten", "prims") and None not in known and not _is_any(func)
         values = [one for one in known if one is not None]
         target = str(func)
         if is_known and target in _NUMBERS:
@@ -245,5 +245,7 @@ def _numel(x: torch.Tensor) -> int:
     return numel if isinstance(numel, int) else MOST_ELEMENTS + 1
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _is_any(func: Any) -> bool:
+    """Whether the values are random, or those of memory that nothing has been written to."""
+    is_empty = str(func).startswith(("aten.empty", "aten.new_empty"))
+    return is_empty or torch.Tag.nondeterministic_seeded in func.tags

@@ -155,3 +155,19 @@ def test_what_is_unknown_makes_unknown_what_it_is_written_to() -> None:
 def test_a_plan_is_made_without_values() -> None:
     model = Model(lambda model, y, mask: F.cross_entropy(y[mask[:, 0]], mask[:3, 0].long()))
     assert autopar.plan(model, "dp=2,tp=1", cluster="cpu", args=(X, SOME)).graph.ops
+
+
+def test_memory_that_was_not_written_is_not_known() -> None:
+    """What one_hot of router's choices has inside."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = nn.functional.one_hot(self.router(x).argmax(-1), 3)
+            return x * chosen[:, :1] if chosen.sum() > 0 else x
+
+    with pytest.raises(TraceError, match="branches on the values"):
+        trace(Routed(), (torch.ones(2, 4),), {})
