@@ -87,8 +87,22 @@ class Costs:
         """Seconds of the work once a step: gathers, gradient reductions as far as they are not hidden, the update and
         transfers of offloaded state.
         """
-        once_s = sum(planned.time_s for planned in self.collectives if planned.is_once) - self.hidden_s
-        return self.optimizer_s + once_s + self.waiting_s.get("update", 0.0)
+        return sum(self.parts_once_s.values())
+
+    @property
+    def parts_once_s(self) -> dict[str, float]:
+        """What makes up `once_s` -> seconds."""
+        once = [planned for planned in self.collectives if planned.is_once]
+        gather_s, reduce_s = (
+            sum(planned.time_s for planned in once if planned.collective.phase == phase)
+            for phase in ("forward", "backward")
+        )
+        return {
+            "gathers": gather_s,
+            "reductions": reduce_s - self.hidden_s,
+            "update": self.optimizer_s,
+            "wait for optimizer state": self.waiting_s.get("update", 0.0),
+        }
 
     @property
     def step_s(self) -> float:

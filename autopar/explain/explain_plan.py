@@ -30,5 +30,5 @@ def plan_trace(plan: Plan | StagedPlan) -> str:
     if isinstance(plan, StagedPlan):
         over_time = {rank: memory_over_time(plan, rank) for rank in range(plan.schedule.num_ranks)}
         memory = {rank: [(x.start_s, x.bytes_by_kind) for x in row] for rank, row in over_time.items()}
-        return trace_json({"planned": plan.timeline}, memory)
+        return trace_json({"planned": plan.timeline}, memory, plan.once_s)
     return json.dumps({"traceEvents": list(step_events(plan)), "displayTimeUnit": "ms"}, indent=1)

@@ -90,9 +90,13 @@ class StagedPlan(BasePlan):
 
     @property
     def step_s(self) -> float:
+        return self.timeline.step_s + max(sum(rank.values()) for rank in self.once_s)
+
+    @property
+    def once_s(self) -> tuple[dict[str, float], ...]:
+        """For each rank of the pipeline what its stages do once a step -> seconds."""
         stages_of = map(self.schedule.stages_of, range(self.schedule.num_ranks))
-        ranks = (sum(self.stages[stage].costs.once_s for stage in stages) for stages in stages_of)
-        return self.timeline.step_s + max(ranks)
+        return tuple(_summed([self.stages[stage].costs.parts_once_s for stage in stages]) for stages in stages_of)
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:
@@ -112,6 +116,10 @@ class StagedPlan(BasePlan):
     def of_saved(cls, saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> "StagedPlan":
         """The plan whose stages have the choices of `saved`; PlanError if they are invalid for this graph and mesh."""
         return serialise.reading(lambda: _of_saved(saved, graph, mesh, is_own=is_own))
+
+
+def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def _of_saved(saved: SavedStages, graph: Graph, mesh: Mesh | Devices, *, is_own: bool) -> StagedPlan:

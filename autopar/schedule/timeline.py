@@ -130,15 +130,24 @@ def _times(timeline: Timeline, rank: int, kinds: Sequence[str]) -> list[str]:
 
 
 def trace_json(
-    timelines: Mapping[str, Timeline], memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None
+    timelines: Mapping[str, Timeline],
+    memory: Mapping[int, Sequence[tuple[float, Mapping[str, int]]]] | None = None,
+    once: Sequence[Mapping[str, float]] = (),
 ) -> str:
     """The timelines as a trace file for Perfetto or chrome://tracing: a process for each, a thread for each rank.
 
-    `memory`: for ranks of the first timeline, (time in seconds, bytes by kind from then on).
+    `memory`: for ranks of the first timeline, (time in seconds, bytes by kind from then on). `once`: for each of its
+    ranks the seconds of what it does once a step, which counts as behind all actions.
     """
     events = [
         event for number, (name, timeline) in enumerate(timelines.items()) for event in _events(number, name, timeline)
     ]
+    for rank, own in enumerate(once):
+        start_s = next(iter(timelines.values())).step_s
+        for name, seconds in own.items():
+            at = {"pid": 0, "tid": rank, "name": name, "cat": "once a step", "args": {}}
+            events += [{"ph": "X", **at, **_when(start_s, start_s + seconds)}] if seconds else []
+            start_s += seconds
     for rank, moments in (memory or {}).items():
         name = f"memory of rank {rank}, bytes"
         events += [

@@ -96,7 +96,12 @@ def test_text_json_and_trace_say_the_same(plans):
         for row in json.loads(json.dumps(content))["memory_over_time"]
     ]
     assert worst == list(plan.memory_bytes)
-    counters = [event for event in json.loads(plan_trace(plan))["traceEvents"] if event["ph"] == "C"]
+    events = json.loads(plan_trace(plan))["traceEvents"]
+    assert max(event["ts"] + event.get("dur", 0.0) for event in events if "ts" in event) == pytest.approx(
+        1e6 * plan.step_s
+    )
+    assert {"update"} <= {event["name"] for event in events if event.get("cat") == "once a step"}
+    counters = [event for event in events if event["ph"] == "C"]
     assert max(sum(event["args"].values()) for event in counters if "rank 1" in event["name"]) == plan.memory_bytes[1]
 
 
