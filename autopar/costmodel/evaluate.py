@@ -91,7 +91,7 @@ class Costs:
 
     @property
     def parts_once_s(self) -> dict[str, float]:
-        """What makes up `once_s` -> seconds."""
+        """Kind of the work once a step -> seconds."""
         once = [planned for planned in self.collectives if planned.is_once]
         gather_s, reduce_s = (
             sum(planned.time_s for planned in once if planned.collective.phase == phase)
