@@ -14,7 +14,7 @@ from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.mesh import Devices, Mesh
-from autopar.planner.handwritten.hand_plan import HandPlan, ModelFacts, format_hand_plan, outlined
+from autopar.planner.handwritten.hand_plan import SEQUENCE_WAYS, HandPlan, ModelFacts, format_hand_plan, outlined
 from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
@@ -97,12 +97,18 @@ def _plans_by_name(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
 
 
 def _plans(mesh: Mesh, outline: ModelFacts) -> Iterator[HandPlan]:
-    """The hand plans with every choice of tensor axes, experts on others, and every flavour of these."""
+    """The hand plans with every choice of tensor axes, experts on others, and every flavour of these; the sequence is
+    split on axes called cp.
+    """
     for axes in chain.from_iterable(combinations(range(mesh.ndim), count) for count in range(mesh.ndim + 1)):
         for flavour in ("ddp", "zero2", "zero3") if len(axes) < mesh.ndim else ("ddp",):
             for experts in outline.expert_axes(tuple(axis for axis in range(mesh.ndim) if axis not in axes), mesh):
                 for is_sp in (False, True) if axes else (False,):
                     yield HandPlan(axes, is_sp, flavour, expert_axes=experts)
+        sequence = tuple(axis for axis, name in enumerate(mesh.axis_names) if name == "cp" and axis not in axes)
+        for way in SEQUENCE_WAYS if sequence else ():
+            for flavour in ("ddp", "zero2", "zero3"):
+                yield HandPlan(axes, bool(axes), flavour, sequence_axes=sequence, sequence_by=way)
 
 
 def _priced(

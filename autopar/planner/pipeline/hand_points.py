@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph
 from autopar.ir.split_stages import cut_points
 from autopar.mesh import Mesh
-from autopar.planner.handwritten.hand_plan import HandPlan, ModelFacts, outlined
+from autopar.planner.handwritten.hand_plan import SEQUENCE_WAYS, HandPlan, ModelFacts, outlined
 from autopar.planner.pipeline.partition import Blocks, blocks_of
 from autopar.sbp.analysis.sample_blocks import Short, fold_microbatch
 from autopar.sbp.assignment import Assignment
@@ -94,9 +96,9 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
     otherwise the batch stays whole, and the search finds another split.
     """
 
-    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[[int, int], bool]) -> list[Point]:
+    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[..., bool]) -> list[Point]:
         found = (
-            (num_ranks, mesh, num, tuple(plan for plan in _plans(mesh) if divides(num_data(plan, mesh), num)))
+            (num_ranks, mesh, num, tuple(_fitting(mesh, partial(divides, num=num))))
             for num_ranks, mesh in meshes
             for num in num_microbatches or counts_of(num_ranks)
         )
@@ -108,7 +110,7 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
     return (
         those(lambda num_ranks: _counts(model, num_ranks), is_even)
         or those(lambda _: model.counts, is_even)
-        or those(lambda num_ranks: _counts(model, num_ranks), lambda *_: True)
+        or those(lambda num_ranks: _counts(model, num_ranks), lambda _, num: num > 0)
     )
 
 
@@ -121,11 +123,24 @@ def _counts(model: Model, num_ranks: int) -> list[int]:
 
 def num_data(plan: HandPlan, mesh: Mesh) -> int:
     """The number of ranks among which the plan splits the batch."""
-    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in plan.tensor_axes)
+    others = plan.tensor_axes + plan.sequence_axes
+    return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in others)
+
+
+def _fitting(mesh: Mesh, divides: Callable[[int], bool]) -> Iterator[HandPlan]:
+    """The plans whose data ranks the batch divides between.
+
+    The sequence is split on axes called cp, and where the batch is too small for their ranks too.
+    """
+    for plan in _plans(mesh):
+        names = {mesh.axis_names[axis] for axis in plan.sequence_axes}
+        is_wanted = names <= {"cp"} or not divides(num_data(replace(plan, sequence_axes=()), mesh))
+        if divides(num_data(plan, mesh)) and is_wanted:
+            yield plan
 
 
 def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """The hand plans of the sweep: tensor parallelism with sequence parallelism, and split parameters.
+    """The hand plans of the sweep: tensor parallelism with sequence parallelism, split parameters, split sequences.
 
     Split parameters cost as much communication as data parallelism and take less memory.
     """
@@ -139,6 +154,9 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
             else ("ddp",)
         )
         yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
+        rest = tuple(axis for axis in others if axis not in axes)
+        for sequence, flavour, way in product((rest[i:] for i in range(len(rest))), ("zero2", "zero3"), SEQUENCE_WAYS):
+            yield HandPlan(axes, bool(axes), flavour, sequence_axes=sequence, sequence_by=way)
 
 
 def profiled(
