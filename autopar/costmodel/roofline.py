@@ -11,7 +11,7 @@ from autopar.costmodel.cluster.measured_terms import memory_share, product_share
 from autopar.costmodel.function_flops import function_flops
 from autopar.ir.function_ops import is_function
 from autopar.ir.graph import Graph, Op, arguments_of
-from autopar.ir.op_facts import ATTENTION, Shapes, facts_of, family
+from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, Shapes, facts_of, family
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.placement import local_shape
@@ -155,6 +155,8 @@ def _backward_products(op: Op, inputs: Shapes) -> float:
         return backward / forward
     product = facts_of(op.target).product
     assert product is not None, f"{op.target} is no product"
+    if family(op.target) == FLEX_ATTENTION and inputs[1][-2] < op.inputs[1].shape[-2]:
+        return product.backward_ratio + 1  # around a ring forward is computed again
     return product.backward_ratio or float(sum(value.needs_grad for value in product.operands(op)))
 
 

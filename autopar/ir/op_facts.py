@@ -111,9 +111,9 @@ def _attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
 def _flex_attention(op: Op, inputs: Shapes, outputs: Shapes) -> float:
     query, value, arguments = inputs[0], inputs[2], arguments_of(op)
     shapes = tuple(op.inputs[slot.index].shape for slot in arguments["captured"])
-    num_queries, num_parts = op.inputs[0].shape[-2], op.inputs[0].shape[-2] // query[-2]
-    seen = share_seen(arguments["functions"], shapes, num_queries, value[-2], num_parts)
-    return 2.0 * math.prod(query[:-1]) * value[-2] * seen * (query[-1] + value[-1])
+    num_queries, num_keys = op.inputs[0].shape[-2], op.inputs[2].shape[-2]  # a rank sees all keys, if not at once
+    seen = share_seen(arguments["functions"], shapes, num_queries, num_keys, num_queries // query[-2])
+    return 2.0 * math.prod(query[:-1]) * num_keys * seen * (query[-1] + value[-1])
 
 
 def _inner(op: Op, inputs: Shapes, outputs: Shapes) -> float:

@@ -7,13 +7,13 @@ from operator import ne
 
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input, Op, Value
-from autopar.ir.op_facts import ATTENTION, family
+from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
 from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
 from autopar.sbp.rules import rule_of
-from autopar.sbp.signature import EXCHANGES, QUERIES, RING, Candidates, Signature, Strategy
+from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
 
 Signatures = tuple[Signature, ...]
 
@@ -107,7 +107,7 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
     one dim in each rank's own order and in that of all: own orders have no parts of a global order between them.
     """
     known: dict[Signature, dict[SplitDim, int]] = {}
-    is_attention = family(op.target) == ATTENTION
+    alone = _ALONE.get(family(op.target), ())
     own: set[Signature] = set()  # those with tokens of each rank's own
     for combination in combinations:
         num_parts: dict[SplitDim, int] = {}
@@ -122,7 +122,7 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
-        if is_even and not is_mixed and not (is_attention and _has_two_orders(combination)):
+        if is_even and not is_mixed and not (alone and _is_split_again(alone, combination)):
             yield Strategy(combination)
 
 
@@ -143,9 +143,19 @@ def _mixes_exchanges(combination: tuple[Signature, ...]) -> bool:
     return len(roles) > 1 and bool(roles & EXCHANGES)
 
 
-def _has_two_orders(combination: tuple[Signature, ...]) -> bool:
-    """Whether the queries of attention are computed in balanced order, or around a ring, along two axes."""
-    return sum(one.role in (QUERIES, RING) for one in combination) > 1
+# Roles in which attention splits queries, or their heads, along one axis: it does not know its place among several.
+_ALONE = {ATTENTION: (QUERIES, RING, KEY_HEADS), FLEX_ATTENTION: (RING, KEY_HEADS)}
+
+
+def _is_split_again(alone: Collection[str], combination: tuple[Signature, ...]) -> bool:
+    """Whether another axis splits the dim of the queries that one splits in a role of `alone`, or heads that are read
+    by some ranks only, so that their number may differ, would go around a ring.
+    """
+    split = [one.inputs[0] for one in combination]
+    roles = {one.role for one in combination}
+    return roles >= {RING, KEY_HEADS} or any(
+        one.role in alone and split.count(one.inputs[0]) > 1 for one in combination
+    )
 
 
 def _on_axis(op: Op, size: int, routed: Signatures, known: Collection[Signature] | None = None) -> list[Signature]:

@@ -8,8 +8,9 @@ from autopar.sbp.placement import Layout, Placement
 # Roles of ops on rows: those sent to their experts first, those there already, and those sent back afterwards.
 DISPATCH, BETWEEN, COMBINE = "dispatch", "between", "combine"
 EXCHANGES = frozenset((DISPATCH, BETWEEN, COMBINE))
-# The roles of attention whose queries are split: keys are whole, or parts of them go around the ranks.
-QUERIES, RING = "queries", "ring"
+# Roles of attention: of causal queries with all keys, of queries and keys whose parts go around the ranks, and of query
+# heads with all key heads.
+QUERIES, RING, KEY_HEADS = "queries", "ring", "key_heads"
 
 
 @dataclass(frozen=True, slots=True)

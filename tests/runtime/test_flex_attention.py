@@ -105,7 +105,11 @@ def train_under(how: str, plans: Mapping[str, Plan]) -> list[dict[str, Any]]:
     return reports
 
 
-KINDS = {(4,): ("searched", "zero3", "random:0", "random:1"), (2, 2): ("searched", "megatron:zero3", "random:2")}
+RING = ("megatron:cp=4", "megatron:cp=4,all_gather", "megatron:cp=4,a2a")
+KINDS = {
+    (4,): ("searched", "zero3", "random:0", "random:1", *RING),
+    (2, 2): ("searched", "megatron:zero3", "random:2", "megatron:cp=2"),
+}
 
 
 @pytest.mark.multirank

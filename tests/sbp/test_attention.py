@@ -69,6 +69,15 @@ def test_causal_parts_of_the_sequence_lie_along_one_axis_beside_heads(role: str)
     assert exercise_mesh(OP, *CAUSAL, roles=(role, "split")) == 3
 
 
+@pytest.mark.parametrize("role", ["queries", "ring", "split"])
+def test_key_heads_beside_parts_of_the_sequence(role: str) -> None:
+    args = f64(2, 8, 8, 4), f64(2, 4, 8, 4), f64(2, 4, 8, 4), None, 0.0, True
+    for roles in ((role, "key_heads"), ("key_heads", role)):
+        found = exercise_mesh(OP, *args, roles=roles, mesh_shape=(2, 2), enable_gqa=True)
+        # heads are split once: samples and features are left; heads read by some ranks only go around no ring
+        assert found == {"split": 2, "queries": 1, "ring": 0}[role]
+
+
 def _roles_checked(num_ranks: int, *args: Any, **kwargs: Any) -> set[str]:
     """The roles of the call whose parts divide over one axis, all checked."""
     op, inputs = make_op(OP, *args, **kwargs)
@@ -85,7 +94,7 @@ def test_causal_parts_with_grouped_heads_on_any_number_of_ranks(
 ) -> None:
     keys = f64(2, 2, num_keys, 4), f64(2, 2, num_keys, 4)
     found = _roles_checked(num_ranks, f64(2, 12, num_queries, 4), *keys, None, 0.0, True, enable_gqa=True)
-    assert found == {"queries", "ring", "heads"}
+    assert found == {"queries", "ring", "key_heads"}
 
 
 def test_parts_with_masks_go_around_a_ring() -> None:
@@ -111,7 +120,7 @@ def test_scores_without_a_kernel_are_computed_in_parts(monkeypatch: pytest.Monke
 def test_heads_that_an_axis_does_not_divide_read_whole_key_heads() -> None:
     for num_heads, num_key_heads, num_ranks in ((8, 2, 4), (12, 4, 3), (6, 3, 2), (12, 4, 6)):
         keys = f64(2, num_key_heads, 8, 4), f64(2, num_key_heads, 8, 4)
-        assert "heads" in _roles_checked(num_ranks, f64(2, num_heads, 8, 4), *keys, enable_gqa=True)
+        assert "key_heads" in _roles_checked(num_ranks, f64(2, num_heads, 8, 4), *keys, enable_gqa=True)
 
 
 def test_dropped_scores_are_not_split_by_features():

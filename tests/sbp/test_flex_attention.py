@@ -10,7 +10,9 @@ from autopar.errors import AutoparError, TraceError
 from autopar.ir.attention import flex_op
 from autopar.ir.attention.flex_op import BLOCKS_OF_KEYS, BLOCKS_OF_QUERIES, FLEX, attend
 from autopar.ir.attention.index_functions import dims_read, share_seen, traced
-from tests.sbp.exercise import exercise, exercise_mesh, f64
+from autopar.sbp.candidates import strategies_of
+from tests.sbp.exercise import check, exercise, exercise_mesh, f64
+from tests.sbp.rulecheck import make_op
 
 CPU = torch.device("cpu")
 QKV = f64(2, 4, 8, 4), f64(2, 2, 8, 4), f64(2, 2, 8, 6)  # grouped heads
@@ -89,6 +91,8 @@ def test_batch_heads_and_queries_are_split_with_what_is_read_at_their_indices() 
         "S(0) S(0) S(0) -> S(0) S(0)",
         "S(1) S(1) S(1) -> S(1) S(1)",
         "S(2) B* B* -> S(2) S(2)",
+        "S(1) B* B* -> S(1) S(1) [key_heads]",
+        "S(2) S(2) S(2) -> S(2) S(2) [ring]",
     }
     found = exercise(FLEX, *call(sloped, in_document, batch=2))
     blocks, ids = "S(0) S(0) S(0) S(0) S(0) S(0) S(0) S(0)", "B* S(0)"
@@ -99,9 +103,21 @@ def test_batch_heads_and_queries_are_split_with_what_is_read_at_their_indices() 
 
 def test_functions_that_compute_with_an_index_are_told_where_a_part_begins() -> None:
     found = exercise(FLEX, *call(by_number, causal, batch=2, heads=4))
-    assert {signature.partition("[")[2] for signature in found} == {"", "batch]", "heads]", "queries]"}
+    roles = {signature.partition("[")[2].rstrip("]") for signature in found}
+    assert roles == {"", "batch", "heads", "queries", "key_heads", "ring"}
     assert exercise_mesh(FLEX, *call(by_number, causal), roles=("batch", "queries")) == 1
     assert exercise_mesh(FLEX, *call(sloped, in_document, batch=2), roles=("split", "queries")) == 2
+    assert exercise_mesh(FLEX, *call(by_number, causal), roles=("batch", "ring")) == 1
+    assert exercise_mesh(FLEX, *call(by_number, in_document, batch=2), roles=("queries", "key_heads")) == 1
+    assert exercise_mesh(FLEX, *call(by_number, causal), roles=("ring", "queries")) == 0
+
+
+def test_parts_go_around_four_ranks_in_whole_blocks() -> None:
+    op, inputs = make_op(FLEX, *call(by_number, in_document, batch=2))
+    strategies = [one for one in strategies_of(op, (4,)) if one.signatures[0].role == "ring"]
+    assert len(strategies) == 1
+    check(op, strategies[0], (4,), inputs)
+    assert not [one for one in strategies_of(op, (8,)) if one.signatures[0].role == "ring"]  # half a block each
 
 
 def test_a_table_that_is_read_elsewhere_too_is_not_split() -> None:
@@ -151,8 +167,16 @@ def test_the_call_that_a_gpu_compiles_gives_the_same_numbers(monkeypatch: pytest
     query, key, value, blocks, captured, functions, scale, size = args
     for part in (slice(0, 8), slice(0, 4), slice(4, 8)):
         of_part = tuple(x[:, :, part.start // 2 : part.stop // 2] for x in blocks[:4]) + tuple(blocks[4:])
-        scoring = flex_op._Scoring(functions, scale, (0, 0, part.start))
+        scoring = flex_op._Scoring(functions, scale, (0, 0, part.start, 0))
         with torch.no_grad():
             found = flex_op._compiled_attention(scoring, query[:, :, part], key, value, of_part, captured, size)
         expected = attend(*args)
         torch.testing.assert_close(found, tuple(x[:, :, part] for x in expected))
+        for keys in (slice(0, 4), slice(4, 8)):  # a part in a ring
+            of_keys = flex_op.of_key_blocks(of_part, keys.start // 2, 2)
+            first = (0, 0, part.start, keys.start)
+            some = (query[:, :, part], key[:, :, keys], value[:, :, keys])
+            scoring = flex_op._Scoring(functions, scale, first)
+            with torch.no_grad():
+                found = flex_op._compiled_attention(scoring, *some, of_keys, captured, size)
+            torch.testing.assert_close(found, attend(*some, of_keys, captured, functions, scale, size, first=first))

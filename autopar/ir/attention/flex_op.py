@@ -39,12 +39,12 @@ def attend(
     block_mask: Sequence[Tensor | None],
     captured: Tensors,
     *call_of: Any,
-    first: tuple[int, int, int] = (0, 0, 0),
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores) of [batch, heads, tokens, head size].
 
     `block_mask`: the tensors of a `BlockMask`, empty without one. `call_of`: the op's further arguments. `first`: the
-    index of the first sample, head and query, from which the functions count.
+    index of the first sample, head, query and key, from which the functions count.
     """
     functions, scale, block_size = call_of
     call = _Scoring(functions, scale, first)
@@ -59,17 +59,17 @@ _LIBRARY.impl("flex_attention", attend, "CompositeImplicitAutograd")
 class _Scoring:
     """The scores of a call, with `first` as of `attend`."""
 
-    def __init__(self, functions: str, scale: float, first: tuple[int, int, int]) -> None:
+    def __init__(self, functions: str, scale: float, first: tuple[int, int, int, int]) -> None:
         known = functions_called(functions)
         self.score, self.mask, self.scale, self.first = known.score, known.mask, scale, first
 
     def shifted(self, function: Callable[..., Tensor], captured: Tensors, at: int) -> Callable[..., Tensor]:
         """`function` of indices of this part, the first of which is argument `at`."""
-        batch, head, query = self.first
+        batch, head, query, key = self.first
 
         def counted(*args: Any) -> Tensor:
             score, (b, h, q, k) = args[:at], args[at:]
-            return function(*score, b + batch, h + head, q + query, k, *captured)
+            return function(*score, b + batch, h + head, q + query, k + key, *captured)
 
         return counted
 
@@ -79,10 +79,9 @@ class _Scoring:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1).expand(query.shape[0], -1, -1, -1) for x in (key, value))
         scores = query.to(wide) @ key.to(wide).mT * self.scale
-        starts = (*self.first, 0)
         indices = [
             torch.arange(start, start + size, dtype=torch.int32, device=query.device)
-            for start, size in zip(starts, scores.shape)
+            for start, size in zip(self.first, scores.shape)
         ]
         if self.score is not None:
             scores = over_indices(self.score, indices, captured, scores).to(wide)
@@ -156,6 +155,22 @@ def _block_mask(
     if by_keys is not None and by_keys.shape[-1] != own["kv_num_blocks"].shape[-1]:
         return BlockMask.from_kv_blocks(**own, BLOCK_SIZE=size, mask_mod=mask, seq_lengths=lengths)
     return BlockMask(lengths, **named, BLOCK_SIZE=size, mask_mod=mask)
+
+
+def of_key_blocks(tensors: Sequence[Tensor | None], first: int, num: int) -> tuple[Tensor | None, ...]:
+    """The tensors of a BlockMask for `num` blocks of keys from block `first` on; those by keys are all there."""
+    parts: list[Tensor | None] = []
+    for counts, indices in zip(tensors[::2][:2], tensors[1::2][:2]):
+        if counts is None or indices is None:
+            parts += [None, None]
+            continue
+        is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        most = max(first + num, indices.shape[-1])
+        listed = counts.new_zeros((*counts.shape, most))
+        listed = listed.scatter_reduce(-1, indices.long(), is_listed.to(counts.dtype), "amax")[..., first : first + num]
+        order = torch.argsort(listed, dim=-1, descending=True, stable=True)
+        parts += [listed.sum(-1).to(counts.dtype), order.to(indices.dtype).contiguous()]
+    return (*parts, *tensors[4:])
 
 
 @functools.cache

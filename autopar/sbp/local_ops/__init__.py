@@ -14,10 +14,11 @@ from autopar.sbp.local_ops import (
     mean,
 )
 from autopar.sbp.local_ops.local_op import LocalOp
-from autopar.sbp.local_ops.sequence import local_attention
+from autopar.sbp.local_ops.sequence import local_attention, local_flex_attention
 
 LOCAL_OPS: Mapping[str, LocalOp] = {
     **local_attention.LOCAL_OPS,
+    **local_flex_attention.LOCAL_OPS,
     **local_conv.LOCAL_OPS,
     **cross_entropy.LOCAL_OPS,
     **local_embedding.LOCAL_OPS,

@@ -8,7 +8,7 @@ from autopar.ir.graph import Op, Value, arguments_of
 from autopar.sbp.placement import P, Placement, R, S
 from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.rules._einsum import Term, broadcast_term, place
-from autopar.sbp.signature import QUERIES, RING, Signature
+from autopar.sbp.signature import KEY_HEADS, QUERIES, RING, Signature
 
 
 def attention(op: Op) -> Iterator[Signature]:
@@ -19,9 +19,9 @@ def attention(op: Op) -> Iterator[Signature]:
     slice: R. With grouped heads, slices of the query heads need just the same slices of the key heads, or the only one.
     Split causal queries need their offset (role "queries"). out is linear in v, feature by feature: v's features split,
     v P -> P; the gradients of q, k and mask, linear in out's gradient and v, are then terms: R. Where an axis does not
-    divide grouped key heads, each rank has all and reads some: their gradients are terms (role "heads"). A softmax is a
-    sum of parts by keys over their common denominator: parts of keys go around a ring of ranks with parts of queries
-    (role "ring"; arXiv:2310.01889), and so do their gradients.
+    divide grouped key heads, each rank has all and reads some: their gradients are terms (role "key_heads"). A softmax
+    is a sum of parts by keys over their common denominator: parts of keys go around a ring of ranks with parts of
+    queries (role "ring"; arXiv:2310.01889), and so do their gradients.
     """
     arguments = arguments_of(op)
     query, key, value = (tensor_of(op, name) for name in ("query", "key", "value"))
@@ -46,7 +46,7 @@ def attention(op: Op) -> Iterator[Signature]:
     yield from signature(op, {"query": R, "key": R, "value": P}, P)
     if lead and 1 < key.shape[-3] < query.shape[-3]:
         by_heads = {name: place(lead[-1], term) for name, term in terms.items()}
-        yield from signature(op, by_heads | {"key": R, "value": R}, S(len(lead) - 1), role="heads")
+        yield from signature(op, by_heads | {"key": R, "value": R}, S(len(lead) - 1), role=KEY_HEADS)
     if arguments["dropout_p"] == 0 and not (mask is not None and mask.needs_grad):
         by_tokens = {name: place("l", term) for name, term in terms.items()}
         sequence = {"key": S(len(key.shape) - 2), "value": S(len(value.shape) - 2)}
@@ -67,6 +67,7 @@ def flex_attention(op: Op) -> Iterator[Signature]:
     Where the functions only read captured tensors at an index, these are split along with it. Where they compute with
     it, a part's first index is added to its own (role "batch", "heads" or "queries"). A mask's blocks of queries are
     split with the queries; those by keys follow from them. The functions' gradients are linear in that of the output.
+    Roles "key_heads" and "ring" are those of `attention`; parts of the keys in a ring are whole blocks.
     """
     arguments = arguments_of(op)
     query, key, _ = (tensor_of(op, name) for name in ("query", "key", "value"))
@@ -74,16 +75,26 @@ def flex_attention(op: Op) -> Iterator[Signature]:
     for dim, role in enumerate(("batch", "heads", "queries")):
         read = dims_read(arguments["functions"], INDICES[dim])
         is_split = dim < 2 and key.shape[dim] > 1
-        masked = [_of_blocks(value, dim, place < len(BLOCKS_OF_QUERIES)) for place, value in enumerate(blocks)]
         placed = {
             "query": S(dim),
             **dict.fromkeys(("key", "value"), S(dim) if is_split else R),
-            "block_mask": masked,
+            "block_mask": _of_all(blocks, dim),
             "captured": [R if at is None else S(at) for at in read or ()],
         }
         tables = [op.inputs[slot.index].shape for slot in arguments["captured"]]
         if all(at is None or shape[at] == query.shape[dim] for shape, at in zip(tables, read or ())):
             yield from signature(op, placed, (S(dim), S(dim)), role="" if read is not None else role)
+    if 1 < key.shape[1] < query.shape[1]:
+        yield from signature(op, {"query": S(1), "block_mask": _of_all(blocks, 1)}, (S(1), S(1)), role=KEY_HEADS)
+    num_keys, (_, size) = key.shape[2], arguments["block_size"]
+    if not blocks or num_keys % size == 0:
+        placed = {**dict.fromkeys(("query", "key", "value"), S(2)), "block_mask": _of_all(blocks, 2)}
+        yield from signature(op, placed, (S(2), S(2)), role=RING, num_units=num_keys // size if blocks else 0)
+
+
+def _of_all(blocks: list[Value | None], dim: int) -> list[Placement]:
+    """The placements of the tensors of a BlockMask where a dim of the queries is split."""
+    return [_of_blocks(value, dim, place < len(BLOCKS_OF_QUERIES)) for place, value in enumerate(blocks)]
 
 
 def _of_blocks(value: Value | None, dim: int, by_queries: bool) -> Placement:

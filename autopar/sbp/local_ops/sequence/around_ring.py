@@ -1,11 +1,12 @@
 """Messages between the ranks of an axis for attention: parts once around the ring, and halves for balanced order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from autopar.sbp.convert import Axis
+from autopar.sbp.redistribute import Collective
 
 Tensor = torch.Tensor
 
@@ -29,6 +30,39 @@ def begin_shift(tensors: Sequence[Tensor], axis: Axis) -> Callable[[], list[Tens
         return _shaped(received, [x.shape for x in tensors])
 
     return landed
+
+
+def around(tensors: list[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
+    """(rank, its `tensors`) for each rank of the axis, beginning with this one, sent on while they are used."""
+    for turn in range(axis.size):
+        landed = begin_shift(tensors, axis) if turn + 1 < axis.size else None
+        yield (axis.index - turn) % axis.size, tensors
+        tensors = tensors if landed is None else landed()
+
+
+class Followers:
+    """Sums, such as gradients, that follow tensors `around` a ring and are at last where these are from."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype], axis: Axis) -> None:
+        self.dtypes, self.axis = dtypes, axis
+        self.landed: Callable[[], list[Tensor]] | None = None
+
+    def add(self, terms: Sequence[Tensor]) -> None:
+        """Add the terms by this rank, and begin to send the sums on."""
+        before = self.arrived() if self.landed is not None else [0] * len(terms)
+        sums = [(term + x).to(dtype) for term, x, dtype in zip(terms, before, self.dtypes)]
+        self.landed = begin_shift(sums, self.axis)
+
+    def arrived(self) -> list[Tensor]:
+        """The sums that the rank before sent."""
+        assert self.landed is not None, "nothing was sent"
+        return self.landed()
+
+
+def ring_collectives(num_bytes: int, axis: int, size: int) -> Iterator[Collective]:
+    """The collectives of tensors of `num_bytes` that go around in forward and backward, and of their gradients."""
+    yield from [Collective("permute", (axis,), num_bytes, "forward")] * (size - 1)
+    yield from [Collective("permute", (axis,), num_bytes, "backward")] * (2 * size - 1)
 
 
 def halves_of(index: int, size: int, *, is_balanced: bool) -> tuple[int, int]:

@@ -1,5 +1,4 @@
-"""Attention of parts of a sequence: of some queries with all keys, of parts of both around a ring, and by functions of
-indices.
+"""Attention of parts of a sequence: of some queries with all keys, and of parts of both around a ring.
 
 Causal attention is computed in balanced order where it can be: each rank exchanges half of its queries, so that all see
 as many keys. The values around the op are in the order of the sequence, so that positions stay right.
@@ -7,23 +6,21 @@ as many keys. The values around the op are in the order of the sequence, so that
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from autopar.errors import AutoparError
 from autopar.ir.attention.balanced import is_balanced
-from autopar.ir.attention.flex_op import FLEX, attend
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.convert import Axis
-from autopar.sbp.local_ops._arguments import local_input_shape, no_collectives, rank_index, role_axes
+from autopar.sbp.local_ops._arguments import local_input_shape, rank_index, role_axes
 from autopar.sbp.local_ops.local_op import LocalOp
-from autopar.sbp.local_ops.sequence.around_ring import begin_shift, halves_of, rebalance
+from autopar.sbp.local_ops.sequence.around_ring import Followers, around, halves_of, rebalance, ring_collectives
 from autopar.sbp.local_ops.sequence.attention_blocks import Block, Merged, Scores, Tensor, seen_blocks
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
-from autopar.sbp.signature import RING, Strategy
+from autopar.sbp.signature import KEY_HEADS, RING, Strategy
 
 
 def attention(
@@ -38,10 +35,12 @@ def attention(
     enable_gqa: bool = False,
     **roles: Sequence[Axis],
 ) -> Tensor:
-    """aten.scaled_dot_product_attention of this rank's "queries", "heads", or queries and keys around a "ring"."""
+    """aten.scaled_dot_product_attention of this rank's "queries", of its query heads with all "key_heads", or of its
+    queries and keys around a "ring".
+    """
     queries, ring = roles.get("queries", ()), roles.get(RING, ())
-    if "heads" in roles:
-        key, value = (_heads_read(x, query.shape[-3], roles["heads"]) for x in (key, value))
+    if KEY_HEADS in roles:
+        key, value = (heads_read(x, query.shape[-3], roles[KEY_HEADS]) for x in (key, value))
     if not queries and not ring:
         given = query, key, value, attn_mask, dropout_p, is_causal
         return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3])
@@ -54,7 +53,7 @@ def attention(
     return _Parted.apply(order, scale, is_causal, query, key, value, attn_mask)
 
 
-def _heads_read(x: Tensor, num_heads: int, axes: Sequence[Axis]) -> Tensor:
+def heads_read(x: Tensor, num_heads: int, axes: Sequence[Axis]) -> Tensor:
     """The key heads that this rank's query heads read, with as many of these for each; all ranks have all of them."""
     size, first = x.shape[-3], rank_index(axes) * num_heads
     total = num_heads
@@ -107,12 +106,8 @@ class _PartsOrder:
         return [range(chunk * half, (chunk + 1) * half) for chunk in chunks]
 
     def around(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """(rank, its keys and values) for each rank, beginning with this one, sent on while they are used."""
-        num_turns = self.axis.size if self.is_ring else 1
-        for turn in range(num_turns):
-            landed = begin_shift(tensors, self.axis) if turn + 1 < num_turns else None
-            yield (self.axis.index - turn) % self.axis.size, tensors
-            tensors = tensors if landed is None else landed()
+        """(rank, its keys and values) for each rank of a ring; all keys and values, if it is none."""
+        yield from around(tensors, self.axis) if self.is_ring else [(0, tensors)]
 
 
 class _Parted(torch.autograd.Function):
@@ -139,18 +134,15 @@ class _Parted(torch.autograd.Function):
         order, (query, key, value, out, sums, mask) = ctx.order, ctx.saved_tensors
         (grad,) = order.arranged([gradients[0]])
         found = [torch.zeros_like(x, dtype=sums.dtype) for x in (query, key, value)]
-        landed = None
+        followers = Followers([key.dtype] * 2, order.axis)
         for owner, (k, v) in order.around([key, value]):
             scores, blocks = _scores_of(order, owner, ctx.scale, mask, ctx.is_causal, query, k)
             for block in blocks:
                 scores.backward(block, (query, k, v), grad, out, sums, (found[0], found[1], found[2]))
             if order.is_ring:
-                # the gradients of these keys follow them from rank to rank, and after the last are where they are from
-                before = landed() if landed is not None else ()
-                sent = [x.add_(y) if before else x for x, y in zip(found[1:], before or found[1:])]
-                landed = begin_shift([x.to(key.dtype) for x in sent], order.axis)
+                followers.add(found[1:])
                 found[1:] = [torch.zeros_like(x) for x in found[1:]]
-        made = [x.to(query.dtype) for x in (found if landed is None else (found[0], *landed()))]
+        made = [x.to(query.dtype) for x in ([found[0], *followers.arrived()] if order.is_ring else found)]
         own = 3 if order.is_ring else 1
         made[:own] = order.arranged(made[:own], is_back=True)
         return None, None, None, *made, None
@@ -180,30 +172,14 @@ def _collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> tup
     if arguments["is_causal"] and is_balanced(op.inputs[0].shape[-2], op.inputs[1].shape[-2], shapes[0][-2]):
         moved = query + (key + value) * bool(ring)
         found += [("all_to_all", size, phase) for phase in ("forward", "backward") for size in (moved, out)]
-    size = mesh_shape[axis]
-    found += [("permute", key + value, "forward")] * (size - 1) * bool(ring)
-    found += [("permute", key + value, "backward")] * (2 * size - 1) * bool(ring)
+    made = [Collective(kind, (axis,), size, phase) for kind, size, phase in found]
+    made += ring_collectives(key + value, axis, mesh_shape[axis]) if ring else ()
     has_gradient = any(value.needs_grad for value in op.inputs[:3]) and op.outputs[0].needs_grad
-    return tuple(Collective(kind, (axis,), n, phase) for kind, n, phase in found if phase == "forward" or has_gradient)
+    return tuple(one for one in made if one.phase == "forward" or has_gradient)
 
 
 def _num_elements(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def flex_attention(
-    query: torch.Tensor,
-    *args: Any,
-    batch: Sequence[Axis] = (),
-    heads: Sequence[Axis] = (),
-    queries: Sequence[Axis] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """autopar.flex_attention of a part of the samples, heads or queries, whose functions count over all of them."""
-    first = [rank_index(axes) * size for axes, size in zip((batch, heads, queries), query.shape)]
-    return attend(query, *args, first=(first[0], first[1], first[2]))
-
-
-LOCAL_OPS = {
-    FLEX: LocalOp(flex_attention, no_collectives),
-    "aten.scaled_dot_product_attention.default": LocalOp(attention, _collectives),
-}
+LOCAL_OPS = {"aten.scaled_dot_product_attention.default": LocalOp(attention, _collectives)}
