@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from autopar.ir.attention.flex_op import FLEX
 from autopar.sbp.candidates import strategies_of
 from autopar.sbp.local_ops import LOCAL_OPS
 from tests.sbp.exercise import check, f64
 from tests.sbp.rulecheck import make_op
+from tests.sbp.test_flex_attention import call as flex_call
 
 IDS = torch.tensor([5, 0, 2, -100])
 GROUPED = "transformers.grouped_mm_fallback.default"
@@ -26,6 +28,7 @@ SAMPLES = [
     ("aten.nll_loss_nd.default", (f64(4, 8), IDS)),
     ("aten.embedding.default", (f64(8, 4), IDS.clamp(0), 2)),
     ("aten.scaled_dot_product_attention.default", (f64(4, 4, 4, 4), f64(4, 4, 4, 4), f64(4, 4, 4, 4), None, 0.0, True)),
+    (FLEX, flex_call(None, None)),
     ("aten.softmax.int", (f64(4, 8), -1)),
     ("aten._safe_softmax.default", (f64(4, 8), -1)),
     ("aten.log_softmax.int", (f64(4, 8), -1)),
