@@ -132,7 +132,8 @@ def _view() -> Iterator[tuple[Any, ...]]:
     yield "transpose.int", call(f64(4, 6, 2), 0, -1), call(f64(4, 6), 1, 1)
     yield "permute.default", call(f64(4, 6, 2), (2, 0, 1)), call(f64(4, 6, 2), (-1, 1, 0))
     yield "t.default", call(f64(4, 6)), call(f64(4))
-    yield "mT.default", call(f64(2, 4, 6))
+    for name in ("mT", "mH", "matrix_H"):
+        yield f"{name}.default", call(f64(4, 6) if name == "matrix_H" else f64(2, 4, 6))
     yield "numpy_T.default", call(f64(4, 6))
     for name in ("movedim", "moveaxis"):
         yield f"{name}.int", call(f64(4, 6, 2), 0, 2)
@@ -187,7 +188,7 @@ def _view_pieces() -> Iterator[tuple[Any, ...]]:
     ]
     yield "pad.default", *pads, call(f64(2, 4, 6), (1, 1), "replicate")
     yield "constant_pad_nd.default", call(f64(4, 6), (1, 2)), call(f64(4, 6), (0, -1), 1.0)
-    for name in ("cat", "concat"):
+    for name in ("cat", "concat", "concatenate"):
         yield (
             f"{name}.default",
             call([f64(4, 6), f64(4, 2)], 1),

@@ -20,6 +20,7 @@ SAMPLES = [
     ("conv_transpose1d.default", (f64(2, 4, 5), f64(4, 6, 3), f64(6))),
     ("conv_transpose2d.input", (f64(2, 4, 5, 5), f64(4, 6, 3, 3), f64(6), [2, 2])),
     ("conv_transpose2d.input", (f64(2, 4, 5, 5), f64(4, 3, 3, 3), f64(6), [2, 2], [0, 0], [0, 0], 2)),
+    ("conv_transpose3d.input", (f64(2, 4, 3, 3, 3), f64(4, 6, 2, 2, 2), f64(6))),
 ]
 
 

@@ -37,3 +37,15 @@ def test_rows_over_two_axes_and_beside_other_splits():
 def test_one_hot():
     assert exercise("aten.one_hot.default", IDS, 8) == {"B -> B", "S(0) -> S(0)", "S(1) -> S(1)"}
     assert exercise("aten.one_hot.default", IDS) == {"B -> B"}
+
+
+BAGS = (torch.tensor([0, 7, 3, 3, 5, 1]), torch.tensor([0, 2, 3]))
+
+
+def test_bags_split_rows_and_columns():
+    sums = {"B B B -> B B B B", "B* B B -> B* B B B", "P B B -> P B B B", "S(1) B B -> S(1) B B B"}
+    assert exercise("aten.embedding_bag.default", f64(8, 6), *BAGS) == sums | {"S(0) B B -> P B B B [rows]"}
+    assert exercise("aten.embedding_bag.default", f64(8, 6), *BAGS, False, 1) == sums
+    exercise("aten.embedding_bag.padding_idx", f64(8, 6), *BAGS, False, 0, False, None, False, 3)
+    exercise("aten.embedding_bag.default", f64(8, 6), *BAGS, False, 0, False, f64(6, grad=False))
+    assert exercise_mesh("aten.embedding_bag.default", f64(8, 6), *BAGS, roles=("rows", "rows")) == 1

@@ -27,6 +27,14 @@ SAMPLES = [
     ("upsample_linear1d.vec", (X3, None, False, [2.0])),
     ("upsample_bilinear2d.vec", (X4, [8, 9], False, None)),
     ("upsample_bicubic2d.vec", (X4, None, True, [2.0, 2.0])),
+    ("adaptive_max_pool3d.default", (X5, [2, 2, 2])),
+    ("_upsample_bicubic2d_aa.vec", (X4, [8, 9], False, None)),
+    ("_upsample_bilinear2d_aa.vec", (X4, [8, 9], False, None)),
+    ("_upsample_nearest_exact1d.vec", (X3, None, [2.0])),
+    ("_upsample_nearest_exact2d.vec", (X4, [8, 9], None)),
+    ("_upsample_nearest_exact3d.vec", (X5, None, [2.0, 2.0, 2.0])),
+    ("upsample_nearest3d.vec", (X5, None, [2.0, 2.0, 2.0])),
+    ("upsample_trilinear3d.vec", (X5, None, False, [2.0, 2.0, 2.0])),
 ]
 
 

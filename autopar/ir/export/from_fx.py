@@ -115,7 +115,7 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
     target = _target_of(node)
     if region.number_of is not None and isinstance(node.meta.get("val"), SIZES):
         return region.number_of(node.meta["val"])
-    if is_only_checked(node):
+    if is_only_checked(node) or _gives_no_tensor(node):
         return None
     if target == NOTE:
         return note_guard(node.args, region.env, builder, origin_of(node, region))
@@ -131,6 +131,14 @@ def _convert_call(node: Node, region: ConvertedRegion, builder: OpBuilder) -> An
         return _inline(node, target, region, builder)
     _check_sizes(node, target, region)
     return _convert_op(node, target, region, builder, at)
+
+
+def _gives_no_tensor(node: Node) -> bool:
+    """Whether the call gives dtypes or numbers alone, which tracing took as they are."""
+    if not isinstance(node.target, OpOverload) or node.users:
+        return False
+    results = node.target._schema.returns
+    return bool(results) and not any("Tensor" in str(result.type) for result in results)
 
 
 def _check_sizes(node: Node, target: str, region: ConvertedRegion) -> None:

@@ -1,6 +1,7 @@
 """Functionalisation: each storage has a current value, and views of it are taken again after an in-place write."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.errors import TraceError
 from autopar.ir.export.op_builder import OpBuilder, Origin
@@ -89,12 +90,34 @@ def functional_target(target: str) -> str | None:
 
     >>> functional_target("aten.add_.Tensor")
     'aten.add.Tensor'
+    >>> functional_target("aten.pow_.Scalar")
+    'aten.pow.Tensor_Scalar'
     """
     namespace, name, overload = target.split(".")
     special = {"normal_": "normal_functional", "bernoulli_": "bernoulli"}
     stem = special.get(name, name.removesuffix("_"))
     target_out = f"{namespace}.{stem}.{'p' if target == 'aten.bernoulli_.float' else overload}"
     try:
-        return None if resolve(target_out)._schema.is_mutable else target_out
+        named = resolve(target_out)
+    except AttributeError:
+        return _of_same_arguments(target, f"{namespace}.{stem}")
+    if _types_of(named)[:1] != _types_of(resolve(target))[:1]:  # pow.Scalar has a number as its base
+        return _of_same_arguments(target, f"{namespace}.{stem}")
+    return None if named._schema.is_mutable else target_out
+
+
+def _of_same_arguments(target: str, packet: str) -> str | None:
+    """The functional overload of `packet`, "aten.pow", that takes what `target` takes."""
+    try:
+        named = resolve(packet)
     except AttributeError:
         return None
+    for overload in named.overloads():
+        op = getattr(named, overload)
+        if not op._schema.is_mutable and _types_of(op) == _types_of(resolve(target)):
+            return f"{packet}.{overload}"
+    return None
+
+
+def _types_of(op: Any) -> list[str]:
+    return [str(argument.type) for argument in op._schema.arguments]

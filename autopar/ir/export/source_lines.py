@@ -86,7 +86,9 @@ def module_of(nn_module_stack: Any) -> str:
 def _innermost(frames: list[tuple[str, int]]) -> tuple[str, str]:
     # "<string>" and the like are code that torch made.
     outside = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
-    models = [frame for frame in outside if os.path.basename(frame[0]).startswith("modeling_")]
-    for path, line in reversed(models or outside):
+    helpers = f"{os.sep}transformers{os.sep}"
+    is_helper = [helpers in path and not os.path.basename(path).startswith("modeling_") for path, _ in outside]
+    own = [frame for frame, helps in zip(outside, is_helper) if not helps]
+    for path, line in reversed(own or outside):
         return f"{os.path.basename(path)}:{line}", linecache.getline(path, line).strip()
     return "", ""

@@ -1,6 +1,6 @@
 """View ops: taking a view again, and writing through it into its base tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.ir.call_args import fill
@@ -32,6 +32,8 @@ class ViewStep:
         if self.target == "aten.detach.default":
             return part
         rest = self.args[1:]
+        if base.dtype.is_complex and self.target in _BY_DIM:
+            return self._put_complex(builder, base, part, at)
         if self.target in PERMUTATIONS:
             order = order_of(self.target, rest, len(base.shape), **dict(self.kwargs))
             back = tuple(order.index(dim) for dim in range(len(order)))
@@ -47,6 +49,17 @@ class ViewStep:
         if self.target == "aten.select.int":
             return builder.emit("aten.select_scatter.default", (base, part, *rest), at=at)[0]
         return None
+
+    def _put_complex(self, builder: OpBuilder, base: Value, part: Value, at: Origin) -> Value | None:
+        """As `put`, in real numbers: torch's scatters have no derivative for complex ones."""
+        dim = self.args[1] if len(self.args) > 1 else 0
+        whole, own = (builder.emit("aten.view_as_real.default", (x,), at=at)[0] for x in (base, part))
+        step = replace(self, args=(self.args[0], dim % len(base.shape), *self.args[2:]))
+        written = step.put(builder, whole, own, at)
+        return None if written is None else builder.emit("aten.view_as_complex.default", (written,), at=at)[0]
+
+
+_BY_DIM = frozenset(("aten.narrow.default", "aten.slice.Tensor", "aten.select.int"))
 
 
 def step_of(target: str, args: tuple[Any, ...], base: Value, output: Value) -> ViewStep:

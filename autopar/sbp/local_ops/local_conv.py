@@ -27,6 +27,7 @@ TARGETS = (
     "aten.conv3d.default",
     "aten.conv_transpose1d.default",
     "aten.conv_transpose2d.input",
+    "aten.conv_transpose3d.input",
 )
 
 LOCAL_OPS = {target: LocalOp(partial(convolution, resolve(target)), no_collectives) for target in TARGETS}

@@ -1,13 +1,17 @@
-"""Lookup in a table whose rows are split over ranks."""
+"""Lookups in a table whose rows are split over ranks."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from autopar.ir.graph import resolve
 from autopar.sbp.convert import Axis
 from autopar.sbp.local_ops._arguments import no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
+from autopar.torch_compat import OpOverload
 
 
 def embedding(
@@ -29,4 +33,26 @@ def embedding(
     return out.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
 
-LOCAL_OPS = {"aten.embedding.default": LocalOp(embedding, no_collectives)}
+def embedding_bag(op: OpOverload, *args: Any, rows: Sequence[Axis], **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """A sum of each bag's ids within this rank's rows; all others have the weight zero."""
+    bound: dict[str, Any] = {
+        argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()
+    }
+    bound |= {argument.name: value for argument, value in zip(op._schema.arguments, args)} | kwargs
+    weight, indices, weights = bound["weight"], bound["indices"], bound["per_sample_weights"]
+    first = rank_index(rows) * weight.shape[0]
+    local = indices - first
+    is_here = (local >= 0) & (local < weight.shape[0])
+    padding = bound.get("padding_idx")
+    if padding is not None and padding >= 0:
+        is_here &= indices != padding
+        bound["padding_idx"] = None
+    here = is_here.to(weight.dtype) if weights is None else weights * is_here
+    return op(**bound | {"indices": local.masked_fill(~is_here, 0), "per_sample_weights": here})
+
+
+_BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
+LOCAL_OPS = {
+    "aten.embedding.default": LocalOp(embedding, no_collectives),
+    **{target: LocalOp(partial(embedding_bag, resolve(target)), no_collectives) for target in _BAGS},
+}

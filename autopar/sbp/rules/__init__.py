@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from autopar.ir.graph import Op
 from autopar.sbp.rules import (
     attention,
+    batched,
     cast,
     conv,
     create,
@@ -27,7 +28,7 @@ from autopar.sbp.signature import Signature
 
 _FAMILIES = (
     *(pointwise, cast, view, reduce, index, create),
-    *(guard, matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
+    *(batched, guard, matmul, attention, conv, embedding, loss, norm, pool, random, recurrent, softmax),
 )
 
 RULES: Mapping[str, Callable[[Op], Iterable[Signature]]] = {

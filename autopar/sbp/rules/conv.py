@@ -44,4 +44,5 @@ RULES = {
     "aten.conv3d.default": convolution,
     "aten.conv_transpose1d.default": transposed,
     "aten.conv_transpose2d.input": transposed,
+    "aten.conv_transpose3d.input": transposed,
 }

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from autopar.ir.graph import Op, arguments_of
-from autopar.sbp.placement import P, R, S
-from autopar.sbp.rules._by_name import signature, tensor_of
+from autopar.sbp.placement import I, P, R, S
+from autopar.sbp.rules._by_name import optional_tensor, signature, tensor_of
 from autopar.sbp.signature import Signature
 
 
@@ -33,4 +33,27 @@ def one_hot(op: Op) -> Iterator[Signature]:
             yield from signature(op, {"self": S(dim)}, S(dim))
 
 
-RULES = {"aten.embedding.default": embedding, "aten.one_hot.default": one_hot}
+def embedding_bag(op: Op) -> Iterator[Signature]:
+    """out[bag, c] = sum or mean of weight[id, c] over the ids of a bag, which a list of offsets separates.
+
+    Columns split the output's; a sum is linear in the weight; of rows, ids elsewhere count nothing: P (role "rows").
+    """
+    arguments = arguments_of(op)
+    others = (I,) * (len(op.outputs) - 1)
+    if arguments["mode"] == MAX or arguments["sparse"]:
+        return
+    yield from signature(op, {"weight": S(1)}, (S(1), *others))
+    yield from signature(op, {"weight": P}, (P, *others))
+    weights = optional_tensor(op, "per_sample_weights")
+    if arguments["mode"] == SUM and not arguments["scale_grad_by_freq"] and (weights is None or not weights.needs_grad):
+        yield from signature(op, {"weight": S(0)}, (P, *others), role="rows")
+
+
+SUM, MAX = 0, 2  # of mode
+
+RULES = {
+    "aten.embedding.default": embedding,
+    "aten.one_hot.default": one_hot,
+    "aten.embedding_bag.default": embedding_bag,
+    "aten.embedding_bag.padding_idx": embedding_bag,
+}

@@ -25,6 +25,8 @@ _NONLINEAR = """
     nextafter
     eq ne lt le gt ge not_equal less less_equal greater greater_equal isnan isinf isfinite isposinf isneginf isclose
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+    special_entr special_expit special_ndtr special_log_ndtr special_erfcx special_i0e special_i1 special_i1e
+    special_xlog1py polygamma polar
     bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__
 """
 
