@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -41,6 +41,12 @@ test-fast: $(READY) ## the tests that run in one process
 
 test-emulated: $(READY) ## tests on a slow network of this machine's own; needs root and iproute2
 	$(PYTHON) -m pytest -m emulated
+
+test-models: $(READY) ## tiny models of all kinds of transformers on 4 processes beside one device; half an hour
+	$(PYTHON) -m pytest -m "" tests/models
+
+models-table: $(READY) ## the same models, written to docs/models.md
+	$(PYTHON) -m tests.models.table
 
 TRAINERS := .venv-trainers/bin/python
 TRAINERS_READY := .venv-trainers/.ready

@@ -1,0 +1,85 @@
+"""A tiny model on four ranks, under the plan that splits most, beside the same model on one device."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import autopar
+from autopar.plans.plan import Plan
+from tests.models.tiny import build
+from tests.workers import Ranks, device_mesh
+
+# Some models compute in float32 whatever their parameters are.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, in float64 if it can be run so, and the keywords of a call."""
+    model, kwargs = build(name)
+    double = tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, kwargs)
+    try:
+        step(copy.deepcopy(model).double(), double)
+    except (RuntimeError, ValueError):
+        return model, kwargs
+    return model.double(), double
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """The largest relative difference that counts as equal."""
+    return TOLERANCES[next(model.parameters()).dtype]
+
+
+def plan_for(name: str) -> Plan:
+    """The plan on dp=2, tp=2 for which communication costs nothing."""
+    model, kwargs = built(name)
+    plan = autopar.plan(model, "dp=2,tp=2", cluster="free-links", kwargs=kwargs, time_limit_s=3)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's loss, or a sum of all that it returns with a gradient, each entry weighted."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1:
+        return loss.sum()
+    terms = []
+    for number, x in enumerate(tree_leaves(output)):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(number)).to(x.dtype)
+            terms.append((x * weights).mean())
+    return sum(terms[1:], terms[0])
+
+
+def step(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The loss and the gradient of each parameter that has one."""
+    torch.manual_seed(5)
+    loss = loss_of(model(**kwargs))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"": loss.detach()} | {
+        name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()
+    }
+
+
+def difference(name: str, plan: Plan) -> float:
+    """On every rank: the largest difference of a gradient or the loss, relative to its largest entry and to what is
+    allowed.
+    """
+    model, kwargs = built(name)
+    truth = step(copy.deepcopy(model), kwargs)
+    found = step(autopar.compile(model, device_mesh((2, 2), ("dp", "tp")), kwargs=kwargs, plan=plan), kwargs)
+    assert found.keys() == truth.keys(), f"gradients of {sorted(found.keys() ^ truth.keys())} on one side only"
+    least = 1e-4 * max(float(x.abs().max()) for x in truth.values() if x.numel())
+    apart = (
+        float((found[key] - x).abs().max()) / max(float(x.abs().max()), least) for key, x in truth.items() if x.numel()
+    )
+    return max(apart) / tolerance_of(model)
+
+
+def worst_of(ranks: Ranks, name: str, plan: Plan) -> float:
+    """The largest difference on any rank, over that allowed."""
+    return max(ranks.run(difference, name, plan))
