@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from tests.trainers import cases, half_cases, titan_cases
+from tests.trainers import cases, further_cases, half_cases, titan_cases
 from tests.trainers.case import SETTINGS, Numbers, run_case
 from tests.workers import RankError, Ranks
 
 TIMEOUT_S = 500.0
 TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-3  # of the largest entry of a tensor, after 20 steps in float32, or lower
-MODULES = (cases, half_cases, titan_cases)
+MODULES = (cases, half_cases, titan_cases, further_cases)
 SAME = "same numbers"
 STAGES = "pp=2,dp=2"
 
@@ -35,7 +35,10 @@ def _names_in(module: ModuleType) -> list[str]:
 
 def settings_of(name: str) -> list[str]:
     """The settings of a case; Lightning's strategies make the mesh themselves, without stages."""
-    has_stages = case(name).__module__ != half_cases.__name__ and name not in ("lightning_trainer", "fabric")
+    has_stages = case(name).__module__ in (cases.__name__, titan_cases.__name__) and name not in (
+        "lightning_trainer",
+        "fabric",
+    )
     return [setting for setting in SETTINGS if has_stages or setting != STAGES]
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TraceError
 from autopar.ir.export.meta_copy import skeleton
-from autopar.runtime.checks.module_changes import FORWARD
+from autopar.runtime.checks.module_changes import FORWARD, Changes
 from autopar.runtime.dtensor_state import put
 from autopar.runtime.interop.trainer_attributes import as_of_all_parts
 from autopar.runtime.local_batch import LocalBatch
@@ -27,6 +27,7 @@ class CallRuntime(Protocol):
     elsewhere: Mapping[str, torch.Tensor]
     parts: LocalBatch | None
     bare: nn.Module | None
+    changes: Changes
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any: ...
 
@@ -97,7 +98,15 @@ def tracer(
 
     def trace(how: Callable[..., Any], *asked: Any) -> Any:
         with as_written(module, runtime, keeps_hooks=loss_fn is not None) as bare:
-            return how(bare, loss_fn, *examples, *asked)
+            try:
+                return how(bare, loss_fn, *examples, *asked)
+            except TraceError as error:
+                if changed := ", ".join(runtime.changes.last[:3]):
+                    raise TraceError(
+                        f"{error}; the model was changed since it was planned ({changed}): do before autopar.compile"
+                        " what replaces layers, as get_peft_model does"
+                    ) from error
+                raise
 
     return trace
 

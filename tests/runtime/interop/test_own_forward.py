@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar import api
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, TraceError
 from tests.workers import Ranks, device_mesh
 
 WIDTH = 16
@@ -138,3 +138,18 @@ def test_wrapping_in_ddp_says_what_to_do(one_rank: None) -> None:
     with pytest.raises(AutoparError, match=r"DistributedDataParallel.*Leave it out.*docs/trainers\.md"):
         DistributedDataParallel(model)
     assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+class Half(nn.Module):
+    """A layer whose result no longer fits what follows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : x.shape[1] // 2]
+
+
+def test_a_trace_that_fails_says_what_was_changed_since_the_plan(one_rank) -> None:
+    model = autopar.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), device_mesh((1,), ("dp",)), cluster="cpu")
+    model(torch.ones(2, 4))
+    model[0] = Half()
+    with pytest.raises(TraceError, match=r"changed since it was planned \(.*before autopar.compile.*get_peft_model"):
+        model(torch.ones(2, 4))
