@@ -117,7 +117,7 @@ class StepCost:
 
 def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> StepCost:
     """The records of `assignment` in a step of `training`, in graph order."""
-    known, regions = footprints(graph), (assignment.recomputed, assignment.offloaded)
+    known, regions = graph.once(footprints), (assignment.recomputed, assignment.offloaded)
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
     saved = savings(graph, known, *regions)
     largest = largest_transient(Sampled(graph), known, *regions, training.num_microbatches)

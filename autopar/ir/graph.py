@@ -1,12 +1,14 @@
 """The IR: a flat, functional, forward graph over whole (unsharded) tensors."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,18 @@ class Graph:
     arguments: tuple[Any, ...]
     argument_spec: Any
     output_spec: Any
+
+    def once(self, function: Callable[["Graph"], Result]) -> Result:
+        """`function` of this graph, which never changes: computed at the first call, and kept as long as the graph."""
+        known = self.__dict__.setdefault("_known", {})
+        if function not in known:
+            known[function] = function(self)
+        return known[function]
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Name of each op -> its number."""
+        return {op.name: number for number, op in enumerate(self.ops)}
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)

@@ -62,7 +62,7 @@ def cut_points(folded: Folded, graph: Graph, *, least: int = 1) -> tuple[str, ..
     These are the first op of each copy of each repeat, and the first op behind the last repeat. If they give fewer than
     `least` stages, also each op before which a single tensor crosses, if a product comes before the next such op.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+    position = graph.position
     points, end = set(), 0
     for repeat in folded.repeats:
         first, block = position[repeat.ops[0]], len(repeat.ops)
@@ -105,7 +105,7 @@ def _crossing(graph: Graph, weigh: Callable[[Value], int]) -> list[int]:
 
 def _bounds(graph: Graph, starts: Sequence[str]) -> tuple[int, ...]:
     """The positions of the stages' first ops, and the number of ops; ValueError if they are not increasing."""
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+    position = graph.position
     unknown = [name for name in starts if name not in position]
     if unknown:
         raise ValueError(f"stages start at ops of the graph, found {', '.join(unknown)}; cut_points lists good ones")

@@ -189,7 +189,7 @@ def _bucket_bytes(
 
     0 if no bucket has gradients of several copies.
     """
-    position = {op.name: number for number, op in enumerate(graph.ops)}
+    position = graph.position
     copies, most = {}, 0
     for number, repeat in enumerate(repeats):
         first, block = position[repeat.ops[0]], len(repeat.ops)

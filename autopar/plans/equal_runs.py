@@ -15,7 +15,7 @@ def as_planned(folded: Folded, graph: Graph, assignment: Assignment) -> Folded:
     # not OUTPUT: a value of one copy may be an output of the graph where those of the others are not
     of_ops, of_values = assignment.chosen(OP), assignment.chosen(INPUT, KEPT)
     choices = [_choices(op, of_ops, of_values) for op in graph.ops]
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+    position = graph.position
     runs = (_runs(repeat, position[repeat.ops[0]], choices) for repeat in folded.repeats)
     return segmented(folded, graph, tuple(runs))
 

@@ -137,7 +137,7 @@ def plan_of(
         cluster=cluster,
         training=training,
         memory_limit_bytes=memory_limit_bytes,
-        fingerprint=fingerprint(graph),
+        fingerprint=graph.once(fingerprint),
         graph=graph,
         assignment=assignment,
         costs=costs,

@@ -121,7 +121,7 @@ def _check_regions(assignment: Assignment, graph: Graph) -> None:
 
     A recomputed region must lie within an offloaded one or outside all.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+    position = graph.position
     for verb, regions in (("recomputes", assignment.recomputed), ("offloads", assignment.offloaded)):
         seen: set[str] = set()
         for region in regions:

@@ -70,7 +70,7 @@ class Assignment:
 
     def restricted(self, graph: Graph) -> "Assignment":
         """The choices about ops and values of `graph`, in its order; of a group the names that it has."""
-        known = names_of(graph)
+        known = graph.once(names_of)
         return self._changed(lambda of, choices: {name: choices[name] for name in known[of] if name in choices})
 
     def expanded(self, known: "Names", classes: Mapping[str, Mapping[str, str]]) -> "Assignment":
@@ -272,21 +272,18 @@ def conversions(
     single use is converted from the layout in which the value is produced. Uses share nothing but the kept copy, so
     that the cost of each depends on one pair of layouts. A conversion with `src == dst` does nothing and is listed too.
     """
-    produced, giving = produced_layouts(graph, assignment), gradient_givers(graph)
-    values = {item.value.name: item.value for item in graph.inputs} | {
-        v.name: v for op in graph.ops for v in op.outputs
-    }
-    parameters = {item.value.name for item in graph.of_kind("parameter")}
+    giving, sources = graph.once(gradient_givers), graph.once(_sources)
     regions = {name: number for number, region in enumerate(assignment.recomputed) for name in region}
     conversions_by_name: dict[str, tuple[Conversion, ...]] = {}
     for name in graph.uses if names is None else names:
-        uses = graph.uses[name]
+        uses, (value, maker, index, is_parameter) = graph.uses[name], sources[name]
+        produced = assignment.layouts[name] if maker is None else assignment.strategies[maker].output_layout(index)
         wanted = [(wanted_layout(graph, assignment, use), (use,)) for use in uses]
-        kept = assignment.kept.get(name, produced[name]) if len(uses) > 1 else produced[name]
-        ways = [(produced[name], kept, tuple(uses))] if len(uses) > 1 else []
+        kept = assignment.kept.get(name, produced) if len(uses) > 1 else produced
+        ways = [(produced, kept, tuple(uses))] if len(uses) > 1 else []
         ways += [(kept, dst, use) for dst, use in wanted]
-        made = [Conversion(_as_read(values[name], served, giving), src, dst, served) for src, dst, served in ways]
-        if name in parameters and _only_reduces_gradient(made[0]):
+        made = [Conversion(_as_read(value, served, giving), src, dst, served) for src, dst, served in ways]
+        if is_parameter and _only_reduces_gradient(made[0]):
             made[0] = replace(made[0], is_bucketed=True)
         elif name in assignment.regathered and len(uses) == 1 and _is_run_as_it_is(assignment, uses[0]):
             made[0] = replace(made[0], is_regathered=True, region=regions.get(uses[0].user, -1))
@@ -294,6 +291,16 @@ def conversions(
             made[0] = replace(made[0], in_bucket=assignment.parameter_buckets[name])
         conversions_by_name[name] = tuple(made)
     return conversions_by_name
+
+
+def _sources(graph: Graph) -> dict[str, tuple[Value, str | None, int, bool]]:
+    """Name of each value -> (the value, the op that makes it, as which output, whether it is a parameter)."""
+    sources: dict[str, tuple[Value, str | None, int, bool]] = {
+        item.value.name: (item.value, None, 0, item.kind == "parameter") for item in graph.inputs
+    }
+    for op in graph.ops:
+        sources.update((value.name, (value, op.name, index, False)) for index, value in enumerate(op.outputs))
+    return sources
 
 
 def _is_run_as_it_is(assignment: Assignment, use: Use) -> bool:

@@ -13,7 +13,7 @@ def recomputable(folded: Folded, graph: Graph) -> tuple[tuple[str, ...], ...]:
     Ops at the end of a copy that save nothing, such as the addition to the residual, are left out, since recomputing
     them frees nothing. So are copies that save nothing at all.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
+    position = graph.position
     known = footprints(graph, folded.representative)
     regions = []
     for repeat in folded.repeats:

@@ -32,7 +32,7 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
     }
     classes = classes_of(graph, folded)
     chosen_options = {
-        of: {name: chosen[of, classes[of][name]] for name in names} for of, names in names_of(graph).items()
+        of: {name: chosen[of, classes[of][name]] for name in names} for of, names in graph.once(names_of).items()
     }
     assignment = replace(
         priced.given,
@@ -42,29 +42,39 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs=chosen_options[OUTPUT],
         regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
-    return with_parameter_buckets(assignment, graph, priced.parameter_buckets, priced.mesh, priced.cluster)
+    return with_parameter_buckets(assignment, graph, priced.parameter_buckets, priced.mesh, priced.cluster, classes[INPUT])
 
 
 def with_parameter_buckets(
-    assignment: Assignment, graph: Graph, places: Mapping[str, InBucket], mesh: Mesh, cluster: Cluster
+    assignment: Assignment,
+    graph: Graph,
+    places: Mapping[str, InBucket],
+    mesh: Mesh,
+    cluster: Cluster,
+    classes: Mapping[str, str] | None = None,
 ) -> Assignment:
     """`assignment` with each parameter in its bucket where that is faster than by itself.
 
-    `places`: parameter -> its place in the bucket that may gather it or reduce its gradient.
+    `places`: parameter -> its place in the bucket that may gather it or reduce its gradient. `classes`: parameter ->
+    its class, if all of a class have the same layouts and readers.
     """
-    by_name, known, chosen = conversions(graph, assignment, places), dict[Hashable, bool](), {}
-    for name, place in places.items():
-        first = by_name[name][0]
+    of = {name: (name if classes is None else classes[name], place) for name, place in places.items()}
+    example = {key: name for name, key in reversed(of.items())}
+    by_name = conversions(graph, assignment, example.values())
+    known: dict[Hashable, bool] = {}
+    chosen: dict[Hashable, bool] = {}
+    for key, name in example.items():
+        first, place = by_name[name][0], places[name]
         if first.src == first.dst:
             continue
         ends = replace(first.value, name=""), (first.src,), (first.dst,)
-        key = (*ends, place.num_bytes, place.is_prefetched)
-        if key not in known:
+        call = (*ends, place.num_bytes, place.is_prefetched)
+        if call not in known:
             times = parameter_times(*ends, mesh.shape, cluster, bucket=place)
-            known[key] = bool(times.in_bucket[0, 0])
-        if known[key]:
-            chosen[name] = place
-    return replace(assignment, parameter_buckets=chosen)
+            known[call] = bool(times.in_bucket[0, 0])
+        chosen[key] = known[call]
+    buckets = {name: place for name, place in places.items() if chosen.get(of[name])}
+    return replace(assignment, parameter_buckets=buckets)
 
 
 def encode(priced: Priced, graph: Graph, folded: Folded, assignment: Assignment) -> tuple[int, ...]:

@@ -82,11 +82,19 @@ def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
 
     `labels`: name of an input value -> text; ops that read differently labelled inputs are not of one class.
     """
+    return _folded(graph, labels) if labels else graph.once(_unlabelled)
+
+
+def _unlabelled(graph: Graph) -> Folded:
+    return _folded(graph, {})
+
+
+def _folded(graph: Graph, labels: Mapping[str, str]) -> Folded:
     names = [op.name for op in graph.ops] + [item.value.name for item in graph.inputs]
     representative = {name: name for name in names}
     repeats: dict[int, Repeat] = {}
-    wiring = wire(graph)
-    signatures = _signatures(graph, labels or {})
+    wiring = graph.once(wire)
+    signatures = _signatures(graph, labels)
     pending = [(0, len(graph.ops))]
     while pending:
         start, stop = pending.pop()
@@ -102,10 +110,17 @@ def fold(graph: Graph, labels: Mapping[str, str] | None = None) -> Folded:
 
 def value_classes(graph: Graph, folded: Folded) -> dict[str, str]:
     """Name of every op output and input value -> name of the value that represents its class."""
-    made = {op.name: [value.name for value in op.outputs] for op in graph.ops}
-    classes = {item.value.name: folded.representative[item.value.name] for item in graph.inputs}
-    for name, outputs in made.items():
-        classes.update(zip(outputs, made[folded.representative[name]]))
+    known = vars(folded).get("_value_classes")
+    if known is None or known[0] is not graph:
+        known = vars(folded)["_value_classes"] = graph, _value_classes(graph, folded.representative)
+    return known[1]
+
+
+def _value_classes(graph: Graph, same: Mapping[str, str]) -> dict[str, str]:
+    classes = {item.value.name: same[item.value.name] for item in graph.inputs}
+    for op in graph.ops:
+        alike = op if same[op.name] == op.name else graph.ops[graph.position[same[op.name]]]
+        classes.update(zip((value.name for value in op.outputs), (value.name for value in alike.outputs)))
     return classes
 
 

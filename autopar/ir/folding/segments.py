@@ -1,12 +1,12 @@
 """Segments: consecutive copies of a repeat that are planned alike, each segment apart from the others."""
 
+from collections.abc import Hashable
+
 from autopar.ir.folding.fold import Folded, Repeat
 from autopar.ir.graph import Graph
 
 # For each repeat of a Folded, the numbers of consecutive copies that form a segment.
 Segments = tuple[tuple[int, ...], ...]
-# The (repeat, segment) pairs that an op or input belongs to.
-Places = frozenset[tuple[int, int]]
 
 
 def ends_apart(folded: Folded) -> Segments:
@@ -27,17 +27,18 @@ def segmented(folded: Folded, graph: Graph, segments: Segments) -> Folded:
     ValueError for sizes that do not sum to the count.
     """
     _check(folded, segments)
-    copies = copies_of(folded, graph)
     segment_of = [[i for i, size in enumerate(sizes) for _ in range(size)] for sizes in segments]
-    first: dict[tuple[str, Places], str] = {}
-    classes: dict[str, tuple[str, Places]] = {}
-    for name, pairs in sorted(copies.items(), key=lambda item: min(item[1])):
-        places = frozenset((repeat, segment_of[repeat][copy]) for repeat, copy in pairs)
-        classes[name] = folded.representative[name], places
-        first.setdefault(classes[name], name)
-    representative = {
-        name: first[classes[name]] if name in classes else same for name, same in folded.representative.items()
-    }
+    first: dict[Hashable, str] = {}
+    representative = dict(folded.representative)
+    for number, (repeat, of_copy) in enumerate(zip(folded.repeats, segment_of)):
+        start = graph.position[repeat.ops[0]]
+        names = [op.name for op in graph.ops[start : start + len(repeat.ops) * repeat.count]]
+        places = [(number, segment) for segment in of_copy for _ in repeat.ops]
+        for name, place in zip(names, places):
+            representative[name] = first.setdefault((folded.representative[name], place), name)
+    for name, pairs in sorted(_inputs_of(folded, graph).items(), key=lambda item: min(item[1])):
+        of_input = frozenset((repeat, segment_of[repeat][copy]) for repeat, copy in pairs)
+        representative[name] = first.setdefault((folded.representative[name], of_input), name)
     return Folded(representative, _repeats(folded, graph, segments))
 
 
@@ -53,29 +54,35 @@ def copies_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
     An input belongs to all copies that read it, even where another of its readers gives it its class; that only makes
     finer classes.
     """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    inputs = {item.value.name for item in graph.inputs}
-    repeated = {same for name, same in folded.representative.items() if name != same}
-    copies: dict[str, set[tuple[int, int]]] = {}
+    copies = _inputs_of(folded, graph)
     for number, repeat in enumerate(folded.repeats):
-        first, block = position[repeat.ops[0]], len(repeat.ops)
+        first, block = graph.position[repeat.ops[0]], len(repeat.ops)
         for i, op in enumerate(graph.ops[first : first + block * repeat.count]):
-            repeated_inputs = [
-                value.name
-                for value in op.inputs
-                if value.name in inputs and folded.representative[value.name] in repeated
-            ]
-            for name in (op.name, *repeated_inputs):
-                copies.setdefault(name, set()).add((number, i // block))
+            copies[op.name] = {(number, i // block)}
+    return copies
+
+
+def _inputs_of(folded: Folded, graph: Graph) -> dict[str, set[tuple[int, int]]]:
+    """Name of each input that has a class of several members -> the (repeat, copy) pairs that read it."""
+    names = [item.value.name for item in graph.inputs]
+    repeated = {folded.representative[name] for name in names if folded.representative[name] != name}
+    copy_of: dict[int, tuple[int, int]] = {}  # of an op, by its position
+    for number, repeat in enumerate(folded.repeats):
+        first, block = graph.position[repeat.ops[0]], len(repeat.ops)
+        copy_of |= {first + i: (number, i // block) for i in range(block * repeat.count)}
+    copies: dict[str, set[tuple[int, int]]] = {}
+    for name in (name for name in names if folded.representative[name] in repeated):
+        readers = (graph.position.get(use.user, -1) for use in graph.uses.get(name, ()))
+        if pairs := {copy_of[at] for at in readers if at in copy_of}:
+            copies[name] = pairs
     return copies
 
 
 def _repeats(folded: Folded, graph: Graph, segments: Segments) -> tuple[Repeat, ...]:
     """A Repeat for each segment of more than one copy."""
-    position = {op.name: i for i, op in enumerate(graph.ops)}
     repeats = []
     for repeat, sizes in zip(folded.repeats, segments):
-        start, block = position[repeat.ops[0]], len(repeat.ops)
+        start, block = graph.position[repeat.ops[0]], len(repeat.ops)
         for size in sizes:
             if size > 1:
                 repeats.append(Repeat(tuple(op.name for op in graph.ops[start : start + block]), size))

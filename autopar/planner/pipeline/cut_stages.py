@@ -39,7 +39,7 @@ def cut_as(model: Model, point: Staged) -> Cut:
 
 def _expanded(assignment: Assignment, graph: Graph, folded: Folded) -> Assignment:
     """The assignment of the shortened microbatch for the whole one."""
-    return assignment.expanded(names_of(graph), classes_of(graph, folded))
+    return assignment.expanded(graph.once(names_of), classes_of(graph, folded))
 
 
 def crossing_layouts(cut: Cut) -> dict[str, Layout]:

@@ -17,7 +17,7 @@ def wiring_of(graph: Graph) -> Any:
     number = {item.value.name: i for i, item in enumerate(graph.inputs)}
     made = tuple(_place(graph, number, value) for value in graph.outputs)
     inputs = tuple((item.kind, replace(item.value, name="")) for item in graph.inputs)
-    return tuple(op.nameless for op in graph.ops), wire(graph).sources, inputs, made
+    return tuple(op.nameless for op in graph.ops), graph.once(wire).sources, inputs, made
 
 
 def requested_of(graph: Graph, request: PlanRequest) -> Any:

@@ -65,7 +65,7 @@ class Model:
 
 def model_of(graph: Graph, folded: Folded, *, num_stages: int = 1) -> Model:
     """The model of the whole batch's graph, computed once for all meshes; it can have `num_stages` if possible."""
-    position = {op.name: number for number, op in enumerate(graph.ops)}
+    position = graph.position
     starts = (0, *(position[name] for name in cut_points(folded, graph, least=num_stages)))
     copies = {position[r.ops[0]] + k * len(r.ops) for r in folded.repeats for k in range(r.count)}
     recomputable = tuple(number for number, start in enumerate(starts) if start in copies)
@@ -186,7 +186,7 @@ def _index(model: Model, short: Short) -> np.ndarray:
     of itself, or of its counterpart in copy two.
     """
     same = model.folded.representative
-    position = {op.name: number for number, op in enumerate(short.graph.ops)}
+    position = short.graph.position
     alike: dict[str, list[int]] = {}
     for op in short.graph.ops:
         if op.name in same:

@@ -103,7 +103,7 @@ def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> Microb
         weight_s = weight_share(op) * times[1]
         return weight_s, sum(times) - weight_s
 
-    position = {op.name: number for number, op in enumerate(graph.ops)}
+    position = graph.position
     cuts = [position[name] for name in starts]
     blocks = np.add.reduceat([op_s(op.nameless) for op in graph.ops], [0, *cuts]) / num_devices
     weight_s, other_s = blocks.sum(axis=0).tolist()

@@ -3,6 +3,7 @@
 A bucket stays within a copy, so that all copies of a block have the same buckets and a folded plan has them too.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
@@ -44,18 +45,14 @@ def _alike(
 
 def _first_uses(graph: Graph, folded: Folded, parameters: Mapping[str, object]) -> Iterator[tuple[int, str]]:
     """(number of the copy or of the run of ops between copies, parameter) of each parameter at its first use."""
-    starts, position = {0}, {op.name: number for number, op in enumerate(graph.ops)}
+    starts = {0}
     for repeat in folded.repeats:
-        first, block = position[repeat.ops[0]], len(repeat.ops)
+        first, block = graph.position[repeat.ops[0]], len(repeat.ops)
         starts.update(first + copy * block for copy in range(repeat.count + 1))
-    seen: set[str] = set()
-    number = -1
-    for at, op in enumerate(graph.ops):
-        number += at in starts
-        for value in op.inputs:
-            if value.name in parameters and value.name not in seen:
-                seen.add(value.name)
-                yield number, value.name
+    uses = {name: graph.uses[name][0] for name in parameters if name in graph.uses}
+    at = {name: (graph.position[use.user], use.slot) for name, use in uses.items() if use.user in graph.position}
+    in_order, borders = sorted(at, key=at.__getitem__), sorted(starts)
+    yield from ((bisect_right(borders, at[name][0]), name) for name in in_order)
 
 
 def _filled(sizes: Mapping[str, int], most: float, least: float) -> Iterator[list[str]]:

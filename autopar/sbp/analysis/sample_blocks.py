@@ -1,11 +1,14 @@
 """A graph with few copies of each repeat: as many as it takes to see every way in which a value is used."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.ir.folding.fold import Folded, Repeat, value_classes
-from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.graph import Graph, Op
+from autopar.sbp.analysis.read_slots import read_slots
 from autopar.sbp.assignment import INPUT, KEPT, OP, OUTPUT, Assignment, Names, names_of
 from autopar.sbp.microbatch.microbatch_graph import Microbatched
 
@@ -45,16 +48,12 @@ def shorten(graph: Graph, folded: Folded) -> Short:
 
     Repeats from which other ops read or whose copies are outputs stay as they are.
     """
-    uses = graph.uses
-    position = {op.name: number for number, op in enumerate(graph.ops)}
-    dropped: dict[str, Op] = {}  # op -> its counterpart in the second copy
+    long = droppable(graph, folded.repeats, _NUM_KEPT)
     counts: dict[str, int] = {}
-    for repeat in folded.repeats:
-        shorter = _dropped(graph, repeat, position, _NUM_KEPT)
-        if _is_used_in_turn(graph, repeat, shorter, uses, position):
-            dropped |= shorter
-            counts |= _counts(graph, repeat, position)
-    return Short(graph, _without(graph, dropped), folded, counts, names_of(graph), classes_of(graph, folded))
+    for repeat in long:
+        counts |= _counts(graph, repeat)
+    short = drop_copies(graph, long, [_NUM_KEPT] * len(long))
+    return Short(graph, short, folded, counts, graph.once(names_of), classes_of(graph, folded))
 
 
 def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
@@ -84,7 +83,7 @@ def fold_microbatch(folded: Folded, micro: Microbatched) -> Folded:
 def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> Iterator[Repeat]:
     """The repeats whose copies are still of one class in the microbatch, with the added ops."""
     classes = [same[op.name] for op in micro.graph.ops]
-    position = {op.name: number for number, op in enumerate(micro.graph.ops)}
+    position = micro.graph.position
     for repeat in folded.repeats:
         own = set(repeat.ops)
         block = tuple(op.name for op in micro.graph.ops if micro.added.get(op.name, op.name) in own)
@@ -95,34 +94,40 @@ def _repeats(folded: Folded, micro: Microbatched, same: Mapping[str, str]) -> It
 
 def droppable(graph: Graph, repeats: Iterable[Repeat], num_kept: int) -> tuple[Repeat, ...]:
     """The repeats with more than `num_kept` copies in which only a copy itself and the next read its values."""
-    uses, position = graph.uses, {op.name: number for number, op in enumerate(graph.ops)}
-    dropped = ((repeat, _dropped(graph, repeat, position, num_kept)) for repeat in repeats)
-    return tuple(repeat for repeat, ops in dropped if _is_used_in_turn(graph, repeat, ops, uses, position))
+    return tuple(
+        repeat
+        for repeat in repeats
+        if repeat.count > num_kept and is_used_in_turn(graph, _dropped(graph, repeat, num_kept), len(repeat.ops))
+    )
 
 
 def drop_copies(graph: Graph, repeats: Iterable[Repeat], num_kept: Iterable[int]) -> Graph:
     """`graph` with the last copy of each repeat, which is `droppable`, and as
     many before it, from the first, as makes `num_kept`.
     """
-    position = {op.name: number for number, op in enumerate(graph.ops)}
-    dropped: dict[str, Op] = {}
-    for repeat, num in zip(repeats, num_kept, strict=True):
-        dropped |= _dropped(graph, repeat, position, num)
-    return _without(graph, dropped)
+    pairs = sorted(
+        (_dropped(graph, repeat, num), len(repeat.ops)) for repeat, num in zip(repeats, num_kept, strict=True)
+    )
+    return _without(graph, [(span, block) for span, block in pairs if span[0] < span[1]])
 
 
-def _dropped(graph: Graph, repeat: Repeat, position: Mapping[str, int], num_kept: int) -> dict[str, Op]:
-    """The ops of the copies between the first num_kept - 1 and the last -> their like in the last of those."""
-    if repeat.count <= num_kept:
-        return {}
-    block = len(repeat.ops)
-    like = position[repeat.ops[0]] + (num_kept - 2) * block
-    between = graph.ops[like + block : like + (repeat.count - num_kept + 1) * block]
-    return {op.name: graph.ops[like + number % block] for number, op in enumerate(between)}
+def is_used_in_turn(graph: Graph, span: tuple[int, int], block: int) -> bool:
+    """Whether only its own copy and the next read what a copy makes, of the copies of `block` ops in [start, stop)."""
+    (start, stop), slots = span, graph.once(read_slots)
+    if slots.is_result[start:stop].any():
+        return False
+    within = (slots.maker >= start) & (slots.maker < stop)
+    return bool(((slots.user[within] - start) // block - (slots.maker[within] - start) // block <= 1).all())
 
 
-def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[str, int]:
-    start, block = position[repeat.ops[0]], len(repeat.ops)
+def _dropped(graph: Graph, repeat: Repeat, num_kept: int) -> tuple[int, int]:
+    """[start, stop) of the ops of the copies between the first num_kept - 1 and the last."""
+    first, block = graph.position[repeat.ops[0]], len(repeat.ops)
+    return first + (num_kept - 1) * block, first + max(repeat.count - 1, num_kept - 1) * block
+
+
+def _counts(graph: Graph, repeat: Repeat) -> dict[str, int]:
+    start, block = graph.position[repeat.ops[0]], len(repeat.ops)
     copies = {0: 1, 1: repeat.count - 2, repeat.count - 1: 1}
     return {
         op.name: count
@@ -131,33 +136,37 @@ def _counts(graph: Graph, repeat: Repeat, position: Mapping[str, int]) -> dict[s
     }
 
 
-def _is_used_in_turn(
-    graph: Graph, repeat: Repeat, dropped: Mapping[str, Op], uses: Mapping[str, tuple], position: Mapping[str, int]
-) -> bool:
-    """Whether only its own copy and the next read what a dropped copy makes."""
-    if not dropped:
-        return False
-    start, block = position[repeat.ops[0]], len(repeat.ops)
+def _without(graph: Graph, dropped: Sequence[tuple[tuple[int, int], int]]) -> Graph:
+    """`graph` without the ops of these spans of copies, in order; what read the last of them reads the copy before.
 
-    def copy_of(name: str) -> int:
-        return (position[name] - start) // block if name in position else -1
-
-    names = [(value.name, copy_of(name)) for name in dropped for value in graph.ops[position[name]].outputs]
-    return all(copy_of(use.user) - copy in (0, 1) for name, copy in names for use in uses.get(name, ()))
-
-
-def _without(graph: Graph, dropped: Mapping[str, Op]) -> Graph:
-    like: dict[str, Value] = {}
-    for op in graph.ops:
-        if op.name in dropped:
-            like.update((value.name, same) for value, same in zip(op.outputs, dropped[op.name].outputs))
-    ops = tuple(_reading(op, like) for op in graph.ops if op.name not in dropped)
-    unread = {value.name for op in graph.ops if op.name in dropped for value in op.inputs}
-    unread -= {value.name for op in ops for value in op.inputs}
-    return replace(graph, ops=ops, inputs=tuple(item for item in graph.inputs if item.value.name not in unread))
+    dropped: [start, stop) of each, and the number of ops of its copies. Inputs that only they read are dropped too.
+    """
+    slots, kept, end = graph.once(read_slots), list[int](), 0
+    like = np.arange(len(graph.ops))  # each op or, if it is dropped, its like in the copy before all dropped ones
+    for (start, stop), block in dropped:
+        kept += range(end, start)
+        like[start:stop] = start - block + np.arange(stop - start) % block
+        end = stop
+    kept += range(end, len(graph.ops))
+    is_kept = np.zeros(len(graph.ops), dtype=bool)
+    is_kept[kept] = True
+    of_input, reads = slots.maker < 0, is_kept[slots.user]
+    is_read = np.zeros((2, len(graph.inputs)), dtype=bool)  # by what is dropped, by what is kept
+    for number, those in enumerate((~reads, reads)):
+        is_read[number, slots.index[of_input & those]] = True
+    is_unread = is_read[0] & ~is_read[1] & ~slots.is_returned
+    moved = set(slots.user[reads & ~of_input & ~is_kept[slots.maker]].tolist())
+    ops = tuple(_reading(graph, number, like) if number in moved else graph.ops[number] for number in kept)
+    return replace(graph, ops=ops, inputs=tuple(x for x, is_gone in zip(graph.inputs, is_unread) if not is_gone))
 
 
-def _reading(op: Op, like: Mapping[str, Value]) -> Op:
-    if not any(value.name in like for value in op.inputs):
-        return op
-    return replace(op, inputs=tuple(like.get(value.name, value) for value in op.inputs))
+def _reading(graph: Graph, number: int, like: np.ndarray) -> Op:
+    """Op `number` with the values in its slots that the op's `like` makes."""
+    slots, op = graph.once(read_slots), graph.ops[number]
+    span = slice(slots.first[number], slots.first[number + 1])
+    makers, indices = slots.maker[span].tolist(), slots.index[span].tolist()
+    inputs = tuple(
+        value if maker < 0 or like[maker] == maker else graph.ops[like[maker]].outputs[index]
+        for value, maker, index in zip(op.inputs, makers, indices)
+    )
+    return replace(op, inputs=inputs)

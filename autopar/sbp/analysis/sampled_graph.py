@@ -5,14 +5,16 @@ others but the last but one, whose neighbour may differ. So a sum over ops and c
 graph, each term as often as it occurs, and costs the same however deep a model is.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from autopar.ir.folding.fold import Folded, Repeat
-from autopar.ir.graph import Graph, Op, Value
-from autopar.sbp.analysis.sample_blocks import drop_copies
+from autopar.ir.graph import Graph, Op
+from autopar.sbp.analysis.read_slots import read_slots
+from autopar.sbp.analysis.sample_blocks import drop_copies, is_used_in_turn
 
 Regions = tuple[tuple[str, ...], ...]
 _NUM_KEPT = 4
@@ -58,22 +60,21 @@ def sampled(graph: Graph, folded: Folded, marked: Sequence[Regions] = (), named:
     repeats = [repeat for repeat in folded.repeats if repeat.count > _NUM_KEPT and whole.is_uniform(repeat)]
     if not repeats:
         return Sampled(graph)
-    times: Counter[str] = Counter()
+    times: dict[str, int] = {}
     repeat_of: dict[str, int] = {}
     for number, repeat in enumerate(repeats):
-        second, copy_of = whole.copy(repeat, 1), whole.copies(repeat)
-        inputs = {value.name for op in second for value in op.inputs if whole.is_of_one_copy(value, copy_of)}
-        times.update(dict.fromkeys([*(op.name for op in second), *inputs], repeat.count - 3))
+        num_alike = repeat.count - 3
+        times |= dict.fromkeys((op.name for op in whole.copy(repeat, 1)), num_alike)
+        times |= dict.fromkeys(whole.inputs_of_second(repeat), num_alike)
         kept = (op.name for copy in (0, 1, repeat.count - 2, repeat.count - 1) for op in whole.copy(repeat, copy))
         repeat_of |= dict.fromkeys(kept, number)
     all_but_last = [replace(repeat, count=repeat.count - 1) for repeat in repeats]
-    return Sampled(drop_copies(graph, all_but_last, [_NUM_KEPT - 1] * len(repeats)), dict(times), repeat_of)
+    return Sampled(drop_copies(graph, all_but_last, [_NUM_KEPT - 1] * len(repeats)), times, repeat_of)
 
 
 def of_graph(regions: Regions, graph: Graph) -> Regions:
     """The regions whose ops are in `graph`."""
-    ops = {op.name for op in graph.ops}
-    return tuple(region for region in regions if region[0] in ops)
+    return tuple(region for region in regions if region[0] in graph.position)
 
 
 class _Whole:
@@ -81,63 +82,77 @@ class _Whole:
 
     def __init__(self, graph: Graph, folded: Folded, marked: Sequence[Regions], named: Collection[str]) -> None:
         self.graph, self.same, self.named = graph, folded.representative, frozenset(named)
-        self.position = {op.name: number for number, op in enumerate(graph.ops)}
-        self.inputs = {item.value.name for item in graph.inputs}
-        self.maker = {value.name: number for number, op in enumerate(graph.ops) for value in op.outputs}
-        self.regions = [self._placed(regions) for regions in marked]
+        self.slots = graph.once(read_slots)
+        self.regions = [_placed(graph, regions) for regions in marked]
 
     def copy(self, repeat: Repeat, number: int) -> tuple[Op, ...]:
-        start, block = self.position[repeat.ops[0]], len(repeat.ops)
-        return self.graph.ops[start + number * block : start + (number + 1) * block]
+        start = self._start(repeat) + number * len(repeat.ops)
+        return self.graph.ops[start : start + len(repeat.ops)]
+
+    def inputs_of_second(self, repeat: Repeat) -> set[str]:
+        """Names of the inputs that only the second copy reads."""
+        indices = self.slots.index[self._slots_of(repeat)[0][self._is_of_one_copy(repeat)[0]]]
+        return {self.graph.inputs[index].value.name for index in indices.tolist()}
 
     def is_uniform(self, repeat: Repeat) -> bool:
         """Whether all copies between the first and the last are like the second, and only neighbours share values."""
-        copy_of = self.copies(repeat)
-        for number in range(repeat.count - 1):
-            values = (value for op in self.copy(repeat, number) for value in op.outputs)
-            uses = (use for value in values for use in self.graph.uses.get(value.name, ()))
-            if not all(copy_of.get(use.user, -1) - number in (0, 1) for use in uses):
-                return False
-        second = self._reads(repeat, 1, copy_of)
-        return all(self._reads(repeat, number, copy_of) == second for number in range(2, repeat.count - 1))
-
-    def is_of_one_copy(self, value: Value, copy_of: Mapping[str, int]) -> bool:
-        """Whether a value is an input that one copy reads; `copy_of`: as `copies` gives it."""
-        if value.name not in self.inputs:
+        start, block, count = self._start(repeat), len(repeat.ops), repeat.count
+        if not is_used_in_turn(self.graph, (start, start + (count - 1) * block), block):
             return False
-        uses = self.graph.uses[value.name]
-        return len(uses) == 1 or len({copy_of.get(use.user, -1) for use in uses}) == 1
+        classes = [self.same[op.name] for op in self.graph.ops[start + block : start + (count - 1) * block]]
+        if any(classes[at : at + block] != classes[:block] for at in range(0, len(classes), block)):
+            return False
+        position = self._starts(repeat)[:, None] + np.arange(block)
+        for first, form in self.regions:
+            begins = np.where(first[position] < 0, 0, first[position] - position[:, :1])
+            if not (_are_alike(begins) and _are_alike(form[position])):
+                return False
+        return _are_alike(np.diff(self.slots.first)[position]) and all(map(_are_alike, self._reads(repeat)))
 
-    def copies(self, repeat: Repeat) -> dict[str, int]:
-        """Name of each op of the repeat -> number of its copy."""
-        start, block = self.position[repeat.ops[0]], len(repeat.ops)
-        return {op.name: i // block for i, op in enumerate(self.graph.ops[start : start + block * repeat.count])}
+    def _start(self, repeat: Repeat) -> int:
+        return self.graph.position[repeat.ops[0]]
 
-    def _placed(self, regions: Regions) -> dict[str, tuple[int, int]]:
-        """Name of each op of a region -> (position of the region's first op, number of the region's form)."""
-        forms: dict[tuple[int, ...], int] = {}
-        placed: dict[str, tuple[int, int]] = {}
-        for region in regions:
-            at = [self.position[name] for name in region]
-            form = forms.setdefault(tuple(position - at[0] for position in at), len(forms))
-            placed |= dict.fromkeys(region, (at[0], form))
-        return placed
+    def _starts(self, repeat: Repeat) -> np.ndarray:
+        """i64[copies]: position of the first op of each copy but the first and the last."""
+        return self._start(repeat) + len(repeat.ops) * np.arange(1, repeat.count - 1)
 
-    def _reads(self, repeat: Repeat, number: int, copy_of: Mapping[str, int]) -> list[Any]:
-        """All that is counted of the ops of a copy, by positions in it: class, origin of each input, regions."""
-        reads: list[Any] = []
-        start = self.position[repeat.ops[0]] + number * len(repeat.ops)
-        for op in self.copy(repeat, number):
-            reads.append(self.same[op.name])
-            for value in op.inputs:
-                made = self.maker.get(value.name)
-                if made is not None and self.graph.ops[made].name in copy_of:
-                    reads.append(made - start)
-                elif made is None and self.is_of_one_copy(value, copy_of):
-                    reads.append((self.same[value.name], value.name in self.named))
-                else:
-                    reads.append(value.name)
-            for placed in self.regions:
-                first, form = placed.get(op.name, (None, -1))
-                reads.append(form if first is None else (first - start, form))
-        return reads
+    def _slots_of(self, repeat: Repeat) -> np.ndarray:
+        """i64[copies, slots of a copy] of all copies but the first and the last, which have as many."""
+        first = self.slots.first[self._starts(repeat)]
+        return first[:, None] + np.arange(first[1] - first[0])
+
+    def _is_of_one_copy(self, repeat: Repeat) -> np.ndarray:
+        """bool[copies, slots of a copy]: whether the value is an input that this copy alone reads."""
+        at, slots, start = self._slots_of(repeat), self.slots, self._starts(repeat)[:, None]
+        index = np.where(slots.maker[at] < 0, slots.index[at], 0)
+        is_alone = (slots.first_user[index] >= start) & (slots.last_user[index] < start + len(repeat.ops))
+        return (slots.maker[at] < 0) & is_alone & ~slots.is_returned[index]
+
+    def _reads(self, repeat: Repeat) -> Iterator[np.ndarray]:
+        """What the slots of each copy read: the kind of its origin, and which it is, by positions in the copy."""
+        at, slots, alone = self._slots_of(repeat), self.slots, self._is_of_one_copy(repeat)
+        maker, index, start = slots.maker[at], slots.index[at], self._start(repeat)
+        is_inside = (maker >= start) & (maker < start + len(repeat.ops) * repeat.count)
+        number: dict[Any, int] = {}
+        classes = np.zeros_like(index)
+        for place in zip(*(axis.tolist() for axis in np.nonzero(alone))):
+            name = self.graph.inputs[index[place]].value.name
+            classes[place] = number.setdefault((self.same[name], name in self.named), len(number))
+        yield np.where(is_inside, 0, np.where(alone, 1, 2))
+        yield np.where(is_inside, maker - self._starts(repeat)[:, None], np.where(alone, classes, maker))
+        yield np.where(alone, 0, index)
+
+
+def _are_alike(rows: np.ndarray) -> bool:
+    return bool((rows == rows[:1]).all())
+
+
+def _placed(graph: Graph, regions: Regions) -> tuple[np.ndarray, np.ndarray]:
+    """For each op the position of the first op of its region, and the number of the region's form; -1 of none."""
+    forms: dict[tuple[int, ...], int] = {}
+    first, form = (np.full(len(graph.ops), -1) for _ in range(2))
+    for region in regions:
+        at = [graph.position[name] for name in region]
+        first[at] = at[0]
+        form[at] = forms.setdefault(tuple(position - at[0] for position in at), len(forms))
+    return first, form
