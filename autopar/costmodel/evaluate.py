@@ -1,8 +1,9 @@
-"""The cost of one assignment, op by op and conversion by conversion, without folding and without the table."""
+"""The cost of one assignment, op by op and conversion by conversion, without the table of the search."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from autopar.costmodel.activations.activation_offload import is_moved, movings
 from autopar.costmodel.activations.saved_activations import NOWHERE, inside_shares, region_of_ops
@@ -13,9 +14,11 @@ from autopar.costmodel.overlap.pass_time import AtOp, BySeconds, PassCost, ends_
 from autopar.costmodel.state_offload import brought_shares, moving_s, optimizer_bytes
 from autopar.costmodel.step_cost import ConversionCost, StepCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
+from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.sbp.analysis.sampled_graph import Sampled
+from autopar.sbp.analysis.equal_runs import as_planned
+from autopar.sbp.analysis.sampled_graph import NUM_SAMPLED, Sampled, of_graph, sampled
 from autopar.sbp.assignment import Assignment, Conversion, buckets
 from autopar.sbp.redistribute import Collective, redistribute
 
@@ -45,27 +48,30 @@ class Costs:
     to the host, and as many fetched. `state_on_host_bytes`: optimizer state fetched and sent back once a step.
     `waiting_s`: phase, or "update" for optimizer state -> seconds that the step waits for these transfers. `passes`:
     forward and backward with what they do at each op, of several microbatches the last backward alone; nothing without
-    overlap.
+    overlap. `communication`: (phase, whether once a step) -> seconds of the collectives, once each. `listed`: makes
+    `collectives`.
     """
 
     compute_forward_s: float
     compute_backward_s: float
     optimizer_s: float
-    collectives: tuple[PlannedCollective, ...]
+    communication: Mapping[tuple[str, bool], float]
     memory_bytes: Mapping[str, int]
+    listed: Callable[[], tuple[PlannedCollective, ...]] = field(repr=False, compare=False)
     num_microbatches: int = 1
     moved_bytes: int = 0
     state_on_host_bytes: int = 0
     waiting_s: dict[str, float] = field(default_factory=dict)
     passes: tuple[PassCost, PassCost] = (PassCost(), PassCost())
 
+    @cached_property
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """All collectives of the step, one by one; they take `communication` together."""
+        return self.listed()
+
     def communication_s(self, phase: str) -> float:
         """Seconds of the collectives of `phase`, "forward" or "backward"."""
-        return sum(
-            planned.time_s * self.num_issued(planned)
-            for planned in self.collectives
-            if planned.collective.phase == phase
-        )
+        return self.communication[phase, True] + self.num_microbatches * self.communication[phase, False]
 
     def num_issued(self, planned: PlannedCollective) -> int:
         """The number of times that a collective is issued in a step."""
@@ -75,7 +81,7 @@ class Costs:
         """Seconds of `phase` for one microbatch, without the work once a step."""
         compute_s = {"forward": self.compute_forward_s, "backward": self.compute_backward_s}[phase]
         each_s = (compute_s + self.waiting_s.get(phase, 0.0)) / self.num_microbatches
-        return each_s + sum(p.time_s for p in self.collectives if p.collective.phase == phase and not p.is_once)
+        return each_s + self.communication[phase, False]
 
     @property
     def hidden_s(self) -> float:
@@ -92,14 +98,9 @@ class Costs:
     @property
     def parts_once_s(self) -> dict[str, float]:
         """Kind of the work once a step -> seconds."""
-        once = [planned for planned in self.collectives if planned.is_once]
-        gather_s, reduce_s = (
-            sum(planned.time_s for planned in once if planned.collective.phase == phase)
-            for phase in ("forward", "backward")
-        )
         return {
-            "gathers": gather_s,
-            "reductions": reduce_s - self.hidden_s,
+            "gathers": self.communication["forward", True],
+            "reductions": self.communication["backward", True] - self.hidden_s,
             "update": self.optimizer_s,
             "wait for optimizer state": self.waiting_s.get("update", 0.0),
         }
@@ -123,30 +124,44 @@ class Costs:
 
 
 def evaluate(
-    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, *, training: Training = WHOLE_BATCH
+    graph: Graph,
+    assignment: Assignment,
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    training: Training = WHOLE_BATCH,
+    is_whole: bool = False,
 ) -> Costs:
-    """The costs of `assignment`; errors as in `price`."""
+    """The costs of `assignment`; errors as in `price`.
+
+    Of copies of a block that are planned alike a few are looked at, and counted; all of them if `is_whole`.
+    """
     check_mesh(cluster, mesh.num_devices)
-    step = step_cost(graph, assignment, mesh, cluster, training)
-    places, moved = _RegionNumbers.of(assignment), _moved_bytes(graph, assignment, step)
-    regions = assignment.recomputed, assignment.offloaded
-    waits = movings(Sampled(graph), step.footprints, *regions, step.savings, cluster)
-    forward_s, again_s = (sum(step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed))
-    updated = [update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training) for item in graph.inputs]
-    memory = _memory_bytes(graph, assignment, mesh, training, step)
+    is_overlapped = has_overlap(cluster, training), ends_with_overlap(cluster, training)
+    few = Sampled(graph) if is_whole or any(is_overlapped) else _few_of(graph, assignment)
+    regions = of_graph(assignment.recomputed, few.graph), of_graph(assignment.offloaded, few.graph)
+    here = replace(assignment, recomputed=regions[0], offloaded=regions[1])
+    step = step_cost(few, here, mesh, cluster, training)
+    places, moved = _RegionNumbers.of(here), _moved_bytes(few, here, step)
+    waits = movings(few, step.footprints, *regions, step.savings, cluster)
+    forward_s, again_s = (
+        sum(few.num(name) * step.ops[name].forward_s for name in names) for names in (step.ops, places.recomputed)
+    )
+    backward_s = sum(few.num(name) * cost.backward_s for name, cost in step.ops.items())
+    memory = _memory_bytes(few, here, mesh, training, step)
     passes = PassCost(), PassCost()
-    if has_overlap(cluster, training):
-        passes = _passes(graph, step, places, mesh, cluster, training)
-    elif ends_with_overlap(cluster, training):
-        passes = PassCost(), _passes(graph, step, places, mesh, cluster, training)[1]
+    if any(is_overlapped):
+        forward, backward = _passes(graph, step, places, mesh, cluster, training)
+        passes = (forward if is_overlapped[0] else PassCost()), backward
     memory["fetched"] = round(sum(moving.share * size for moving, size in zip(waits, moved)))
     optional = ("gathered", "recomputed", "waiting", "fetched", "transient")
     costs = Costs(
         compute_forward_s=training.num_microbatches * forward_s,
-        compute_backward_s=training.num_microbatches * (again_s + sum(cost.backward_s for cost in step.ops.values())),
-        optimizer_s=update_time(sum(updated), sum(map(bool, updated)), cluster),
-        collectives=tuple(_collectives(step, places, mesh, cluster)),
+        compute_backward_s=training.num_microbatches * (again_s + backward_s),
+        optimizer_s=_optimizer_s(few, assignment, mesh, cluster, training),
+        communication=_communication(few, step, places, mesh, cluster),
         memory_bytes={kind: size for kind, size in memory.items() if size or kind not in optional},
+        listed=partial(planned_collectives, graph, assignment, mesh, cluster, training),
         num_microbatches=training.num_microbatches,
         moved_bytes=training.num_microbatches * sum(moved),
         waiting_s={
@@ -161,11 +176,28 @@ def evaluate(
     return with_state_on_host(costs, graph, assignment, mesh, cluster, training)
 
 
+def _few_of(graph: Graph, assignment: Assignment) -> Sampled:
+    """The graph with a few of the copies that are planned alike."""
+    folded = fold(graph)
+    if all(repeat.count <= NUM_SAMPLED for repeat in folded.repeats):
+        return Sampled(graph)
+    marked = assignment.recomputed, assignment.offloaded
+    return sampled(graph, as_planned(folded, graph, assignment), marked, assignment.state_on_host)
+
+
+def planned_collectives(
+    graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
+) -> tuple[PlannedCollective, ...]:
+    """All collectives of a step, one by one."""
+    step = step_cost(Sampled(graph), assignment, mesh, cluster, training)
+    return tuple(_collectives(step, _RegionNumbers.of(assignment), mesh, cluster))
+
+
 def passes_of(
     graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training
 ) -> tuple[PassCost, PassCost]:
     """The work of forward and backward at each op of a step with one microbatch."""
-    step = step_cost(graph, assignment, mesh, cluster, training)
+    step = step_cost(Sampled(graph), assignment, mesh, cluster, training)
     return _passes(graph, step, _RegionNumbers.of(assignment), mesh, cluster, training)
 
 
@@ -275,41 +307,81 @@ def _of_bucket(
         yield PlannedCollective(bucket[0].conversion.value.name, users, together, time_s, bucket[0].runs.is_once)
 
 
+def _communication(
+    few: Sampled, step: StepCost, places: _RegionNumbers, mesh: Mesh, cluster: Cluster
+) -> dict[tuple[str, bool], float]:
+    """(phase, whether once a step) -> seconds of the collectives that `_collectives` lists for the whole graph."""
+    seconds = {(phase, is_once): 0.0 for phase in ("forward", "backward") for is_once in (False, True)}
+    for num, cost in _counted(few, step):
+        for collective in (*cost.collectives, *cost.runs.num_again * cost.again):
+            seconds[collective.phase, cost.runs.is_once] += num * cost.time_s(collective, mesh, cluster)
+    for name, op in step.ops.items():
+        for collective in op.collectives:
+            time_s = few.num(name) * collective_time(cluster, mesh, collective)
+            seconds[collective.phase, False] += time_s
+            if name in places.recomputed and collective.phase == "forward":
+                seconds["backward", False] += time_s
+    return seconds
+
+
+def _counted(few: Sampled, step: StepCost) -> Iterator[tuple[int, ConversionCost]]:
+    """(number of conversions of the whole graph, the cost of each) for all conversions of the sampled graph."""
+    for name, of_value in step.conversions.items():
+        yield from zip(few.num_conversions(name), of_value, strict=True)
+
+
+def _optimizer_s(few: Sampled, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> float:
+    num_bytes = num_updated = 0
+    for item in few.graph.inputs:
+        num, updated = (
+            few.num(item.value.name),
+            update_bytes(item, assignment.layouts[item.value.name], mesh.shape, training),
+        )
+        num_bytes += num * updated
+        num_updated += num * bool(updated)
+    return update_time(num_bytes, num_updated, cluster)
+
+
 def _memory_bytes(
-    graph: Graph, assignment: Assignment, mesh: Mesh, training: Training, step: StepCost
+    few: Sampled, assignment: Assignment, mesh: Mesh, training: Training, step: StepCost
 ) -> dict[str, int]:
     """Kind -> bytes, without those in transfer from or to the host."""
     memory: Counter[str] = Counter()
     places, pending = _RegionNumbers.of(assignment), 0
-    for item in graph.inputs:
-        kinds = input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training)
-        memory.update(kinds)
-        pending += kinds["gradients"] if item.value.name in step.pending else 0
-    shares = inside_shares(graph, step.footprints, assignment.recomputed, step.savings, training.num_waiting)
+    for item in few.graph.inputs:
+        kinds, num = (
+            input_bytes(item, assignment.layouts[item.value.name], mesh.shape, training),
+            few.num(item.value.name),
+        )
+        memory.update({kind: num * size for kind, size in kinds.items()})
+        pending += num * kinds["gradients"] if item.value.name in step.pending else 0
+    nums = [few.num(region[0]) for region in assignment.recomputed]
+    shares = inside_shares(few.graph, step.footprints, assignment.recomputed, step.savings, training.num_waiting, nums)
     inside = [0.0] * len(shares)
     memory["activations"] = 0
     for name, op in step.ops.items():
+        num = few.num(name)
         if name in places.recomputed:
-            inside[places.recomputed[name]] += op.saved_bytes
+            inside[places.recomputed[name]] += num * op.saved_bytes
         elif name not in places.offloaded:
-            memory["activations"] += training.num_in_flight * op.saved_bytes
-        memory["waiting"] += training.num_waiting * op.waiting_bytes
-    for cost in step.all_conversions():
-        memory["gathered" if cost.is_parameter else "activations"] += cost.kept_bytes
+            memory["activations"] += num * training.num_in_flight * op.saved_bytes
+        memory["waiting"] += num * training.num_waiting * op.waiting_bytes
+    for num, cost in _counted(few, step):
+        memory["gathered" if cost.is_parameter else "activations"] += num * cost.kept_bytes
         if cost.inside_bytes:
-            inside[cost.saving.region] += cost.inside_bytes
+            inside[cost.saving.region] += num * cost.inside_bytes
     memory["recomputed"] = round(sum(share * size for share, size in zip(shares, inside)))
     memory["transient"] = round(sum(step.transients.values()) - pending)
     return dict(memory)
 
 
-def _moved_bytes(graph: Graph, assignment: Assignment, step: StepCost) -> list[int]:
-    """Bytes that each region offloads in a microbatch."""
+def _moved_bytes(few: Sampled, assignment: Assignment, step: StepCost) -> list[int]:
+    """Bytes that each region offloads in a microbatch, with those of the regions that it stands for."""
     places, moved = _RegionNumbers.of(assignment), [0] * len(assignment.offloaded)
-    for op in graph.ops:
+    for op in few.graph.ops:
         if is_moved(op, places.recomputed, places.offloaded):
-            moved[places.offloaded[op.name]] += step.ops[op.name].saved_bytes
-    for cost in step.all_conversions():
+            moved[places.offloaded[op.name]] += few.num(op.name) * step.ops[op.name].saved_bytes
+    for num, cost in _counted(few, step):
         if cost.saving.moved_in != NOWHERE:
-            moved[cost.saving.moved_in] += cost.moved_bytes
+            moved[cost.saving.moved_in] += num * cost.moved_bytes
     return moved

@@ -14,6 +14,7 @@ from autopar.costmodel.step_cost import ConversionCost, step_cost
 from autopar.costmodel.training import WHOLE_BATCH, Training
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.assignment import Assignment, produced_layouts
 
 _BY_OP = ("forward_s", "backward_s", "weight_s", "split_s", "saved_bytes", "waiting_bytes")
@@ -61,7 +62,7 @@ def profile(
     accumulated gradients are kept for all of them.
     """
     training = replace(training, num_in_flight=1, num_waiting=0)
-    step = step_cost(graph, replace(assignment, recomputed=(), offloaded=()), mesh, cluster, training)
+    step = step_cost(Sampled(graph), replace(assignment, recomputed=(), offloaded=()), mesh, cluster, training)
     number = {op.name: position for position, op in enumerate(graph.ops)}
     columns = {name: np.zeros(len(graph.ops)) for name in _BY_OP}
     for position, op in enumerate(graph.ops):

@@ -115,12 +115,16 @@ class StepCost:
             yield from of_value
 
 
-def step_cost(graph: Graph, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> StepCost:
-    """The records of `assignment` in a step of `training`, in graph order."""
+def step_cost(sampled: Sampled, assignment: Assignment, mesh: Mesh, cluster: Cluster, training: Training) -> StepCost:
+    """The records of `assignment` in a step of `training`, in graph order; its regions are those of the sampled graph.
+
+    What the sampled graph lacks has no records of its own.
+    """
+    graph = sampled.graph
     known, regions = graph.once(footprints), (assignment.recomputed, assignment.offloaded)
     parameters = frozenset(item.value.name for item in graph.of_kind("parameter"))
     saved = savings(graph, known, *regions)
-    largest = largest_transient(Sampled(graph), known, *regions, training.num_microbatches)
+    largest = largest_transient(sampled, known, *regions, training.num_microbatches)
     ops = {op.name: op for op in graph.ops}
     transients = {}
     for name, share in largest.ops.items():

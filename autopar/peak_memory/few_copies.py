@@ -12,7 +12,7 @@ import numpy as np
 from autopar.ir.folding.fold import Repeat, fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.plans.equal_runs import as_planned
+from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.analysis.sample_blocks import drop_copies, droppable
 from autopar.sbp.assignment import BUCKET_BYTES, Assignment, Conversion, buckets, conversions
 from autopar.sbp.placement import local_shape

@@ -8,10 +8,10 @@ from autopar.errors import AutoparError
 from autopar.ir.folding.fold import fold
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
-from autopar.plans.equal_runs import as_planned
 from autopar.plans.fit_assignment import fit_assignment
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.validate import check_assignment, check_names
+from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 

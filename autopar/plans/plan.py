@@ -15,9 +15,9 @@ from autopar.ir.print_graph import fingerprint
 from autopar.mesh import Devices, Mesh
 from autopar.plans import serialise
 from autopar.plans.base_plan import BasePlan
-from autopar.plans.equal_runs import as_planned
 from autopar.plans.serialise import HandCosts, SavedPlan
 from autopar.plans.validate import check_assignment, check_names
+from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
 from autopar.sbp.signature import Candidates

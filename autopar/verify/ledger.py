@@ -28,6 +28,7 @@ from autopar.plans.staged_plan import StagedPlan
 from autopar.runtime.pipeline.trainer import Trainer, pipeline_mesh
 from autopar.runtime.rank_agreement import gather
 from autopar.runtime.sharded_module import ShardedModule
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.sbp.in_flight import in_turn
 from autopar.sbp.redistribute import Collective
 from autopar.units import format_seconds
@@ -276,7 +277,7 @@ def predicted_terms(plan: Plan | StagedPlan, mesh: DeviceMesh, rank: int = 0) ->
 
 def _terms_of(plan: Plan, mesh: DeviceMesh) -> dict[str, float]:
     costs, terms = plan.costs, dict[str, float]()
-    step = step_cost(plan.graph, plan.assignment, plan.mesh, plan.cluster, plan.training)
+    step = step_cost(Sampled(plan.graph), plan.assignment, plan.mesh, plan.cluster, plan.training)
     again = region_of_ops(plan.assignment.recomputed)
     for op in plan.graph.ops:
         shapes = local_shapes(op, plan.assignment.strategies[op.name], plan.mesh.shape)

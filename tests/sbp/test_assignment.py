@@ -17,8 +17,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.split_stages import cut, cut_points
 from autopar.ir.trace import trace
 from autopar.planner.handwritten.hand_plan import hand_plan, parse_hand_plan
-from autopar.plans.equal_runs import as_planned
 from autopar.plans.plan import Plan, plan_of
+from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.analysis.parameter_buckets import parameter_buckets
 from autopar.sbp.analysis.sample_blocks import shorten
 from autopar.sbp.assignment import Assignment, conversions, graph_names, only_gathers

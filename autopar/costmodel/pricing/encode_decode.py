@@ -42,7 +42,9 @@ def decode(priced: Priced, graph: Graph, folded: Folded, strategies: tuple[int, 
         outputs=chosen_options[OUTPUT],
         regathered=frozenset(name for name, stored in chosen_options[INPUT].items() if stored.is_regathered),
     )
-    return with_parameter_buckets(assignment, graph, priced.parameter_buckets, priced.mesh, priced.cluster, classes[INPUT])
+    return with_parameter_buckets(
+        assignment, graph, priced.parameter_buckets, priced.mesh, priced.cluster, classes[INPUT]
+    )
 
 
 def with_parameter_buckets(

@@ -212,15 +212,11 @@ def _alike(
 ) -> dict[tuple[str, tuple[Reader, ...], tuple[Saving, ...]], list[Count]]:
     """(class, readers, savings) of values -> the multiplicities of each of their conversions."""
     alike: dict[tuple, list[Count]] = {}
-    makers = {value.name: op.name for op in sampled.graph.ops for value in op.outputs}
     for name, uses in sampled.graph.uses.items():
-        maker = makers.get(name, name)
-        nums = [sampled.num_readings(maker, use.user) for use in uses]
-        nums = nums if len(nums) == 1 else [sampled.num(maker), *nums]
         read_by = tuple((folded.representative.get(use.user, use.user), use.slot) for use in uses)
         kept = tuple(_numberless(saving) for saving in saved[name])
         counts = alike.setdefault((classes[name], read_by, kept), [Count() for _ in kept])
-        for count, saving, num in zip(counts, saved[name], nums):
+        for count, saving, num in zip(counts, saved[name], sampled.num_conversions(name)):
             count.add(places.count(saving.region, saving.moved_in), num)
     return alike
 

@@ -17,7 +17,8 @@ from autopar.sbp.analysis.read_slots import read_slots
 from autopar.sbp.analysis.sample_blocks import drop_copies, is_used_in_turn
 
 Regions = tuple[tuple[str, ...], ...]
-_NUM_KEPT = 4
+# Copies of a repeat that are sampled, at most.
+NUM_SAMPLED = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Sampled:
         is_inside = maker in self.repeat_of and self.repeat_of.get(user) == self.repeat_of[maker]
         return self.num(maker if is_inside else user)
 
+    def num_conversions(self, value: str) -> list[int]:
+        """The number of conversions of the whole graph that each conversion of `value` (`conversions`) represents."""
+        maker = self.graph.once(_makers).get(value, value)
+        nums = [self.num_readings(maker, use.user) for use in self.graph.uses[value]]
+        return nums if len(nums) == 1 else [self.num(maker), *nums]
+
     def num_between(self, *ops: str) -> int:
         """The number of times that the last of `ops` occurs between the others, two neighbours, or behind the one."""
         *ends, name = ops
@@ -57,7 +64,7 @@ def sampled(graph: Graph, folded: Folded, marked: Sequence[Regions] = (), named:
     copies are not all alike in these keeps all copies.
     """
     whole = _Whole(graph, folded, marked, named)
-    repeats = [repeat for repeat in folded.repeats if repeat.count > _NUM_KEPT and whole.is_uniform(repeat)]
+    repeats = [repeat for repeat in folded.repeats if repeat.count > NUM_SAMPLED and whole.is_uniform(repeat)]
     if not repeats:
         return Sampled(graph)
     times: dict[str, int] = {}
@@ -69,7 +76,7 @@ def sampled(graph: Graph, folded: Folded, marked: Sequence[Regions] = (), named:
         kept = (op.name for copy in (0, 1, repeat.count - 2, repeat.count - 1) for op in whole.copy(repeat, copy))
         repeat_of |= dict.fromkeys(kept, number)
     all_but_last = [replace(repeat, count=repeat.count - 1) for repeat in repeats]
-    return Sampled(drop_copies(graph, all_but_last, [_NUM_KEPT - 1] * len(repeats)), times, repeat_of)
+    return Sampled(drop_copies(graph, all_but_last, [NUM_SAMPLED - 1] * len(repeats)), times, repeat_of)
 
 
 def of_graph(regions: Regions, graph: Graph) -> Regions:
@@ -145,6 +152,11 @@ class _Whole:
 
 def _are_alike(rows: np.ndarray) -> bool:
     return bool((rows == rows[:1]).all())
+
+
+def _makers(graph: Graph) -> dict[str, str]:
+    """Name of each value that an op makes -> the op."""
+    return {value.name: op.name for op in graph.ops for value in op.outputs}
 
 
 def _placed(graph: Graph, regions: Regions) -> tuple[np.ndarray, np.ndarray]:

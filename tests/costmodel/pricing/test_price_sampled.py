@@ -8,6 +8,7 @@ import pytest
 
 from autopar.costmodel.activations.recomputable import recomputable
 from autopar.costmodel.cluster.presets import PRESETS
+from autopar.costmodel.evaluate import evaluate
 from autopar.costmodel.pricing import price as pricing
 from autopar.costmodel.state_offload import hostable
 from autopar.costmodel.training import WHOLE_BATCH, Training
@@ -18,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import parse_mesh
 from autopar.models.catalogue import build_model
+from autopar.planner.handwritten.hand_plan import hand_plans
 from autopar.planner.pipeline.wanted_stages import segments
 from autopar.sbp.analysis.sampled_graph import Sampled, sampled
 from autopar.sbp.assignment import NO_CHOICES
@@ -87,3 +89,25 @@ def test_every_op_and_parameter_is_counted_once() -> None:
     few = sampled(graph, fold(graph))
     assert sum(few.num(op.name) for op in few.graph.ops) == len(graph.ops)
     assert sum(few.num(item.value.name) for item in few.graph.inputs) == len(graph.inputs)
+
+
+@pytest.mark.parametrize("kind", ["recomputed", "offloaded"])
+@pytest.mark.parametrize("training", [WHOLE_BATCH, WAITING])
+@pytest.mark.parametrize("name", ["gpt2", "t5-large", "llama3-8b"])
+def test_a_few_copies_give_the_costs_of_all(name: str, training: Training, kind: str) -> None:
+    graph, mesh, cluster = deep(name), parse_mesh("2x2"), replace(PRESETS["h100"], host_bandwidth_bytes_per_s=2e10)
+    folded, on_host = fold(graph), frozenset(item.value.name for item in hostable(graph))
+    for number, (plan, assignment) in enumerate(hand_plans(graph, folded, annotate(graph, mesh, folded), mesh).items()):
+        regions = recomputable(folded, graph)[: 3 * number]
+        assignment = replace(assignment, **{kind: regions}, state_on_host=on_host if number % 2 else frozenset())
+        few, whole = (
+            evaluate(graph, assignment, mesh, cluster, training=training, is_whole=is_whole)
+            for is_whole in (False, True)
+        )
+        assert few.memory_bytes == pytest.approx(whole.memory_bytes, rel=1e-12), plan
+        assert few.communication == pytest.approx(whole.communication, rel=1e-9, abs=1e-15), plan
+        assert (few.step_s, few.moved_bytes) == pytest.approx((whole.step_s, whole.moved_bytes), rel=1e-9), plan
+        for phase in ("forward", "backward"):
+            of_phase = [one for one in few.collectives if one.collective.phase == phase]
+            listed_s = sum(few.num_issued(one) * one.time_s for one in of_phase)
+            assert few.communication_s(phase) == pytest.approx(listed_s, rel=1e-9), plan

@@ -7,8 +7,8 @@ from autopar.costmodel.work_bound import floor_s
 from autopar.mesh import parse_mesh
 from autopar.planner.layouts.search_meshes import make_plan
 from autopar.planner.request import PlanRequest
-from autopar.plans.equal_runs import as_planned
 from autopar.plans.validate import check_assignment
+from autopar.sbp.analysis.equal_runs import as_planned
 from autopar.sbp.candidates import annotate
 from tests.planner.cases import CPU, by_hand, folded, traced
 
