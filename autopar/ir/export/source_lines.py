@@ -3,6 +3,7 @@
 import linecache
 import os
 import re
+import sys
 import traceback
 from functools import lru_cache
 from types import TracebackType
@@ -29,6 +30,18 @@ def line_of_stack(stack_trace: str) -> str:
     'model.py:41'
     """
     return _innermost(_frames(stack_trace))[0]
+
+
+def line_of_caller() -> str:
+    """The line of the model that is being traced, as `line_of_stack` tells it of a stack."""
+    frames: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    # from the stand-in for a module, through the model, to what traces it
+    while frame is not None and not (frames and frame.f_code.co_filename.startswith(_HERE)):
+        if not frame.f_code.co_filename.startswith(_HERE):
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _innermost(frames[::-1])[0]
 
 
 def quote_stack(stack_trace: str) -> str:

@@ -10,8 +10,9 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
+from autopar.ir.outline.chains import Chain, ReadLate, Unsure
 from autopar.ir.outline.identical_modules import find_alike
-from autopar.ir.outline.opaque_calls import TARGET, Body, Record, Unsure, stand_ins, unnumbered
+from autopar.ir.outline.opaque_calls import TARGET, Body, Record, stand_ins, unnumbered
 from autopar.torch_compat import has_hooks_of_all_modules
 
 # The export of a body costs as much as about three calls; with fewer calls there is no gain.
@@ -23,15 +24,20 @@ INNER = "block"
 
 @dataclass(frozen=True)
 class Outline:
-    """An exported model whose `program` has an opaque op for each call of an isomorphic module.
+    """An exported model whose `program` has an opaque op for calls of isomorphic modules, one after the other.
 
-    `calls`: for each such op (FQN of the module, number of its body). `bodies`: each with its exported program, which
+    `chains`: the calls of each such op. `bodies`: each with its exported program, which
     returns the flat result; its modules and parameters are those of a module called "block".
     """
 
     program: ExportedProgram
-    calls: tuple[tuple[str, int], ...] = ()
+    chains: tuple[Chain, ...] = ()
     bodies: tuple[tuple[Body, ExportedProgram], ...] = ()
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The FQNs of the modules that are called."""
+        return tuple(fqn for chain in self.chains for fqn in chain.fqns)
 
 
 class _Alone(nn.Module):
@@ -48,14 +54,19 @@ def export_outline(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     groups = () if has_hooks_of_all_modules() else find_alike(model)
     if groups:
         try:
-            return _export_parts(model, args, dict(kwargs), groups)
+            try:
+                return _export_parts(model, args, dict(kwargs), groups)
+            except ReadLate:
+                return _export_parts(model, args, dict(kwargs), groups, in_chains=False)
         except (Unsure, TraceError):
             pass  # an error of the model itself is raised below, by the whole export
     return Outline(export(model, args, dict(kwargs)))
 
 
-def _export_parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Any) -> Outline:
-    with stand_ins(model, groups) as record:
+def _export_parts(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Any, *, in_chains: bool = True
+) -> Outline:
+    with stand_ins(model, groups, in_chains=in_chains) as record:
         program = export(model, args, kwargs)
     _check(program, record)
     bodies = tuple((body, _export_body(model.get_submodule(body.fqn), body)) for body in record.bodies.values())
@@ -63,7 +74,7 @@ def _export_parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check(program: ExportedProgram, record: Record) -> None:
-    if len(record.calls) < _LEAST_CALLS * len(record.bodies):
+    if sum(len(chain.fqns) for chain in record.calls) < _LEAST_CALLS * len(record.bodies):
         raise Unsure("most modules are called in a way of their own")
     numbers = [node.args[1] for node in program.graph.nodes if str(node.target) == TARGET]
     if numbers != list(range(len(record.calls))):

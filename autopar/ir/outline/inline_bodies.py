@@ -41,10 +41,20 @@ def expander(outline: Outline, state: Mapping[str, View]) -> Expand:
 
     def expand(node: Node, region: ConvertedRegion, builder: OpBuilder) -> tuple[Any, ...]:
         args: tuple[Any, ...] = node.args
-        fqn, number = outline.calls[args[1]]
+        chain = outline.chains[args[1]]
+        first = given = [region.env[item] for item in args[0]]
+        made: tuple[Any, ...] = ()
+        for number, (fqn, line) in enumerate(zip(chain.fqns, chain.lines)):
+            if number:
+                given = [one if link < 0 else made[link] for one, link in zip(first, chain.links)]
+            made = call(fqn, line or origin_of(node, region).line, chain.body, given, region, builder)
+        return made
+
+    def call(
+        fqn: str, line: str, number: int, given: Sequence[Any], region: ConvertedRegion, builder: OpBuilder
+    ) -> tuple[Any, ...]:
         body, program = outline.bodies[number]
-        given = [region.env[item] for item in args[0]]
-        inner = replace(_region(region, fqn, body, program, given, state), line=origin_of(node, region).line)
+        inner = replace(_region(region, fqn, body, program, given, state), line=line)
         outside = [view for view in inner.env.values() if isinstance(view, View)]
         key = (number, inner.line, _likeness(view.value for view in outside))
         if (example := examples.get(key)) and _is_current(outside):

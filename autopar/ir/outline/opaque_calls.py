@@ -5,17 +5,18 @@ that a module is a function of its arguments, parameters and buffers. Any eviden
 model is exported as a whole.
 """
 
-import ast
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.ir.export.fake_device import fake_like, replaced_tensors
+from autopar.ir.export.pytree_types import register_types
+from autopar.ir.outline.chains import Chain, Chaining, Settling, Unsure, described
 from autopar.ir.outline.identical_modules import Alike
 from autopar.torch_compat import (
     FakeTensor,
@@ -28,13 +29,6 @@ from autopar.torch_compat import (
 
 TARGET = "autopar.block.default"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-class Unsure(BaseException):
-    """Raised if an opaque call may differ from the module's call.
-
-    It is no Exception, so that a model that catches exceptions does not continue.
-    """
 
 
 @dataclass(frozen=True)
@@ -57,20 +51,36 @@ class Body:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of an export's last run of the model; `calls`: for each opaque op (FQN of its module, number of its
-    body).
+    """The record of an export's last run of the model; `calls`: for each opaque op the calls that it is.
 
-    `ambient`: the modes in which the model itself is called.
+    `in_chains`: whether an op may be several calls. `ambient`: the modes in which the model itself is called.
     """
 
+    in_chains: bool = True
     bodies: dict[Any, Body] = field(default_factory=dict)
-    calls: list[tuple[str, int]] = field(default_factory=list)
+    calls: list[Chain] = field(default_factory=list)
     ambient: list[Any] = field(default_factory=list)
+    chaining: list[Chaining] = field(default_factory=list)
 
-    def restart(self) -> None:
-        """Record another run, with the bodies that are known."""
-        self.ambient[:] = [_ambient()]
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record another run of the model's `forward`, with the bodies that are known."""
         self.calls.clear()
+        self.chaining[:] = [Chaining(self._op)]
+        with Settling(*self.chaining) if self.in_chains else nullcontext():
+            self.ambient[:] = [_ambient()]
+            result = forward(*args, **kwargs)
+            register_types(result)
+            return self.chaining[0].settle(result)
+
+    def results(self, fqn: str, body: Body, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of module `fqn` for these tensors."""
+        made = self.chaining[0].call(fqn, body, tensors)
+        return made if self.in_chains else self.chaining[0].settle(made)
+
+    def _op(self, tensors: Sequence[torch.Tensor], chain: Chain, made: str) -> list[torch.Tensor]:
+        results = torch.ops.autopar.block(list(tensors), len(self.calls), made)
+        self.calls.append(chain)
+        return results
 
 
 class Index:
@@ -102,7 +112,7 @@ _LIBRARY.define("block(Tensor[] inputs, int number, str made) -> Tensor[]")
 def _make(inputs: list[torch.Tensor], number: int, made: str) -> list[torch.Tensor]:
     return [
         torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
-        for shape, stride, dtype, device, _ in ast.literal_eval(made)
+        for shape, stride, dtype, device, _ in described(made)
     ]
 
 
@@ -118,9 +128,7 @@ class _Opaque(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         with below_autograd():
             outputs = torch.ops.autopar.block(inputs, number, made)
-        ctx.mark_non_differentiable(
-            *(x for x, (*_, needs_grad) in zip(outputs, ast.literal_eval(made)) if not needs_grad)
-        )
+        ctx.mark_non_differentiable(*(x for x, (*_, needs_grad) in zip(outputs, described(made)) if not needs_grad))
         return tuple(outputs)
 
 
@@ -134,12 +142,12 @@ _LIBRARY.impl("block", _make_with_gradient, "Autograd")
 
 
 @contextmanager
-def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
-    """A context in which calls of the members of `groups` are opaque ops.
+def stand_ins(model: nn.Module, groups: tuple[Alike, ...], *, in_chains: bool = True) -> Iterator[Record]:
+    """A context in which calls of the members of `groups` are opaque ops; `in_chains`: as of a `Record`.
 
     Reading the inside of a member raises Unsure.
     """
-    record = Record()
+    record = Record(in_chains)
     members = {fqn: (model.get_submodule(fqn), alike) for alike in groups for fqn in alike.members}
     insides = _insides(model, [module for module, _ in members.values()])
     with ExitStack() as stack:
@@ -148,10 +156,31 @@ def stand_ins(model: nn.Module, groups: tuple[Alike, ...]) -> Iterator[Record]:
             module.__dict__["forward"] = partial(_call, record, fqn, alike, partial(_original, inside))
         everything = [item for inside in insides for item in inside]
         _show(everything, "empty")
-        stack.callback(model.register_forward_pre_hook(lambda *_: record.restart()).remove)
+        stack.enter_context(_recorded(model, record, everything))
         stack.callback(model.register_forward_pre_hook(lambda *_: _show(everything, "watched")).remove)
         stack.callback(model.register_forward_hook(lambda *_: _show(everything, "empty")).remove)
         yield record
+
+
+@contextmanager
+def _recorded(model: nn.Module, record: Record, everything: "list[_Hidden]") -> Iterator[None]:
+    """A context in which the model's forward is recorded; torch.export finds the modules `empty` after an error too."""
+    attributes, forward = dict(vars(model)), model.forward
+
+    @wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return record.run(forward, *args, **kwargs)
+        except BaseException:
+            _show(everything, "empty")
+            raise
+
+    vars(model)["forward"] = recorded
+    try:
+        yield
+    finally:
+        vars(model).pop("forward")
+        vars(model).update({"forward": attributes["forward"]} if "forward" in attributes else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +275,14 @@ def _call(record: Record, fqn: str, alike: Alike, original: Callable[[], Any], /
         raise Unsure("a module is called in another grad mode, autocast, default dtype or device than the model")
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    _check_apart(tensors)
-    same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
-    key = (id(alike), str(spec), same, tuple(_describe(leaf) for leaf in leaves))
+    with without_function_modes():
+        _check_apart(tensors)
+        same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
+        key = (id(alike), str(spec), same, tuple(_describe(leaf) for leaf in leaves))
     if key not in record.bodies:
         record.bodies[key] = _run_once(len(record.bodies), fqn, alike, original, args, kwargs)
     body = record.bodies[key]
-    made = torch.ops.autopar.block(tensors, len(record.calls), body.made)
-    record.calls.append((fqn, body.number))
+    made = record.results(fqn, body, tensors)
     return pytree.tree_unflatten([_output(item, tensors, made) for item in body.outputs], body.spec)
 
 

@@ -1,9 +1,9 @@
 """`schedule_bound_s`: a lower bound of the step of all plans that have a schedule on a mesh."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -52,21 +52,25 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
     priced = candidates[0]
     while priced not in solved and len(solved) < _MOST_SEARCHES and not setting.budget.is_spent:
         try:
-            seconds, weight_s, other_s = _least(setting, folded, schedule, priced)
+            seconds, layouts = _least(setting, folded, schedule, priced)
         except InfeasibleError:  # there was no time
             break
         solved[priced] = seconds
         if len(solved) == 1:
             least_s = bound_s(priced)
-            candidates = _shares(schedule, replace(work, weight_s=weight_s, other_s=other_s))
+            # of one stage there is one path, whatever its work
+            work = work if schedule.num_stages == 1 else replace(work, **_times(setting, layouts))
+            candidates = _shares(schedule, work)
         least_s = max(least_s, min(map(bound_s, candidates)))
         priced = min(candidates, key=bound_s)
     return least_s
 
 
-def _least(setting: Setting, folded: Folded, schedule: Schedule, shares: CriticalShares) -> tuple[float, float, float]:
-    """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`;
-    seconds of a microbatch of the best layouts: of weight gradients, and of all else).
+def _least(
+    setting: Setting, folded: Folded, schedule: Schedule, shares: CriticalShares
+) -> tuple[float, Callable[[], Assignment]]:
+    """(a lower bound of the seconds of a rank, on average, of which those of a microbatch are weighed by `shares`; what
+    gives the best layouts).
     """
     factor = schedule.num_ranks / schedule.num_microbatches
     reductions = 1 - setting.cluster.overlap  # along compute, of those beside the last backward
@@ -74,14 +78,16 @@ def _least(setting: Setting, folded: Folded, schedule: Schedule, shares: Critica
     weighed = replace(setting, microbatch=weights)
     problem = weighed.problem(folded)
     choice = weighed.search(problem, [])
-    return choice.lower_bound_s / schedule.num_ranks, *_times(setting, problem.decode(choice.strategies))
+    return choice.lower_bound_s / schedule.num_ranks, partial(problem.decode, choice.strategies)
 
 
-def _times(setting: Setting, assignment: Assignment) -> tuple[float, float]:
+def _times(setting: Setting, layouts: Callable[[], Assignment]) -> dict[str, float]:
     """Seconds of a microbatch: of weight gradients, and of all else."""
+    assignment = layouts()
     costs = setting.costs(assignment)
     weight_s = weight_gradients_s(setting.graph, assignment, setting.mesh, setting.cluster)
-    return weight_s, costs.microbatch_s("forward") + costs.microbatch_s("backward") - weight_s
+    other_s = costs.microbatch_s("forward") + costs.microbatch_s("backward") - weight_s
+    return {"weight_s": weight_s, "other_s": other_s}
 
 
 def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, ...]:

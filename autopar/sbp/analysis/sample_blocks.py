@@ -142,7 +142,9 @@ def _without(graph: Graph, dropped: Sequence[tuple[tuple[int, int], int]]) -> Gr
     dropped: [start, stop) of each, and the number of ops of its copies. Inputs that only they read are dropped too.
     """
     slots, kept, end = graph.once(read_slots), list[int](), 0
-    like = np.arange(len(graph.ops))  # each op or, if it is dropped, its like in the copy before all dropped ones
+    like = np.arange(
+        len(graph.ops)
+    )  # each op or, if it is dropped, its counterpart in the copy before all dropped ones
     for (start, stop), block in dropped:
         kept += range(end, start)
         like[start:stop] = start - block + np.arange(stop - start) % block

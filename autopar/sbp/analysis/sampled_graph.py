@@ -136,7 +136,7 @@ class _Whole:
         return (slots.maker[at] < 0) & is_alone & ~slots.is_returned[index]
 
     def _reads(self, repeat: Repeat) -> Iterator[np.ndarray]:
-        """What the slots of each copy read: the kind of its origin, and which it is, by positions in the copy."""
+        """The origins of the values that the slots of each copy read: their kinds, and which they are, by positions."""
         at, slots, alone = self._slots_of(repeat), self.slots, self._is_of_one_copy(repeat)
         maker, index, start = slots.maker[at], slots.index[at], self._start(repeat)
         is_inside = (maker >= start) & (maker < start + len(repeat.ops) * repeat.count)
