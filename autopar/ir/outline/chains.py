@@ -40,7 +40,7 @@ class Called(Protocol):
 
 
 @dataclass(frozen=True)
-class Chain:
+class CallChain:
     """Modules `fqns` called one after the other, at these `lines` of the model, all with body number `body`.
 
     `links`: for each tensor argument of each module but the first, the number of the result of the module before that
@@ -68,7 +68,7 @@ def described(made: str) -> tuple[Described, ...]:
 class Chaining:
     """The calls that are no op yet, with the stand-ins of all results so far. `emit`: records a chain as an op."""
 
-    def __init__(self, emit: Callable[[Sequence[torch.Tensor], Chain, str], list[torch.Tensor]]) -> None:
+    def __init__(self, emit: Callable[[Sequence[torch.Tensor], CallChain, str], list[torch.Tensor]]) -> None:
         self._emit = emit
         self._body: Called | None = None
         self._calls: list[tuple[str, str]] = []  # FQN of the module, line of the model
@@ -85,7 +85,7 @@ class Chaining:
         if links is None:
             tensors = self.settle(tensors)
             if not tensors:
-                return self._emit(tensors, Chain((fqn,), (line_of_caller(),), body.number), body.made)
+                return self._emit(tensors, CallChain((fqn,), (line_of_caller(),), body.number), body.made)
             self._body, self._given = body, tensors
         else:
             self._links = links
@@ -129,7 +129,7 @@ class Chaining:
                 continue
             assert body is not None, "calls are of a body"
             fqns, lines = zip(*calls[start:end])
-            made = self._emit(inputs, Chain(fqns, lines, body.number, links), body.made)
+            made = self._emit(inputs, CallChain(fqns, lines, body.number, links), body.made)
             self._settled.update((id(x), (x, tensor)) for x, tensor in zip(results, made, strict=True))
             start, inputs = end, [first if link < 0 else made[link] for first, link in zip(given, links)]
 

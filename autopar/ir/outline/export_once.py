@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import TraceError
 from autopar.ir.export.run_export import export
-from autopar.ir.outline.chains import Chain, ReadLate, Unsure
+from autopar.ir.outline.chains import CallChain, ReadLate, Unsure
 from autopar.ir.outline.identical_modules import find_alike
 from autopar.ir.outline.opaque_calls import TARGET, Body, Record, stand_ins, unnumbered
 from autopar.torch_compat import has_hooks_of_all_modules
@@ -31,7 +31,7 @@ class Outline:
     """
 
     program: ExportedProgram
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[CallChain, ...] = ()
     bodies: tuple[tuple[Body, ExportedProgram], ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.ir.export.fake_device import fake_like, replaced_tensors
 from autopar.ir.export.pytree_types import register_types
-from autopar.ir.outline.chains import Chain, Chaining, Settling, Unsure, described
+from autopar.ir.outline.chains import CallChain, Chaining, Settling, Unsure, described
 from autopar.ir.outline.identical_modules import Alike
 from autopar.torch_compat import (
     FakeTensor,
@@ -58,7 +58,7 @@ class Record:
 
     in_chains: bool = True
     bodies: dict[Any, Body] = field(default_factory=dict)
-    calls: list[Chain] = field(default_factory=list)
+    calls: list[CallChain] = field(default_factory=list)
     ambient: list[Any] = field(default_factory=list)
     chaining: list[Chaining] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Record:
         made = self.chaining[0].call(fqn, body, tensors)
         return made if self.in_chains else self.chaining[0].settle(made)
 
-    def _op(self, tensors: Sequence[torch.Tensor], chain: Chain, made: str) -> list[torch.Tensor]:
+    def _op(self, tensors: Sequence[torch.Tensor], chain: CallChain, made: str) -> list[torch.Tensor]:
         results = torch.ops.autopar.block(list(tensors), len(self.calls), made)
         self.calls.append(chain)
         return results
