@@ -73,7 +73,7 @@ def refuse(op: Op, why: str) -> NoReturn:
 
 
 def find_loops(graph: Graph) -> tuple[list[Loop], Walk]:
-    """The loops of a graph, all of whose `autopar.rows` ops are of one."""
+    """The loops of a graph; each of its `autopar.rows` ops belongs to one."""
     walk = Walk({value.name: op for op in graph.ops for value in op.outputs})
     for op in graph.ops:
         if op.target == ROWS:

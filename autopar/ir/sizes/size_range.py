@@ -40,7 +40,7 @@ class SizeRange:
 
     @property
     def is_point(self) -> bool:
-        """Whether no size may be another one."""
+        """Whether each size has one possible value."""
         return all(isinstance(size, int) for shape in self.shapes for size in shape)
 
     def values(self, shapes: Sequence[Shape]) -> dict[Any, Any] | None:

@@ -18,7 +18,7 @@ from autopar.runtime.rank_agreement import is_first, meet, on_every_rank
 
 
 class FullState(nn.Module):
-    """Mixed into a sharded module's class."""
+    """The part of a sharded module's class that gives out and takes whole state."""
 
     _autopar: Runtime
 

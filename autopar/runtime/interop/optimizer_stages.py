@@ -102,7 +102,7 @@ def whole_optimizer_state(
 
 
 def _numbered(place: Place | None) -> tuple[int, str]:
-    """(number among all parameters, FQN); (-1, "") of what is none of the model's parameters."""
+    """(number among all parameters, FQN); (-1, "") of a tensor that is no parameter of the model."""
     return (-1, "") if place is None else (place.number[max(place.number)], place.fqn)
 
 
