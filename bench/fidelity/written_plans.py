@@ -36,7 +36,8 @@ class WrittenPlan:
     `build`: the model with the global batch, in `num_microbatches` for each data rank. Ranks are laid out tensors
     innermost, then data, then stages. `flavour`: how the data ranks store parameters. `recomputed`: "none", "half" or
     "all" of the blocks. `chunks`: stages of a rank. `optimizer`: as in `Training`. `are_sends_split`: over the tensor
-    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`.
+    ranks of a stage. `num_layers`: 0, or the depth, which `build` then takes as `layers`. `experts`: the
+    data ranks that share a set of experts.
     """
 
     build: Callable[..., Example]
@@ -50,6 +51,7 @@ class WrittenPlan:
     optimizer: str = "adamw-master"
     are_sends_split: bool = False
     num_layers: int = 0
+    experts: int = 1
 
 
 # The layouts of a hand plan depend on no figure of the hardware, its even cuts neither.
@@ -66,9 +68,8 @@ def _model(build: Callable[[], Example]) -> Model:
 @cache
 def staged(written: WrittenPlan) -> StagedPlan:
     """The plan on any cluster, for `on_cluster`; its stages have as many blocks each where they divide."""
-    model, mesh = _model(written.build), Mesh((written.data, written.tensor), ("dp", "tp"))
-    flavour = f",{written.flavour}" * (written.flavour != "ddp")
-    plan = parse_hand_plan(f"megatron:dp={written.data},tp={written.tensor}{flavour}", mesh)
+    model, mesh = _model(written.build), _mesh(written)
+    plan = parse_hand_plan(_text(written), mesh)
     training, num = Training(written.optimizer), written.num_microbatches
     schedule = _schedule(written)
     ((plan, assignment, blocks),) = profiled(model, (plan,), num, mesh, _ANY, training)
@@ -83,6 +84,22 @@ def staged(written: WrittenPlan) -> StagedPlan:
         partition = replace(partition, num_recomputed=tuple(num // 2 for num in partition.num_recomputed))
     point = Staged(plan, mesh, schedule, partition, 0.0, assignment)
     return plan_by_hand(model, point, _ANY, training, are_sends_split=written.are_sends_split)
+
+
+def _text(written: WrittenPlan) -> str:
+    """The hand plan of a stage."""
+    words = [f"dp={written.data}", f"tp={written.tensor}"] if written.experts == 1 or written.tensor > 1 else []
+    words += [f"ep={written.experts}"] * (written.experts > 1) + [written.flavour] * (written.flavour != "ddp")
+    return f"megatron:{','.join(words)}"
+
+
+def _mesh(written: WrittenPlan) -> Mesh:
+    """Of a stage; ranks that share a set of experts are neighbours among the data ranks."""
+    if written.experts == 1:
+        return Mesh((written.data, written.tensor), ("dp", "tp"))
+    sizes = {"dp": written.data // written.experts, "ep": written.experts, "tp": written.tensor}
+    named = {name: size for name, size in sizes.items() if size > 1}
+    return Mesh(tuple(named.values()), tuple(named))
 
 
 def _schedule(written: WrittenPlan) -> Schedule:

@@ -98,7 +98,7 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
 
     def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[..., bool]) -> list[Point]:
         found = (
-            (num_ranks, mesh, num, tuple(_fitting(mesh, partial(divides, num=num))))
+            (num_ranks, mesh, num, tuple(_fitting(model.outline, mesh, partial(divides, num=num))))
             for num_ranks, mesh in meshes
             for num in num_microbatches or counts_of(num_ranks)
         )
@@ -127,20 +127,21 @@ def num_data(plan: HandPlan, mesh: Mesh) -> int:
     return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in others)
 
 
-def _fitting(mesh: Mesh, divides: Callable[[int], bool]) -> Iterator[HandPlan]:
+def _fitting(outline: ModelFacts, mesh: Mesh, divides: Callable[[int], bool]) -> Iterator[HandPlan]:
     """The plans whose data ranks the batch divides between.
 
     The sequence is split on axes called cp, and where the batch is too small for their ranks too.
     """
-    for plan in _plans(mesh):
+    for plan in _plans(outline, mesh):
         names = {mesh.axis_names[axis] for axis in plan.sequence_axes}
         is_wanted = names <= {"cp"} or not divides(num_data(replace(plan, sequence_axes=()), mesh))
         if divides(num_data(plan, mesh)) and is_wanted:
             yield plan
 
 
-def _plans(mesh: Mesh) -> Iterator[HandPlan]:
-    """The hand plans of the sweep: tensor parallelism with sequence parallelism, split parameters, split sequences.
+def _plans(outline: ModelFacts, mesh: Mesh) -> Iterator[HandPlan]:
+    """The hand plans of the sweep: tensor parallelism with sequence parallelism, split parameters, split sequences, and
+    experts divided among ranks that split the batch.
 
     Split parameters cost as much communication as data parallelism and take less memory.
     """
@@ -153,7 +154,9 @@ def _plans(mesh: Mesh) -> Iterator[HandPlan]:
             if any(mesh.shape[axis] > 1 for axis in range(mesh.ndim) if axis not in axes)
             else ("ddp",)
         )
-        yield from (HandPlan(axes, bool(axes), flavour) for flavour in flavours)
+        data = tuple(axis for axis in range(mesh.ndim) if axis not in axes and mesh.shape[axis] > 1)
+        for experts in outline.expert_axes(data, mesh):
+            yield from (HandPlan(axes, bool(axes), flavour, expert_axes=experts) for flavour in flavours)
         rest = tuple(axis for axis in others if axis not in axes)
         for sequence, flavour, way in product((rest[i:] for i in range(len(rest))), ("zero2", "zero3"), SEQUENCE_WAYS):
             yield HandPlan(axes, bool(axes), flavour, sequence_axes=sequence, sequence_by=way)
