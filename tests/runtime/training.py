@@ -95,7 +95,10 @@ def random_assignment(
     graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw: random.Random
 ) -> Assignment:
     """Any valid strategy for every op, any storable layout for every parameter."""
-    chosen = {name: found[draw.choice(in_order(found))] for name, found in sorted(candidates.strategies.items())}
+    chosen = {
+        name: found[draw.choice(in_order(found) or range(len(found)))]
+        for name, found in sorted(candidates.strategies.items())
+    }
     strategies = {op.name: chosen[folded.representative[op.name]] for op in graph.ops}
     arguments = {
         item.value.name: draw.choice(candidates.layouts[item.value.name]) for item in graph.of_kind("argument")
