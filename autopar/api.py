@@ -1,6 +1,5 @@
 """The two public calls, `plan` and `compile`: they check their arguments and run the stages of docs/architecture.md."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -264,10 +263,10 @@ def _telling(graph: Graph, mesh: Mesh | Devices, request: PlanRequest) -> Iterat
     """A context for the choice of a plan, which tells of a batch that cannot be split, of progress and of remedies."""
     for item in graph.of_kind("argument"):
         size = item.value.shape[0] if item.value.shape else 1
-        if size > 1 and not _divides(mesh, size):
+        if size > 1 and not _splits(mesh, size):
             warn(
-                f"argument {item.fqn} has size {size} along its first dim, which no axis of mesh {mesh} divides: it"
-                " stays whole on every rank; pad the batch or drop its last part to split it"
+                f"argument {item.fqn} has size {size} along its first dim, less than any axis of mesh {mesh}: it stays"
+                " whole on every rank; take a larger batch to split it"
             )
     try:
         with status(after_s=_LONG_S) as progress:
@@ -288,11 +287,11 @@ def _text_of(plan: Plan | StagedPlan | str | os.PathLike) -> str:
     return plan.dumps() if isinstance(plan, Plan | StagedPlan) else serialise.read(plan)
 
 
-def _divides(mesh: Mesh | Devices, size: int) -> bool:
-    """Whether an axis of the mesh, or a possible axis of an open one, divides `size`; true on a mesh of one device."""
+def _splits(mesh: Mesh | Devices, size: int) -> bool:
+    """Whether an axis of the mesh, or a possible axis of an open one, splits `size`; true on a mesh of one device."""
     if isinstance(mesh, Devices):
-        return mesh.num_devices == 1 or math.gcd(size, mesh.num_devices) > 1
-    return mesh.num_devices == 1 or any(size % count == 0 for count in mesh.shape if count > 1)
+        return mesh.num_devices == 1 or any(mesh.num_devices % count == 0 for count in range(2, size + 1))
+    return mesh.num_devices == 1 or any(size >= count for count in mesh.shape if count > 1)
 
 
 def _checked_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:

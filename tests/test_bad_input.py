@@ -83,17 +83,18 @@ def test_too_little_memory_says_the_least_that_would_do():
     assert _plan(memory_limit_bytes=1.5 * least).costs.total_memory_bytes <= 1.5 * least
 
 
-def test_batch_that_no_axis_divides_is_run_whole_and_said_so():
-    with pytest.warns(UserWarning, match="argument x has size 7 .*dp=2,tp=2") as record:
-        plan = _plan(args=(torch.zeros(7, 32),))
+def test_batch_that_no_axis_splits_is_run_whole_and_said_so():
+    with pytest.warns(UserWarning, match="argument x has size 3 .*dp=4,tp=8") as record:
+        plan = _plan(args=(torch.zeros(3, 32),), mesh="dp=4,tp=8")
     assert record[0].filename == __file__
     assert not any(placement.is_split and placement.dim == 0 for placement in plan.assignment.layouts["x"])
-    told = [line for line in plan.explain().splitlines() if re.search(r"\bx\b.*\b7\b", line)]
+    told = [line for line in plan.explain().splitlines() if re.search(r"\bx\b.*\b3\b", line)]
     assert told, plan.explain()
 
 
-def test_batch_that_an_axis_divides_is_not_complained_about(recwarn: pytest.WarningsRecorder):
-    _plan(args=(torch.zeros(6, 32),), mesh="dp=2,tp=4")
+@pytest.mark.parametrize("size", [6, 7])
+def test_batch_that_an_axis_splits_is_not_complained_about(recwarn: pytest.WarningsRecorder, size: int):
+    _plan(args=(torch.zeros(size, 32),), mesh="dp=2,tp=4")
     assert not [warning for warning in recwarn if "argument" in str(warning.message)]
 
 

@@ -14,6 +14,7 @@ from autopar.calibrate.call_time import block_s, calls_within
 from autopar.errors import AutoparError
 from autopar.runtime.rank_agreement import is_from_backend
 from autopar.sbp.convert import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
+from autopar.sbp.uneven.dim_parts import DimParts
 from autopar.units import format_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -211,11 +212,11 @@ def _call_of(kind: str, axis: Axis, num_bytes: int, device: torch.device) -> Cal
     rows = max(1, num_bytes // 4 // axis.size**2) * axis.size
     if kind == "all_gather":
         x = torch.zeros(rows // axis.size, axis.size, device=device)
-        return lambda: all_gather(x, axis, 0)
+        return lambda: all_gather(x, axis, DimParts(0))
     x = torch.zeros(rows, axis.size, device=device)
     if kind == "all_reduce":
         return lambda: all_reduce(x, axis)
     if kind == "reduce_scatter":
-        return lambda: reduce_scatter(x, axis, 0)
+        return lambda: reduce_scatter(x, axis, DimParts(0))
     assert kind == "all_to_all", f"unknown collective {kind!r}"
-    return lambda: all_to_all(x, axis, 0, 1)
+    return lambda: all_to_all(x, axis, DimParts(0), DimParts(1))

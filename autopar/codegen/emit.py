@@ -143,7 +143,8 @@ class _Emitter:
         planned = _planned(step.axes, step.src, step.dst, step.after)
         note = _note(collectives_of_value(planned, step.value, self.program.mesh.shape))
         placements = f"{code(step.src)}, {code(step.dst)}{_sum_in(step.value) if step.value.needs_grad else ''}"
-        call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements})"
+        extent = "" if step.extent is None else f", extent={code(step.extent)}"
+        call = f"{function}({variable(step.source)}, {self._axis(step.axes)}, {placements}{extent})"
         return f"{variable(step.output)} = {call}  {comment(f'{format_layout(step.after)}: {note}')}"
 
     def _convert_together(self, step: ConvertTogether) -> list[str]:
@@ -162,6 +163,7 @@ class _Emitter:
     def _bucket(self, step: ConvertTogether) -> str:
         """The arguments of a bucket's conversion."""
         stored = ", ".join(map(variable, step.sources)) + _sum_in(step.values[0])
+        stored += f", extents={_tuple(map(code, step.extents))}" if step.extents else ""
         return f"({self._axis(step.axes)}, {_tuple(map(code, step.src))}, {_tuple(map(code, step.dst))}, {stored})"
 
     def _call(self, step: Call) -> list[str]:
@@ -184,7 +186,12 @@ class _Emitter:
     def _regathered(self, again: RegatheredOperand) -> str:
         if again.bucket >= 0:
             return f"({variable(again.whole)}, bucket_{again.bucket}, {again.place})"
-        steps = [f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})" for step in again.steps]
+        steps = [
+            f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)}, {code(step.extent)})"
+            if step.extent is not None
+            else f"({self._axis(step.axes)}, {code(step.src)}, {code(step.dst)})"
+            for step in again.steps
+        ]
         return f"({', '.join([variable(again.whole), variable(again.source), *steps])})"
 
     def _how_again(self, again: RegatheredOperand) -> str:

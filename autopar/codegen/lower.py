@@ -29,9 +29,10 @@ from autopar.ir.op_facts import is_random
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment, Conversion, buckets, conversions, without_prefetch
 from autopar.sbp.localize import localize
-from autopar.sbp.placement import Layout
+from autopar.sbp.placement import I, Layout
 from autopar.sbp.redistribute import LayoutStep, live_axes, redistribute
 from autopar.sbp.signature import Strategy
+from autopar.sbp.uneven.parts import PartSize, part_size
 
 
 def lower(
@@ -176,7 +177,8 @@ class _Lowering:
         is_prefetched = bucket[0].is_prefetched
         if len(bucket) == 1 and not is_prefetched:
             (step,) = steps
-            convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after)
+            extent = _extent(step, values[0], self.mesh.shape)
+            convert = Convert(copies[0], sources[0], values[0], axes, step.src, step.dst, step.after, extent)
             self.steps.append(convert)
             self._steps_of.setdefault(_key(bucket[0]), []).append(convert)
         else:
@@ -184,7 +186,8 @@ class _Lowering:
             again = [member for member in bucket if member.is_regathered and not self.is_in_region]
             number = self._number_bucket() if again or is_prefetched else -1
             self._regathered.update((_key(member), number) for member in again)
-            ends = tuple(sources), values, axes, src, dst, after
+            extents = tuple(_extent(step, value, self.mesh.shape) for step, value in zip(steps, values))
+            ends = tuple(sources), values, axes, src, dst, after, extents if any(extents) else ()
             self.steps.append(ConvertTogether(tuple(copies), *ends, number, is_prefetched))
         return copies
 
@@ -261,6 +264,15 @@ def _number_of(regions: tuple[tuple[str, ...], ...]) -> Callable[[Op], int]:
     """The function from an op to the number of its region, -1 outside of all."""
     numbers = {name: number for number, region in enumerate(regions) for name in region}
     return lambda op: numbers.get(op.name, -1)
+
+
+def _extent(step: LayoutStep, value: Value, mesh_shape: tuple[int, ...]) -> int | None:
+    """The size of the dim that a step joins or splits anew, on all its axes together; None if its parts are equal."""
+    dim = step.src.dim
+    if not step.src.is_split or not isinstance(part_size(value.shape[dim], dim, step.layout, mesh_shape), PartSize):
+        return None
+    outside = tuple(I if axis in step.axes else placement for axis, placement in enumerate(step.layout))
+    return part_size(value.shape[dim], dim, outside, mesh_shape)
 
 
 def _key(conversion: Conversion) -> _Key:

@@ -18,6 +18,7 @@ from autopar.ir.print_graph import printable
 from autopar.ir.sizes.size import Size
 from autopar.mesh import Mesh
 from autopar.sbp.placement import Placement
+from autopar.sbp.uneven.parts import PartSize
 
 Axes = tuple[int, ...]
 
@@ -129,15 +130,15 @@ def code(item: Any) -> str:
             return variable(name)
         case tuple() | list():
             return f"[{', '.join(map(code, item))}]"
-        case Placement(kind="S", dim=dim):
-            return f"S({int(dim)})"
+        case Placement(kind="S", dim=dim, unit=unit):
+            return f"S({int(dim)})" if unit == 1 else f"S({int(dim)}, {int(unit)})"
         case Placement(kind="L" | "E" as kind, dim=dim):
             return f"{kind}({int(dim)})"
         case Placement(kind="P" | "I" | "R" as kind):
             return kind
         case torch.device():
             return f"torch.device({str(item)!r})"
-        case Size() | FreeFloat() | FreeInt():
+        case Size() | FreeFloat() | FreeInt() | PartSize():
             return item.text
         case complex() if type(item) is complex:
             return f"complex({item.real!r}, {item.imag!r})"

@@ -52,7 +52,10 @@ class RegatheredOperand:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """A conversion of variable `source` from placement `src` to `dst` on mesh `axes`, none of size 1, as one axis."""
+    """A conversion of variable `source` from placement `src` to `dst` on mesh `axes`, none of size 1, as one axis.
+
+    `extent`: the size of the dim that `src` splits, on all of `axes` together; None if its parts are equal.
+    """
 
     output: str
     source: str
@@ -61,6 +64,7 @@ class Convert:
     src: Placement
     dst: Placement
     after: Layout
+    extent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class ConvertTogether:
     """Conversions of several parameters on mesh `axes` with one collective in forward and one in backward, or none.
 
     Of parameter number i: variable `sources[i]` from placement `src[i]` to `dst[i]`, after which its layout is
-    `after[i]`. `number`: of the bucket if its parameters are regathered or prefetched, otherwise -1. `is_prefetched`:
-    whether a `StartGather` started it.
+    `after[i]`; `extents`: as of `Convert`, () if all parts are equal. `number`: of the bucket if its parameters are
+    regathered or prefetched, otherwise -1. `is_prefetched`: whether a `StartGather` started it.
     """
 
     outputs: tuple[str, ...]
@@ -79,6 +83,7 @@ class ConvertTogether:
     src: tuple[Placement, ...]
     dst: tuple[Placement, ...]
     after: tuple[Layout, ...]
+    extents: tuple[int | None, ...] = ()
     number: int = -1
     is_prefetched: bool = False
 

@@ -14,8 +14,8 @@ from autopar.costmodel.memory import local_bytes, memory_layout
 from autopar.costmodel.training import Training
 from autopar.ir.graph import Value
 from autopar.sbp.assignment import InBucket, latency_share, only_gathers
-from autopar.sbp.placement import OWN, OWN_DIM, USED, WHOLE, Codes, Layout, codes_of
-from autopar.sbp.redistribute import CollectiveKind, collective_kinds, moves
+from autopar.sbp.placement import OWN, OWN_DIM, UNIT, USED, WHOLE, Codes, Layout, codes_of, is_even
+from autopar.sbp.redistribute import CollectiveKind, collective_kinds, collectives_of_value, moves, redistribute
 
 Layouts = tuple[Layout, ...]
 Weigh = Callable[[CollectiveKind], float]
@@ -108,7 +108,7 @@ def forbidden(sources: Layouts, targets: Layouts) -> np.ndarray | None:
     """bool[sources, targets]: whether there is no conversion; None if there is one of every pair."""
     ndim = len(sources[0]) if sources else 0
     codes = _codes(sources, ndim)[:, None], _codes(targets, ndim)[None]
-    src_own, dst_own = ((one == OWN) | (one >= OWN_DIM) for one in codes)
+    src_own, dst_own = ((one == OWN) | (one % UNIT >= OWN_DIM) & (one >= 0) for one in codes)
     if not src_own.any() and not dst_own.any():
         return None
     return ((codes[0] != codes[1]) & (src_own | dst_own)).any(axis=-1)
@@ -139,7 +139,71 @@ def conversion_times(
             num_bytes = np.float64(kind.num_bytes(num_elements, value.dtype.itemsize, value.sum_itemsize))
             times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, num_bytes, **shared)
             times[position] *= 1.0 if weigh is None else weigh(kind)
-    return times[ways.rows].sum(axis=-1)[ways.pattern]
+    found = times[ways.rows].sum(axis=-1)[ways.pattern]
+    uneven = _uneven_recipe(value, sources, targets, mesh_shape)
+    if uneven is not None:
+        times = np.zeros(len(uneven.sent) + 1)
+        for position, (kind, num_bytes) in enumerate(uneven.sent):
+            if kind.phase == "forward" or value.needs_grad:
+                size = np.float64(num_bytes)
+                times[position] = collective_times(cluster, mesh_shape, kind.axes, kind.kind, size, **shared)
+                times[position] *= 1.0 if weigh is None else weigh(kind)
+        found[uneven.pairs] = times[uneven.rows].sum(axis=-1)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class UnevenRecipe:
+    """The collectives of the conversions of parts of different sizes, where `pairs` is true.
+
+    They are `sent[k] for k in rows[pair]`, each with its bytes; -1 pads a row.
+    """
+
+    pairs: np.ndarray  # bool[sources, targets]
+    sent: tuple[tuple[CollectiveKind, int], ...]
+    rows: np.ndarray
+
+
+def _uneven_recipe(
+    value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]
+) -> UnevenRecipe | None:
+    """None if all parts are equal."""
+    if all(extent % math.prod(mesh_shape) == 0 for extent in value.shape):
+        return None
+    return _find_uneven(replace(value, needs_grad=True), sources, targets, mesh_shape)
+
+
+@lru_cache(maxsize=512)
+def _find_uneven(value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]) -> UnevenRecipe | None:
+    uneven = [_where_uneven(value.shape, layouts, mesh_shape) for layouts in (sources, targets)]
+    if not any(map(np.any, uneven)):
+        return None
+    pairs = np.logical_or.outer(*uneven)
+    if (never := forbidden(sources, targets)) is not None:
+        pairs &= ~never
+    numbers: dict[tuple[CollectiveKind, int], int] = {}
+    rows = []
+    for i, j in np.argwhere(pairs):
+        each = _collectives(value, sources[i], targets[j], mesh_shape)
+        rows.append([numbers.setdefault(one, len(numbers)) for one in each])
+    width = max(map(len, rows), default=0)
+    padded = np.array([row + [-1] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)
+    return UnevenRecipe(pairs, tuple(numbers), padded)
+
+
+@lru_cache(maxsize=2**12)
+def _where_uneven(shape: tuple[int, ...], layouts: Layouts, mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """bool[layouts]: whether parts differ."""
+    return np.array([not is_even(shape, layout, mesh_shape) for layout in layouts], dtype=bool)
+
+
+@lru_cache(maxsize=2**16)
+def _collectives(
+    value: Value, src: Layout, dst: Layout, mesh_shape: tuple[int, ...]
+) -> tuple[tuple[CollectiveKind, int], ...]:
+    """The collectives of a conversion, each with its bytes."""
+    found = (collectives_of_value(step, value, mesh_shape) for step in redistribute(src, dst))
+    return tuple((CollectiveKind(c.kind, c.axes, 1, c.phase), c.num_bytes) for step in found for c in step)
 
 
 @dataclass(frozen=True, slots=True)

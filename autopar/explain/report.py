@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any
 
 from autopar.costmodel.collective_time import algorithm_over_levels
@@ -15,7 +16,7 @@ from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.serialise import HandCosts
-from autopar.sbp.placement import I, format_layout
+from autopar.sbp.placement import I, format_layout, is_even
 from autopar.sbp.redistribute import Collective
 
 
@@ -88,7 +89,7 @@ class GatheredOutputs:
 class Report:
     """Everything that `explain` shows; `as_json` gives the same content.
 
-    `state_on_host`: FQNs of parameters. `is_from_file`: as in `Plan`.
+    `state_on_host`: FQNs of parameters. `uneven`: tensors in parts of different sizes. `is_from_file`: as in `Plan`.
     """
 
     mesh: str
@@ -115,6 +116,7 @@ class Report:
     meshes_s: Mapping[str, float]
     without_rule: Mapping[str, float]
     not_divided: tuple[Mapping[str, Any], ...]
+    uneven: tuple[str, ...]
     timings_s: Mapping[str, float]
     is_from_file: bool
 
@@ -163,6 +165,7 @@ def report(plan: Plan) -> Report:
         meshes_s=dict(plan.meshes),
         without_rule=dict(plan.without_rule),
         not_divided=tuple(_not_divided(plan)),
+        uneven=tuple(_uneven(plan)),
         timings_s=dict(plan.timings),
         is_from_file=plan.is_from_file,
     )
@@ -261,3 +264,16 @@ def _not_divided(plan: Plan) -> Iterator[dict[str, Any]]:
         if plan.folded.representative[name] == name:
             size = shapes[name][dim] if dim < len(shapes[name]) else None
             yield {"name": fqns.get(name, f"%{name}"), "dim": dim, "size": size, "axis": plan.mesh.axis_names[axis]}
+
+
+def _uneven(plan: Plan) -> Iterator[str]:
+    """The stored tensors and results whose parts differ in size, once for all copies."""
+    shape, assignment, first = plan.mesh.shape, plan.assignment, plan.folded.representative
+    for item in plan.graph.inputs:
+        name = item.value.name
+        if first[name] == name and not is_even(item.value.shape, assignment.layouts[name], shape):
+            yield item.fqn
+    for op in plan.graph.ops:
+        layouts = (assignment.strategies[op.name].output_layout(i) for i in range(len(op.outputs)))
+        if first[op.name] == op.name and not all(map(is_even, (x.shape for x in op.outputs), layouts, repeat(shape))):
+            yield f"%{op.name}"

@@ -161,8 +161,17 @@ def _without_rule(report: Report) -> str:
 
 def _not_divided(report: Report) -> str:
     if not report.not_divided:
-        return "The size of every mesh axis divides every dim that it could split."
+        if not report.uneven:
+            return "The size of every mesh axis divides every dim that it could split."
+        return _uneven(report)
     lines = [[row["axis"], printable(row["name"]), str(row["dim"]), str(row["size"])] for row in report.not_divided]
     rest = f"\n... and {len(lines) - MOST_UNDIVIDED} more, all in the JSON" if len(lines) > MOST_UNDIVIDED else ""
     rows = table(lines[:MOST_UNDIVIDED], ["axis", "tensor", "dim", "size"])
-    return "Dims never split along an axis, because its size does not divide theirs:\n" + rows + rest
+    uneven = f"\n{_uneven(report)}" if report.uneven else ""
+    return "Dims never split along an axis, because its size does not divide theirs:\n" + rows + rest + uneven
+
+
+def _uneven(report: Report) -> str:
+    names = ", ".join(map(printable, report.uneven[:MOST_UNDIVIDED]))
+    more = f" and {len(report.uneven) - MOST_UNDIVIDED} more" if len(report.uneven) > MOST_UNDIVIDED else ""
+    return f"Split in parts that differ in size, those of the first rank the largest and the price: {names}{more}."

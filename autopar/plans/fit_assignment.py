@@ -8,9 +8,10 @@ from autopar.mesh import Mesh
 from autopar.plans.validate import can_be_kept
 from autopar.sbp.analysis.flat_losses import own_order_signatures
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.candidates import annotate, nearest_strategy, neighbours_of
+from autopar.sbp.candidates import Extra, annotate, nearest_strategy, neighbours_of
 from autopar.sbp.placement import I, Layout, format_layout, is_convertible
-from autopar.sbp.signature import Signature, Strategy
+from autopar.sbp.signature import Strategy
+from autopar.sbp.uneven.uneven_extents import uneven_extents
 
 
 def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignment:
@@ -25,9 +26,10 @@ def fit_assignment(assignment: Assignment, graph: Graph, mesh: Mesh) -> Assignme
     layouts = {name: _nearest(assignment.layouts.get(name), offered) for name, offered in candidates.layouts.items()}
     outputs = {name: _nearest(assignment.outputs.get(name), offered) for name, offered in candidates.outputs.items()}
     produced, strategies, routed = dict(layouts), dict[str, Strategy](), own_order_signatures(graph)
+    uneven = uneven_extents(graph, graph.ops, mesh.shape)
     for op in graph.ops:
         reads = tuple(produced[value.name] for value in op.inputs)
-        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, routed.get(op.name, ()))
+        strategy = _strategy(op, assignment.strategies.get(op.name), mesh, reads, Extra.of(op, routed, uneven))
         strategies[op.name] = strategy
         produced.update((value.name, strategy.output_layout(index)) for index, value in enumerate(op.outputs))
     one_class_each = {name: name for name in (*strategies, *layouts)}
@@ -49,15 +51,13 @@ def _nearest(wanted: Layout | None, offered: tuple[Layout, ...]) -> Layout:
     return min(offered, key=lambda layout: (sum(a != b for a, b in zip(layout, near)), format_layout(layout)))
 
 
-def _strategy(
-    op: Op, planned: Strategy | None, mesh: Mesh, reads: tuple[Layout, ...], routed: tuple[Signature, ...]
-) -> Strategy:
+def _strategy(op: Op, planned: Strategy | None, mesh: Mesh, reads: tuple[Layout, ...], extra: Extra) -> Strategy:
     """The `planned` strategy if it is valid and the op's inputs, which lie as in `reads`, can be converted for it."""
-    same = neighbours_of(op.nameless, mesh.shape, planned, 0, routed) if planned is not None else ()
+    same = neighbours_of(op.nameless, mesh.shape, planned, 0, extra) if planned is not None else ()
     for one in same:
         if all(is_convertible(layout, one.input_layout(slot)) for slot, layout in enumerate(reads)):
             return one
-    return nearest_strategy(op.nameless, mesh.shape, reads, routed)
+    return nearest_strategy(op.nameless, mesh.shape, reads, extra)
 
 
 def _kept(planned: Assignment, graph: Graph, mesh: Mesh, fitted: Assignment) -> dict[str, Layout]:

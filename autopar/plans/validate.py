@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.plans.json_fields import shown
 from autopar.plans.serialise import SavedStages
 from autopar.sbp.assignment import Assignment, conversions, only_gathers, produced_layouts, wanted_layout
-from autopar.sbp.placement import Layout, format_layout, is_convertible, is_even
+from autopar.sbp.placement import Layout, can_be_stored, can_split, format_layout, is_convertible
 from autopar.sbp.signature import Candidates
 from autopar.schedule.orders import num_in_flight, num_waiting
 
@@ -35,7 +35,9 @@ def check_assignment(assignment: Assignment, graph: Graph, folded: Folded, candi
                 f" {_AGAIN}"
             )
     for item in graph.inputs:
-        _check_offered(item.value.name, assignment.layouts[item.value.name], candidates.layouts[item.value.name])
+        layout = assignment.layouts[item.value.name]
+        if item.kind not in ("parameter", "buffer") or not can_be_stored(item.value.shape, layout, mesh.shape):
+            _check_offered(item.value.name, layout, candidates.layouts[item.value.name])
     _check_names("output", candidates.outputs, assignment.outputs)
     for name, layout in assignment.outputs.items():
         _check_offered(name, layout, candidates.outputs[name])
@@ -204,4 +206,4 @@ def can_be_kept(value: Value, layout: Layout, mesh: Mesh) -> bool:
     """Whether a value with several uses can be converted to `layout` first."""
     kinds = {placement.kind for placement in layout}
     has_sum = not (("R" in kinds and not value.needs_grad) or ("P" in kinds and value.dtype == torch.bool))
-    return len(layout) == mesh.ndim and is_even(value.shape, layout, mesh.shape) and has_sum
+    return len(layout) == mesh.ndim and can_split(value.shape, layout, mesh.shape) and has_sum

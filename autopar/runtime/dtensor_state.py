@@ -24,6 +24,7 @@ from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere, par
 from autopar.runtime.rank_agreement import from_first
 from autopar.sbp.convert import move
 from autopar.sbp.placement import I, Layout, S, format_layout
+from autopar.sbp.uneven.extents import extents_of_parts
 from autopar.torch_compat import root_of
 
 _SHARDED_HERE = "_is_of_autopar"  # attribute of the DTensors that `shard_model` made
@@ -251,9 +252,9 @@ def as_dtensor(x: torch.Tensor) -> DTensor:
 
 def whole(x: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """All of a tensor stored in `layout`, on every rank."""
-    part = as_dtensor(x).to_local().detach()
-    for axis, placement in reversed([*zip(axes_of(mesh), layout)]):
-        part = move(part, axis, placement, I)
+    part, axes = as_dtensor(x).to_local().detach(), axes_of(mesh)
+    for axis, placement, extent in reversed([*zip(axes, layout, extents_of_parts(x.shape, axes, layout))]):
+        part = move(part, axis, placement, I, extent)
     return part.clone()
 
 

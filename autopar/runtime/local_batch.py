@@ -13,6 +13,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.sbp.convert import Axis, convert
 from autopar.sbp.microbatch.split_batch import batch_size, split_batch
 from autopar.sbp.placement import I, Layout, S
+from autopar.sbp.uneven.extents import extents_of_parts
 
 # Axes along which ranks share their rows, as every trainer has it: one data loader for all ranks of a model's copy.
 SHARING = frozenset(("pp", "tp", "cp", "sp", "mp", "model"))
@@ -40,35 +41,40 @@ class LocalBatch:
     def enter(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout) -> torch.Tensor:
         """This rank's part of an argument that lies in `layout`; `x` is what it was given."""
         own = self.layout([axis.name for axis in axes]) if x.ndim else (I,) * len(axes)
-        return redistributed(x, axes, own, layout)
+        return redistributed(x, self.whole_shape(x), axes, own, layout)
 
     def whole(self, x: Any, move: Callable[[torch.Tensor], torch.Tensor], axes: Sequence[Axis]) -> Any:
         """All ranks' parts of an argument, if it has parts. `move`: to the mesh's device."""
         is_part = isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
         return self.enter(move(x), axes, (I,) * len(axes)) if is_part else x
 
-    def leave(self, x: torch.Tensor, axes: Sequence[Axis], layout: Layout, dim: int) -> torch.Tensor:
-        """This rank's rows of an output that lies in `layout`, the batch along `dim`.
+    def leave(
+        self, x: torch.Tensor, shape: Sequence[int], axes: Sequence[Axis], layout: Layout, dim: int
+    ) -> torch.Tensor:
+        """This rank's rows of an output of global `shape` that lies in `layout`, the batch along `dim`.
 
         Backward of rows takes the mean over the parts, as DistributedDataParallel does: a loss that each rank computes
         of its rows stands for the mean of all ranks' losses.
         """
-        rows = redistributed(x, axes, layout, self.layout([axis.name for axis in axes], dim))
+        rows = redistributed(x, shape, axes, layout, self.layout([axis.name for axis in axes], dim))
         if rows.requires_grad and self.num_parts > 1:
             rows.register_hook(lambda gradient: gradient / self.num_parts)
         return rows
 
 
-def redistributed(x: torch.Tensor, axes: Sequence[Axis], src: Layout, dst: Layout) -> torch.Tensor:
-    """The local part `x` of a value in layout `dst` instead of `src`, of S and I; its gradient goes back the same way.
+def redistributed(
+    x: torch.Tensor, shape: Sequence[int], axes: Sequence[Axis], src: Layout, dst: Layout
+) -> torch.Tensor:
+    """The local part `x` of a value of global `shape` in layout `dst` instead of `src`, of S and I; its gradient goes
+    back the same way.
 
     Splits of one dim are nested in mesh order: what lies inside the first axis that differs is gathered, then cut.
     """
     first = next((i for i, (a, b) in enumerate(zip(src, dst)) if a != b), len(src))
-    steps = list(zip(axes, src, dst))[first:]
-    for axis, placement, _ in reversed(steps):
-        x = convert(x, axis, placement, I) if placement.is_split else x
-    for axis, _, placement in steps:
+    steps = list(zip(axes, src, dst, extents_of_parts(shape, axes, src)))[first:]
+    for axis, placement, _, extent in reversed(steps):
+        x = convert(x, axis, placement, I, extent=extent) if placement.is_split else x
+    for axis, _, placement, _ in steps:
         x = convert(x, axis, I, placement) if placement.is_split else x
     return x
 

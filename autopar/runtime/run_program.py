@@ -18,7 +18,7 @@ from autopar.runtime.load_program import Loaded, torch_placements
 from autopar.runtime.local_batch import LocalBatch, redistributed
 from autopar.runtime.rank_agreement import peers_alive
 from autopar.sbp.convert import Axis, move
-from autopar.sbp.placement import I, Layout
+from autopar.sbp.placement import I, Layout, is_even
 from autopar.torch_compat import has_hooks_of_all_modules, peek_interpreter_stack, pytree
 
 
@@ -83,9 +83,9 @@ def run(loaded: Loaded, args: tuple, kwargs: dict, parts: LocalBatch | None, *, 
     with peers_alive(), autocast_off(loaded.mesh.device_type):
         flat = loaded.function(own, *(_enter(by_name[name], *found, loaded, parts) for name, found in inputs.items()))
     outputs = [
-        parts.leave(x, loaded.axes, layout, loaded.rows[i])
+        parts.leave(x, loaded.graph.outputs[i].shape, loaded.axes, layout, loaded.rows[i])
         if parts is not None and i in loaded.rows
-        else _leave(x, layout, loaded, is_whole=is_whole)
+        else _leave(x, loaded.graph.outputs[i], layout, loaded, is_whole=is_whole)
         for i, (x, (_, layout)) in enumerate(zip(flat, loaded.program.outputs))
     ]
     for number in loaded.copied if torch.is_grad_enabled() else ():
@@ -150,9 +150,14 @@ def _check_mesh(found: DeviceMesh, item: Input, expected: DeviceMesh) -> None:
         )
 
 
-def _leave(x: Any, layout: Layout, loaded: Loaded, *, is_whole: bool) -> Any:
+def _leave(x: Any, value: Any, layout: Layout, loaded: Loaded, *, is_whole: bool) -> Any:
     if not any(placement.is_split for placement in layout):
         return x
     if is_whole:
-        return redistributed(x, loaded.axes, layout, (I,) * len(layout))
-    return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
+        return redistributed(x, value.shape, loaded.axes, layout, (I,) * len(layout))
+    if is_even(value.shape, layout, tuple(loaded.mesh.shape)):
+        return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False)
+    split = {placement.dim for placement in layout}
+    shape = torch.Size(value.shape[dim] if dim in split else size for dim, size in enumerate(x.shape))
+    ends = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(x, loaded.mesh, torch_placements(layout), run_check=False, **ends)

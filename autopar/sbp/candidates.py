@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import ne
 
@@ -11,9 +12,11 @@ from autopar.ir.op_facts import ATTENTION, FLEX_ATTENTION, family
 from autopar.mesh import Mesh
 from autopar.sbp.analysis.flat_losses import BY_SAMPLE_AND_TOKEN, own_order_signatures
 from autopar.sbp.op_signatures import SplitDim, extents_of, signatures_of
-from autopar.sbp.placement import I, Layout, S, is_convertible, is_even
+from autopar.sbp.placement import I, Layout, S, is_convertible, is_even, num_parts
 from autopar.sbp.rules import rule_of
 from autopar.sbp.signature import EXCHANGES, KEY_HEADS, QUERIES, RING, Candidates, Signature, Strategy
+from autopar.sbp.uneven.uneven_extents import Uneven, uneven_extents
+from autopar.sbp.uneven.uneven_signatures import are_valid_parts, has_units, uneven_signatures
 
 Signatures = tuple[Signature, ...]
 
@@ -33,42 +36,62 @@ def annotate(
     a neighbourhood in a space too large to list; an op that it lacks gets none.
     """
     ops = [op for op in graph.ops if folded is None or folded.representative[op.name] == op.name]
+    uneven = uneven_extents(graph, ops, mesh.shape)
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     routed = own_order_signatures(graph)
     is_stage = graph.argument_spec is None  # the gradient of a received value is sent back in the value's layout
     return Candidates(
-        strategies={op.name: _strategies(op, mesh.shape, near, num_changed, routed.get(op.name, ())) for op in ops},
-        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage) for item in graph.inputs},
+        strategies={
+            op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven)) for op in ops
+        },
+        layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage, uneven) for item in graph.inputs},
         outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
         without_rule=tuple(op.name for op in ops if rule_of(op) is None),
-        not_divided=tuple(_not_divided(graph, ops, mesh.shape)),
+        not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven)),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Signatures that an op has in a graph beyond its own: those that route tokens, and those in uneven parts."""
+
+    routed: Signatures = ()
+    uneven: Uneven = ()
+
+    @classmethod
+    def of(cls, op: Op, routed: Mapping[str, Signatures], uneven: Uneven) -> "Extra":
+        """Of a graph with these `uneven` extents, those of the op."""
+        if not uneven:
+            return cls(routed.get(op.name, ()))
+        own = {extent for value in (*op.inputs, *op.outputs) for extent in value.shape}
+        return cls(routed.get(op.name, ()), tuple(each for each in uneven if each[0] in own))
+
+
 def _strategies(
-    op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int, routed: Signatures
+    op: Op, mesh_shape: tuple[int, ...], near: Mapping[str, Strategy] | None, num_changed: int, extra: Extra
 ) -> tuple[Strategy, ...]:
     if near is None:
-        return strategies_of(op.nameless, mesh_shape, routed)
-    return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed, routed) if op.name in near else ()
+        return strategies_of(op.nameless, mesh_shape, extra)
+    return neighbours_of(op.nameless, mesh_shape, near[op.name], num_changed, extra) if op.name in near else ()
 
 
 @lru_cache(maxsize=4096)
-def strategies_of(op: Op, mesh_shape: tuple[int, ...], routed: Signatures = ()) -> tuple[Strategy, ...]:
-    """All strategies of `op`, one signature for each axis, in which everything divides evenly; all I comes first.
+def strategies_of(op: Op, mesh_shape: tuple[int, ...], extra: Extra = Extra()) -> tuple[Strategy, ...]:
+    """All strategies of `op`, one signature for each axis, in which everything divides evenly or may be uneven; all I
+    comes first.
 
-    On axes of size 1 it is the only one. `routed`: the further signatures of an op that routes tokens.
+    On axes of size 1 it is the only one.
     """
-    return tuple(_even(op, itertools.product(*(_on_axis(op, size, routed) for size in mesh_shape)), mesh_shape))
+    return tuple(_valid(op, itertools.product(*(_on_axis(op, size, extra) for size in mesh_shape)), mesh_shape, extra))
 
 
 @lru_cache(maxsize=4096)
 def neighbours_of(
-    op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int, routed: Signatures = ()
+    op: Op, mesh_shape: tuple[int, ...], near: Strategy, num_changed: int, extra: Extra = Extra()
 ) -> tuple[Strategy, ...]:
     """The strategies of `op` that differ from `near` on at most `num_changed` axes; () if `near` is invalid."""
     known = set(near.signatures)
-    per_axis = [_on_axis(op, size, routed, None if num_changed else known) for size in mesh_shape]
+    per_axis = [_on_axis(op, size, extra, None if num_changed else known) for size in mesh_shape]
     if len(near.signatures) != len(per_axis) or not all(
         sig in on_axis for sig, on_axis in zip(near.signatures, per_axis)
     ):
@@ -78,12 +101,12 @@ def neighbours_of(
     changes = itertools.combinations(range(len(mesh_shape)), num_changed)
     offered = ([per_axis[a] if a in axes else [near.signatures[a]] for a in range(len(mesh_shape))] for axes in changes)
     combinations = dict.fromkeys(changed for choices in offered for changed in itertools.product(*choices))
-    return tuple(_even(op, combinations, mesh_shape))
+    return tuple(_valid(op, combinations, mesh_shape, extra))
 
 
 @lru_cache(maxsize=4096)
 def nearest_strategy(
-    op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...], routed: Signatures = ()
+    op: Op, mesh_shape: tuple[int, ...], layouts: tuple[Layout, ...], extra: Extra = Extra()
 ) -> Strategy:
     """The strategy of `op` that reads most of its inputs in these `layouts`, chosen one axis after the other; the first
     of several. All inputs can be converted to how it reads them.
@@ -96,15 +119,18 @@ def nearest_strategy(
             given = tuple(layout[axis] for layout in layouts)
             return not is_convertible(given, signature.inputs), sum(map(ne, signature.inputs, given))
 
-        nearest = sorted(_on_axis(op, size, routed), key=differing)
+        nearest = sorted(_on_axis(op, size, extra), key=differing)
         several = ((*chosen, signature, *rest[axis + 1 :]) for signature in nearest)
-        chosen.append(next(_even(op, several, mesh_shape)).signatures[axis])
+        chosen.append(next(_valid(op, several, mesh_shape, extra)).signatures[axis])
     return Strategy(tuple(chosen))
 
 
-def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...]) -> Iterator[Strategy]:
-    """The `combinations` of one signature for each axis in which everything divides evenly, and no value is split along
-    one dim in each rank's own order and in that of all: own orders have no parts of a global order between them.
+def _valid(
+    op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tuple[int, ...], extra: Extra
+) -> Iterator[Strategy]:
+    """The `combinations` of one signature for each axis in which everything divides evenly or may be uneven, and no
+    value is split along one dim in each rank's own order and in that of all: own orders have no parts of a global order
+    between them.
     """
     known: dict[Signature, dict[SplitDim, int]] = {}
     alone = _ALONE.get(family(op.target), ())
@@ -121,6 +147,8 @@ def _even(op: Op, combinations: Iterable[tuple[Signature, ...]], mesh_shape: tup
             for part in split:
                 num_parts[part] = num_parts.get(part, 1) * size
         is_even = all(extents[part] % count == 0 for part, count in num_parts.items())
+        if extra.uneven and not (is_even and not any(map(has_units, combination))):
+            is_even = are_valid_parts(op, combination, mesh_shape, extra.uneven)
         is_mixed = own and (_mixes_orders(op, combination) or _mixes_exchanges(combination))
         if is_even and not is_mixed and not (alone and _is_split_again(alone, combination)):
             yield Strategy(combination)
@@ -158,11 +186,15 @@ def _is_split_again(alone: Collection[str], combination: tuple[Signature, ...]) 
     )
 
 
-def _on_axis(op: Op, size: int, routed: Signatures, known: Collection[Signature] | None = None) -> list[Signature]:
-    """The signatures of `op` that divide evenly over one axis of `size`; of the `known` ones only, if there are any."""
-    signatures = (*signatures_of(op), *routed)[: 1 if size == 1 else None]
-    signatures = signatures if known is None else tuple(sig for sig in signatures if sig in known)
-    return [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in extents_of(op, sig).values())]
+def _on_axis(op: Op, size: int, extra: Extra, known: Collection[Signature] | None = None) -> list[Signature]:
+    """The signatures of `op` that divide evenly over one axis of `size` or may be uneven; of the `known` ones only, if
+    there are any.
+    """
+    signatures = (*signatures_of(op), *extra.routed)[: 1 if size == 1 else None]
+    found = [sig for sig in signatures if not any(_is_uneven(extent, size) for extent in extents_of(op, sig).values())]
+    if extra.uneven and size > 1:
+        found = list(dict.fromkeys((*found, *uneven_signatures(op, extra.uneven))))
+    return found if known is None else [sig for sig in found if sig in known]
 
 
 def _is_uneven(extent: int, size: int) -> bool:
@@ -177,7 +209,23 @@ def even_layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[L
     return tuple(layout for layout in itertools.product(*choices) if is_even(shape, layout, mesh_shape))
 
 
-def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> tuple[Layout, ...]:
+@lru_cache(maxsize=4096)
+def _layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Layout, ...]:
+    """As `even_layouts`, and those whose uneven parts are of these `dims` only and of which each rank of an axis may
+    have one.
+    """
+    if not dims:
+        return even_layouts(shape, mesh_shape)
+    found = list(even_layouts(shape, mesh_shape))
+    placements = (I, *(S(dim) for dim, size in enumerate(shape) if size > 1))
+    for layout in itertools.product(*(placements if size > 1 else (I,) for size in mesh_shape)):
+        counts = {placed.dim: num_parts(layout, mesh_shape, placed.dim) for placed in layout if placed.is_split}
+        if all(shape[dim] % count == 0 or (dim in dims and shape[dim] >= count) for dim, count in counts.items()):
+            found.append(layout)
+    return tuple(dict.fromkeys(found))
+
+
+def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool, uneven: Uneven) -> tuple[Layout, ...]:
     """The layouts that an input may be stored in.
 
     A constant is computed whole and the gradient of a caller's argument must be whole, so that these are stored whole;
@@ -185,27 +233,37 @@ def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool) -> 
     that splits its first dim the most, so that a data loader can give each rank its part.
     """
     is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
-    layouts = ((I,) * len(mesh_shape),) if is_whole else even_layouts(item.value.shape, mesh_shape)
+    is_received = item.kind == "argument" and is_stage
+    offered = {extent for extent, units in uneven if 1 in units and not is_received}
+    dims = tuple(dim for dim, extent in enumerate(item.value.shape) if extent in offered)
+    layouts = ((I,) * len(mesh_shape),) if is_whole else _layouts(item.value.shape, mesh_shape, dims)
     return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
 
 
-def _not_divided(graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+def _not_divided(
+    graph: Graph, ops: Iterable[Op], mesh_shape: tuple[int, ...], uneven: Uneven
+) -> Iterator[tuple[str, int, int]]:
+    offered = {extent for extent, units in uneven if 1 in units}
     for axis, size in enumerate(mesh_shape):
         for item in graph.of_kind("parameter"):
             extents = {dim: extent for dim, extent in enumerate(item.value.shape) if extent > 1}
-            if all(extent % size for extent in extents.values()):  # otherwise it can be stored split
+            # otherwise it can be stored split
+            if all(extent % size and not (extent in offered and extent >= size) for extent in extents.values()):
                 yield from ((item.value.name, dim, axis) for dim in extents)
         for op in ops:
-            yield from ((op.name, dim, axis) for dim in _undivided_dims(op.nameless, size))
+            found = _undivided_dims(op.nameless, size, Extra.of(op, {}, uneven).uneven)
+            yield from ((op.name, dim, axis) for dim in found)
 
 
 @lru_cache(maxsize=4096)
-def _undivided_dims(op: Op, size: int) -> tuple[int, ...]:
+def _undivided_dims(op: Op, size: int, uneven: Uneven) -> tuple[int, ...]:
     """The dims, of the output or of an input if only that is split,
     whose signatures do not divide over `size` ranks.
     """
     parts = (
-        next((dim for (_, dim), extent in extents_of(op, sig).items() if _is_uneven(extent, size)), -1)
+        next(((where, dim) for (where, dim), extent in extents_of(op, sig).items() if _is_uneven(extent, size)), None)
         for sig in signatures_of(op)
     )
-    return tuple(dict.fromkeys(dim for dim in parts if dim >= 0))
+    others = uneven_signatures(op, uneven) if uneven else ()
+    offered = {part for one in others if are_valid_parts(op, (one,), (size,), uneven) for part in extents_of(op, one)}
+    return tuple(dict.fromkeys(part[1] for part in parts if part is not None and part[1] >= 0 and part not in offered))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from autopar.sbp.in_flight import InFlight, Landing, placeholder, takes_scatters, waiting_nodes
 from autopar.sbp.nested import Chain, Nest, gather_into, scatter_into
 from autopar.sbp.placement import P, Placement, R
+from autopar.sbp.uneven.dim_parts import DimParts
+from autopar.sbp.uneven.parts import part_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,7 @@ class Axis:
 
     Without a `group` the rank has no peers (a dry run): collectives return tensors of the right shape with arbitrary
     contents. `nest`: its groups of each link level, where some collectives are run level by level.
+    `sizes`: of the axes that are taken as one.
     """
 
     name: str
@@ -31,6 +34,16 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     nest: Nest | None = None
+    sizes: tuple[int, ...] = ()
+
+    def parts(self, extent: int, unit: int = 1) -> tuple[int, ...]:
+        """The sizes of all ranks' parts of a dim of size `extent`."""
+        return part_sizes(extent, self.sizes or (self.size,), unit)
+
+    def part(self, extent: int, unit: int = 1) -> int:
+        """The size of this rank's part of a dim of size `extent`."""
+        is_even = extent % (self.size * unit) == 0
+        return extent // self.size if is_even else self.parts(extent, unit)[self.index]
 
 
 def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None, nest: Nest | None = None) -> Axis:
@@ -38,65 +51,85 @@ def joint_axis(axes: Sequence[Axis], group: dist.ProcessGroup | None, nest: Nest
     index = 0
     for axis in axes:
         index = index * axis.size + axis.index
-    return Axis("+".join(axis.name for axis in axes), math.prod(axis.size for axis in axes), index, group, nest)
+    sizes = tuple(axis.size for axis in axes)
+    return Axis("+".join(axis.name for axis in axes), math.prod(sizes), index, group, nest, sizes)
+
+
+def _parts_of(axis: Axis, placement: Placement, extent: int | None) -> DimParts:
+    """The parts of a dim of size `extent` in `placement`; None: they are equal."""
+    is_even = extent is None or extent % (axis.size * placement.unit) == 0
+    return DimParts(placement.dim, () if is_even else axis.parts(extent or 0, placement.unit))
+
+
+Extents = tuple[int | None, ...]  # of several tensors, as of `convert`; () if all parts are equal
 
 
 class _ConvertAxis(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis, src, dst, sum_in):
+    def forward(ctx, x, axis, src, dst, sum_in, extent):
         ctx.axis, ctx.src, ctx.dst, ctx.sum_in = axis, src, dst, sum_in
+        ctx.extent = x.shape[dst.dim] if dst.is_split else None  # of the gradient's parts
         ctx.waiting = waiting_nodes((x,))
         # detached, it is no view to autograd, so that who gets it may write to it in place
-        return _moved(x, axis, src, dst).detach()
+        return _moved(x, axis, src, dst, extent).detach()
 
     @staticmethod
     def backward(ctx, *gradients):
         (gradient,), is_sum = gradients, ctx.sum_in is not None and dual(ctx.dst).kind == "P"
         ends = (dual(ctx.dst),), (dual(ctx.src),)
         if _is_put_off(ctx.axis, *ends, ctx.waiting):
-            return *_sum_in_flight(ctx.axis, *ends, ctx.waiting, gradients, ctx.sum_in), None, None, None, None
-        summed = convert(gradient.to(ctx.sum_in) if is_sum else gradient, ctx.axis, dual(ctx.dst), dual(ctx.src))
-        return summed.to(gradient.dtype), None, None, None, None
+            return *_sum_in_flight(ctx.axis, *ends, ctx.waiting, gradients, ctx.sum_in), None, None, None, None, None
+        gradient = gradient.to(ctx.sum_in) if is_sum else gradient
+        summed = convert(gradient, ctx.axis, dual(ctx.dst), dual(ctx.src), extent=ctx.extent)
+        return summed.to(gradients[0].dtype), None, None, None, None, None
 
 
-def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
+def _moved(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, extent: int | None = None) -> torch.Tensor:
     """`move`, with a slice copied to memory of its own, so that autograd
     keeps the slice alive and not the whole tensor.
     """
-    made = move(x, axis, src, dst)
+    made = move(x, axis, src, dst, extent)
     is_slice = axis.size > 1 and src.kind in ("I", "R") and dst.is_split
     return made.clone(memory_format=torch.contiguous_format) if is_slice else made
 
 
 def convert(
-    x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, *, sum_in: torch.dtype | None = None
+    x: torch.Tensor,
+    axis: Axis,
+    src: Placement,
+    dst: Placement,
+    *,
+    sum_in: torch.dtype | None = None,
+    extent: int | None = None,
 ) -> torch.Tensor:
     """The local part `x` converted from placement `src` to `dst` on `axis`; its gradient is converted the dual way.
 
     `sum_in`: dtype in which the gradient is summed over the ranks; None: its own, which it has before and after.
+    `extent`: the size of the dim that `src` splits, on all ranks of the axis together; None if their parts are equal.
     """
     if not torch.is_grad_enabled():
-        return _moved(x, axis, src, dst).detach()
-    return _ConvertAxis.apply(x, axis, src, dst, sum_in)
+        return _moved(x, axis, src, dst, extent).detach()
+    return _ConvertAxis.apply(x, axis, src, dst, sum_in, extent)
 
 
 class _ConvertBucket(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, axis, sources, targets, sum_in, *tensors):
+    def forward(ctx, axis, sources, targets, sum_in, extents, *tensors):
         ctx.axis, ctx.sources, ctx.targets, ctx.sum_in = axis, sources, targets, sum_in
+        ctx.extents = tuple(x.shape[dst.dim] if dst.is_split else None for x, dst in zip(tensors, targets))
         ctx.waiting = waiting_nodes(tensors)
-        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
+        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors, extents=extents))
 
     @staticmethod
     def backward(ctx, *grads):
         sources, targets = (tuple(map(dual, placements)) for placements in (ctx.targets, ctx.sources))
         if _is_put_off(ctx.axis, sources, targets, ctx.waiting):
             summed = _sum_in_flight(ctx.axis, sources, targets, ctx.waiting, grads, ctx.sum_in)
-            return None, None, None, None, *summed
+            return None, None, None, None, None, *summed
         own, is_sum = grads[0].dtype, ctx.sum_in is not None and sources[0].kind == "P"
         wide = (grad.to(ctx.sum_in) for grad in grads) if is_sum else grads
-        summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, *wide)
-        return None, None, None, None, *(grad.to(own) for grad in summed)
+        summed = _ConvertBucket.apply(ctx.axis, sources, targets, None, ctx.extents, *wide)
+        return None, None, None, None, None, *(grad.to(own) for grad in summed)
 
 
 def convert_together(
@@ -105,6 +138,7 @@ def convert_together(
     targets: Sequence[Placement],
     *tensors: torch.Tensor,
     sum_in: torch.dtype | None = None,
+    extents: Extents = (),
 ) -> tuple[torch.Tensor, ...]:
     """`convert` of several `tensors` of one dtype, each from its source to its target, with one collective for all.
 
@@ -112,8 +146,8 @@ def convert_together(
     gradient has been computed. `sum_in`: dtype in which gradients are summed, None for their own.
     """
     if not torch.is_grad_enabled():
-        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors))
-    return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, *tensors)
+        return tuple(x.detach() for x in move_together(axis, sources, targets, *tensors, extents=extents))
+    return _ConvertBucket.apply(axis, tuple(sources), tuple(targets), sum_in, extents, *tensors)
 
 
 def _is_put_off(axis: Axis, src: Sequence[Placement], dst: Sequence[Placement], waiting: Sequence[Any]) -> bool:
@@ -142,15 +176,20 @@ def _sum_in_flight(
 def _part_shape(shape: Sequence[int], placement: Placement, axis: Axis) -> list[int]:
     """The shape of a rank's part in `placement` of a whole tensor of `shape`."""
     return [
-        size // axis.size if placement.is_split and dim == placement.dim else size for dim, size in enumerate(shape)
+        axis.part(size, placement.unit) if placement.is_split and dim == placement.dim else size
+        for dim, size in enumerate(shape)
     ]
 
 
 def move_together(
-    axis: Axis, sources: Sequence[Placement], targets: Sequence[Placement], *tensors: torch.Tensor
+    axis: Axis,
+    sources: Sequence[Placement],
+    targets: Sequence[Placement],
+    *tensors: torch.Tensor,
+    extents: Extents = (),
 ) -> tuple[torch.Tensor, ...]:
     """`convert_together` without gradients."""
-    return begin_together(axis, sources, targets, *tensors)()
+    return begin_together(axis, sources, targets, *tensors, extents=extents)()
 
 
 def begin_together(
@@ -158,6 +197,7 @@ def begin_together(
     sources: Sequence[Placement],
     targets: Sequence[Placement],
     *tensors: torch.Tensor,
+    extents: Extents = (),
     is_async: bool = False,
 ) -> Landing:
     """Begin `move_together`; the function that it returns waits for the collective and gives the tensors.
@@ -166,16 +206,18 @@ def begin_together(
     """
     changes = {(src.kind.replace("R", "I"), dst.kind.replace("R", "I")) for src, dst in zip(sources, targets)}
     assert len(changes) == 1, f"one bucket with several changes: {sources} -> {targets}"
+    extents = extents or (None,) * len(tensors)
     if axis.size > 1:
         tensors = tuple(x.detach().resolve_conj().resolve_neg() for x in tensors)
         match changes.pop():
             case "P", "I":
                 return _begin_sum(axis, tensors, is_async)
             case "S", "I":
-                return _begin_gather(axis, [src.dim for src in sources], tensors, is_async)
+                return _begin_gather(axis, list(map(partial(_parts_of, axis), sources, extents)), tensors, is_async)
             case "P", "S":
-                return _begin_scatter(axis, [dst.dim for dst in targets], tensors, is_async)
-    moved = tuple(_moved(x, axis, src, dst) for x, src, dst in zip(tensors, sources, targets))
+                parts = [_parts_of(axis, dst, x.shape[dst.dim]) for x, dst in zip(tensors, targets)]
+                return _begin_scatter(axis, parts, tensors, is_async)
+    moved = tuple(_moved(x, axis, src, dst, one) for x, src, dst, one in zip(tensors, sources, targets, extents))
     return lambda: moved
 
 
@@ -218,9 +260,10 @@ def _ended(landed: Landing, work: dist.Work | Chain | None, is_async: bool) -> L
     return landed
 
 
-def _begin_gather(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
+def _begin_gather(axis: Axis, dims: Sequence[DimParts], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`all_gather` of each tensor along its dim; contiguous."""
-    flat = torch.cat([x.movedim(dim, 0).reshape(-1) for x, dim in zip(tensors, dims)])
+    padded = [of.padded(x.movedim(of.dim, 0)) for x, of in zip(tensors, dims)]
+    flat = torch.cat([x.reshape(-1) for x in padded])
     out = flat.new_empty(axis.size * flat.numel())
     if axis.nest is not None and axis.nest.takes("all_gather", out):
         gathered, work = axis.nest.in_turn(out), axis.nest.begin_gather(out, flat)
@@ -228,37 +271,39 @@ def _begin_gather(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tenso
         gathered, work = out.view(axis.size, -1), None
         if axis.group is not None:
             work = gather_into(out, flat, group=axis.group, async_op=is_async)
-    sizes, fronts = [x.numel() for x in tensors], [(-1, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
+    sizes, fronts = [x.numel() for x in padded], [(axis.size * x.shape[0], *x.shape[1:]) for x in padded]
+    del padded
 
     def landed() -> tuple[torch.Tensor, ...]:
         _wait(work, flat)
         parts = gathered.split(sizes, dim=-1)
         # a copy even of a single part: the views of one gathered tensor would keep each other alive
-        whole = (part.contiguous().view(front).movedim(0, dim) for part, front, dim in zip(parts, fronts, dims))
-        return tuple(x.contiguous() for x in whole)
+        whole = (of.joined(part.contiguous().view(front)) for part, front, of in zip(parts, fronts, dims))
+        return tuple(x.movedim(0, of.dim).contiguous() for x, of in zip(whole, dims))
 
     return _ended(landed, work, is_async)
 
 
-def _begin_scatter(axis: Axis, dims: Sequence[int], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
+def _begin_scatter(axis: Axis, dims: Sequence[DimParts], tensors: Sequence[torch.Tensor], is_async: bool) -> Landing:
     """`reduce_scatter` of each tensor along its dim; contiguous."""
-    parts = [x.movedim(dim, 0).reshape(axis.size, -1) for x, dim in zip(tensors, dims)]
-    num_parts = sum(part.shape[1] for part in parts)
-    out, work = tensors[0].new_empty(num_parts), None
-    if axis.nest is not None and axis.nest.nesting.takes("reduce_scatter", axis.size * num_parts * out.itemsize):
+    spread = [of.spread(x.movedim(of.dim, 0)) for x, of in zip(tensors, dims)]
+    fronts = [(x.shape[0] // axis.size, *x.shape[1:]) for x in spread]
+    parts = [x.reshape(axis.size, -1) for x in spread]
+    sizes = [part.shape[1] for part in parts]
+    out, work = tensors[0].new_empty(sum(sizes)), None
+    if axis.nest is not None and axis.nest.nesting.takes("reduce_scatter", axis.size * sum(sizes) * out.itemsize):
         flat = torch.cat([axis.nest.scattered(part) for part in parts], dim=-1).contiguous()
         work = axis.nest.begin_scatter(out, flat.view(-1))
     else:
         flat = torch.cat(parts, dim=1)
         if axis.group is not None:
             work = scatter_into(out, flat.view(-1), group=axis.group, async_op=is_async)
-    sizes = [x.numel() // axis.size for x in tensors]
-    fronts = [(x.shape[dim] // axis.size, *x.movedim(dim, 0).shape[1:]) for x, dim in zip(tensors, dims)]
+    del spread, parts
 
     def landed() -> tuple[torch.Tensor, ...]:
         _wait(work, flat)
-        parts = zip(out.split(sizes), fronts, dims)
-        return tuple(part.view(front).movedim(0, dim).contiguous() for part, front, dim in parts)
+        own = (of.own(part.view(front), axis.index) for part, front, of in zip(out.split(sizes), fronts, dims))
+        return tuple(x.movedim(0, of.dim).contiguous() for x, of in zip(own, dims))
 
     return _ended(landed, work, is_async)
 
@@ -272,7 +317,7 @@ def dual(placement: Placement) -> Placement:
     return {"P": R, "R": P}.get(placement.kind, placement)
 
 
-def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.Tensor:
+def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement, extent: int | None = None) -> torch.Tensor:
     """This rank's part of a tensor in placement `dst` from that in `src`, as `convert`, without a gradient.
 
     I and R are the same here: a whole value is equal on every rank.
@@ -285,17 +330,17 @@ def move(x: torch.Tensor, axis: Axis, src: Placement, dst: Placement) -> torch.T
         case "P", "I":
             return all_reduce(x, axis)
         case "P", "S":
-            return reduce_scatter(x, axis, dst.dim)
+            return reduce_scatter(x, axis, _parts_of(axis, dst, x.shape[dst.dim]))
         case "S", "I":
-            return all_gather(x, axis, src.dim)
+            return all_gather(x, axis, _parts_of(axis, src, extent))
         case "S", "S":
-            return all_to_all(x, axis, src.dim, dst.dim)
+            return all_to_all(x, axis, _parts_of(axis, src, extent), _parts_of(axis, dst, x.shape[dst.dim]))
         case "I", "S":
-            return x.chunk(axis.size, dst.dim)[axis.index]
+            return _parts_of(axis, dst, x.shape[dst.dim]).of_whole(x, axis.index, axis.size)
         case "I", "P":
             return x if axis.index == 0 else torch.zeros_like(x)
         case "S", "P":
-            return _pad(x, axis, src.dim)
+            return _with_zeros(x, axis, _parts_of(axis, src, extent))
     raise AssertionError(f"no conversion {src} -> {dst}")
 
 
@@ -309,40 +354,47 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     return out
 
 
-def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part along `dim` of the sum of the ranks' `x`; contiguous."""
+def reduce_scatter(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
+    """This rank's part of the sum of the ranks' `x`; contiguous."""
+    whole, x = x, of.spread(x.movedim(of.dim, 0)).contiguous()
     if axis.nest is not None and axis.nest.takes("reduce_scatter", x):
-        return _begin_scatter(axis, (dim,), (x,), False)()[0]
-    x = x.movedim(dim, 0).contiguous()
+        return _begin_scatter(axis, (of,), (whole,), False)()[0]
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is not None:
         scatter_into(out, x, group=axis.group)
-    return out.movedim(0, dim).contiguous()
+    return of.own(out, axis.index).movedim(0, of.dim).contiguous()
 
 
-def all_gather(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' `x` concatenated along `dim` in rank order; contiguous, which some ops require."""
-    if axis.nest is not None and axis.nest.nesting.takes("all_gather", axis.size * x.numel() * x.itemsize):
-        return _begin_gather(axis, (dim,), (x,), False)()[0]
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+def all_gather(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
+    """The ranks' `x` concatenated in rank order; contiguous, which some ops require."""
+    part = of.padded(x.movedim(of.dim, 0))
+    if axis.nest is not None and axis.nest.nesting.takes("all_gather", axis.size * part.numel() * part.itemsize):
+        return _begin_gather(axis, (of,), (x,), False)()[0]
+    part = part.contiguous()
+    out = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
     if axis.group is not None:
-        gather_into(out, x, group=axis.group)
-    return out.movedim(0, dim).contiguous()
+        gather_into(out, part, group=axis.group)
+    return of.joined(out).movedim(0, of.dim).contiguous()
 
 
-def all_to_all(x: torch.Tensor, axis: Axis, src_dim: int, dst_dim: int) -> torch.Tensor:
-    """The local part `x` of a tensor split along `src_dim`, converted to a split along `dst_dim`."""
-    parts = torch.stack(x.chunk(axis.size, dst_dim)).contiguous()
+def all_to_all(x: torch.Tensor, axis: Axis, src: DimParts, dst: DimParts) -> torch.Tensor:
+    """The local part `x` of a tensor in the parts `src`, converted to the part of one in the parts `dst`."""
+    x = src.padded(x.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes else x
+    x = dst.spread(x.movedim(dst.dim, 0)).movedim(0, dst.dim) if dst.sizes else x
+    parts = torch.stack(x.chunk(axis.size, dst.dim)).contiguous()
     out = torch.empty_like(parts)
     if axis.group is not None:
         dist.all_to_all_single(out, parts, group=axis.group)
-    return torch.cat(out.unbind(0), dim=src_dim)
+    whole = torch.cat(out.unbind(0), dim=src.dim)
+    whole = src.joined(whole.movedim(src.dim, 0)).movedim(0, src.dim) if src.sizes else whole
+    return dst.own(whole.movedim(dst.dim, 0), axis.index).movedim(0, dst.dim).contiguous() if dst.sizes else whole
 
 
-def _pad(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _with_zeros(x: torch.Tensor, axis: Axis, of: DimParts) -> torch.Tensor:
+    """A tensor of the size of all parts together, with `x` in the place of this rank's."""
+    sizes = of.sizes or (x.shape[of.dim],) * axis.size
     shape = list(x.shape)
-    shape[dim] *= axis.size
+    shape[of.dim] = sum(sizes)
     out = x.new_zeros(shape)
-    out.chunk(axis.size, dim)[axis.index].copy_(x)
+    out.narrow(of.dim, sum(sizes[: axis.index]), sizes[axis.index]).copy_(x)
     return out

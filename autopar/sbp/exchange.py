@@ -19,6 +19,7 @@ from autopar.sbp.convert import Axis, all_gather
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import BETWEEN, COMBINE, EXCHANGES, Strategy
+from autopar.sbp.uneven.dim_parts import DimParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ def route_by(offs: torch.Tensor, axes: Sequence[Axis], num_rows: int, *, is_chec
     exchanges: list[_Exchange] = []
     for axis in axes:
         others = num_rows - offs[-1:] if is_checked and not exchanges else offs.new_zeros(1)
-        counts = all_gather(torch.cat((F.pad(offs, (1, 0)).diff(), others.to(offs.dtype)))[None], axis, 0)
+        counts = all_gather(torch.cat((F.pad(offs, (1, 0)).diff(), others.to(offs.dtype)))[None], axis, DimParts(0))
         per_rank = (counts.shape[1] - 1) // axis.size
         of_own = counts[:, axis.index * per_rank : (axis.index + 1) * per_rank]
         if axis.group is None:

@@ -1,11 +1,12 @@
 """Local arguments of an op: the global sizes that tracing wrote into its arguments, replaced by local ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autopar.ir.graph import Op, arguments_of, resolve
-from autopar.sbp.placement import local_shape
+from autopar.sbp.local_ops import LOCAL_OPS
 from autopar.sbp.signature import Strategy
+from autopar.sbp.uneven.parts import PartSize, part_shape, part_size
 
 Shape = tuple[int, ...]
 # (op, local shape of input 0, of output 0) -> arguments that change
@@ -15,15 +16,29 @@ LocalArguments = Callable[[Op, Shape, Shape], Mapping[str, Any]]
 def localize(
     op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """(args, kwargs) of `op` as one rank calls it on its parts under `strategy`; `Slot`s are kept."""
+    """(args, kwargs) of `op` as one rank calls it on its parts under `strategy`; `Slot`s are kept.
+
+    Sizes that the ranks have different ones of are `PartSize`s. A local op is told of such parts by `ROLE_part`: the
+    size of the dim that the axes of the role split, and the unit of its parts.
+    """
     local_arguments = LOCAL_ARGUMENTS.get(op.target)
     if local_arguments is None:
-        return op.args, op.kwargs
-    source = local_shape(op.inputs[0].shape, strategy.input_layout(0), mesh_shape) if op.inputs else ()
-    changed = local_arguments(op, source, local_shape(op.outputs[0].shape, strategy.output_layout(0), mesh_shape))
+        return op.args, (*op.kwargs, *_parts_of_roles(op, strategy, mesh_shape))
+    source = part_shape(op.inputs[0].shape, strategy.input_layout(0), mesh_shape) if op.inputs else ()
+    changed = local_arguments(op, source, part_shape(op.outputs[0].shape, strategy.output_layout(0), mesh_shape))
     names = [argument.name for argument in resolve(op.target)._schema.arguments]
     args = tuple(changed.get(name, arg) for name, arg in zip(names, op.args))
     return args, tuple((name, changed.get(name, arg)) for name, arg in op.kwargs)
+
+
+def _parts_of_roles(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    roles = {signature.role for signature in strategy.signatures} - {""}
+    for role in sorted(roles & LOCAL_OPS[op.target].uneven_roles) if roles else ():
+        signature = next(one for one in strategy.signatures if one.role == role)
+        slot, dim = next((slot, placed.dim) for slot, placed in enumerate(signature.inputs) if placed.is_split)
+        extent, layout = op.inputs[slot].shape[dim], strategy.input_layout(slot)
+        if isinstance(part_size(extent, dim, layout, mesh_shape), PartSize):
+            yield f"{role}_part", (extent, max(placed.unit for placed in layout if placed.dim == dim))
 
 
 def _output_size(name: str) -> LocalArguments:
@@ -39,7 +54,7 @@ def _unflatten(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
 
 def _repeat(op: Op, source: Shape, output: Shape) -> dict[str, Any]:
     padded = (1,) * (len(output) - len(source)) + source
-    return {"repeats": tuple(out // own if own else 1 for own, out in zip(padded, output))}
+    return {"repeats": tuple((out if own == 1 else out // own) if own else 1 for own, out in zip(padded, output))}
 
 
 def _repeat_interleave(op: Op, source: Shape, output: Shape) -> dict[str, Any]:

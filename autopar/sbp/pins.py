@@ -10,7 +10,7 @@ from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Input
 from autopar.mesh import Mesh
 from autopar.sbp.assignment import Assignment
-from autopar.sbp.placement import I, Layout, format_layout, is_even, parse_layout
+from autopar.sbp.placement import I, Layout, can_be_stored, format_layout, parse_layout
 from autopar.sbp.signature import Candidates
 
 
@@ -103,10 +103,10 @@ def _checked(fqn: str, text: str, item: Input, mesh: Mesh) -> Layout:
         raise PinError(
             f"pin {fqn}={text!r}: a tensor is stored split (S(dim)) or whole (B), found {format_layout(layout)}"
         )
-    if not is_even(shape, layout, mesh.shape):
+    if not can_be_stored(shape, layout, mesh.shape):
         raise PinError(
-            f"pin {fqn}={text!r}: shape {list(shape)} does not divide evenly over mesh {mesh}; split another dim or"
-            " fewer axes"
+            f"pin {fqn}={text!r}: shape {list(shape)} cannot be stored so on mesh {mesh}; split a dim that it has, of"
+            " at least one element a rank"
         )
     return layout
 

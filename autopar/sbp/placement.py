@@ -12,14 +12,19 @@ class Placement:
     of the global size, in the rank's own order, L() the global size. E(dim): each rank has the rows of its own experts,
     sorted by expert, as many as there are, on average a part of the global size. There is no conversion from or to L
     and E: only ops turn one into the other.
+
+    `unit`: of a split whose parts are multiples of so many elements, S(dim/unit), as heads are; see `parts.part_sizes`.
     """
 
     kind: str
     dim: int = -1
+    unit: int = 1
 
     def __str__(self) -> str:
         name = {"I": "B", "R": "B*"}.get(self.kind, self.kind)
-        return f"{name}({self.dim})" if self.is_split else name
+        if not self.is_split:
+            return name
+        return f"{name}({self.dim})" if self.unit == 1 else f"{name}({self.dim}/{self.unit})"
 
     __repr__ = __str__
 
@@ -39,10 +44,10 @@ P, I, R = Placement("P"), Placement("I"), Placement("R")  # noqa: E741 - I is th
 Layout = tuple[Placement, ...]  # one placement per mesh axis, outermost axis first
 
 
-def S(dim: int) -> Placement:
-    """The placement split along `dim`, which is not negative."""
+def S(dim: int, unit: int = 1) -> Placement:
+    """The placement split along `dim`, which is not negative, in multiples of `unit`."""
     assert dim >= 0, f"S needs a non-negative dim, found {dim}"
-    return Placement("S", dim)
+    return Placement("S", dim, unit)
 
 
 def L(dim: int = -1) -> Placement:
@@ -55,11 +60,12 @@ def E(dim: int) -> Placement:
     return Placement("E", dim)
 
 
-# A layout as numbers, which compare fast: for each axis the dim of a split (of L and E: more than any dim), or a
-# negative number for another kind.
+# A layout as numbers, which compare fast: for each axis the dim of a split (of L and E: more than any dim; in units: so
+# many times UNIT more), or a negative number for another kind.
 Codes = tuple[int, ...]
 PENDING, WHOLE, USED, OWN = -1, -2, -3, -4
 OWN_DIM = 64  # the code of L(0), and half that of E(0); torch's tensors have at most as many dims
+UNIT = 256
 _OF_KIND = {"P": PENDING, "I": WHOLE, "R": USED, "L": OWN}
 _OF_CODE = {PENDING: P, WHOLE: I, USED: R, OWN: L()}
 
@@ -70,12 +76,19 @@ def codes_of(layout: Layout) -> Codes:
     >>> codes_of((S(1), P, I, R))
     (1, -1, -2, -3)
     """
-    return tuple([placement.dim if placement.kind == "S" else _other_code(placement) for placement in layout])
+    return tuple(
+        [
+            placement.dim if placement.kind == "S" and placement.unit == 1 else _other_code(placement)
+            for placement in layout
+        ]
+    )
 
 
 def _other_code(placement: Placement) -> int:
     if not placement.is_split:
         return _OF_KIND[placement.kind]
+    if placement.kind == "S":
+        return placement.dim + UNIT * placement.unit
     return placement.dim + (OWN_DIM if placement.kind == "L" else 2 * OWN_DIM)
 
 
@@ -88,7 +101,8 @@ def placement_of(code: int) -> Placement:
     """The placement whose code is `code`."""
     if code < 0:
         return _OF_CODE[code]
-    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM)
+    unit, code = divmod(code, UNIT)
+    return Placement("SLE"[code // OWN_DIM], code % OWN_DIM, unit or 1)
 
 
 def is_convertible(src: Layout, dst: Layout) -> bool:
@@ -111,11 +125,15 @@ def parse_layout(text: str) -> Layout:
     >>> parse_layout("S(1)B*P")
     (S(1), B*, P)
     """
-    parts = re.findall(r"[SLE]\([0-9]+\)|B\*|B|P|L", text)
+    parts = re.findall(r"S\([0-9]+/[1-9][0-9]*\)|[SLE]\([0-9]+\)|B\*|B|P|L", text)
     if "".join(parts) != text:
         raise ValueError(f"not a layout: {text!r}; write one of S(dim), B, B*, P per mesh axis, e.g. 'S(0)B'")
     plain = {"B": I, "B*": R, "P": P, "L": L()}
-    return tuple(plain[part] if part in plain else Placement(part[0], int(part[2:-1])) for part in parts)
+    return tuple(plain[part] if part in plain else Placement(part[0], *_numbers(part[2:-1])) for part in parts)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split("/")]
 
 
 def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
@@ -128,17 +146,46 @@ def num_parts(layout: Layout, mesh_shape: tuple[int, ...], dim: int) -> int:
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every split dim exists and its size is a multiple of its number of parts; only such layouts are used."""
-    dims = {placement.dim for placement in layout if placement.is_split}
+    """Whether every split dim exists and its size is a multiple of its number of parts, in units."""
+    units = {placement.dim: placement.unit for placement in layout if placement.is_split}
     return all(
-        dim < len(shape) and shape[dim] % num_parts(layout, mesh_shape, dim) == 0 and shape[dim] > 0 for dim in dims
+        dim < len(shape) and shape[dim] % (num_parts(layout, mesh_shape, dim) * unit) == 0 and shape[dim] > 0
+        for dim, unit in units.items()
     )
 
 
+def can_split(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether every split dim exists and has whole units; once its parts differ, all further axes split the same units.
+
+    Parts need not be equal, and ranks behind the last have none.
+    """
+    local, unit_of = list(shape), dict[int, int]()  # of dims whose parts differ
+    for placement, size in zip(layout, mesh_shape):
+        if placement.is_split:
+            dim, unit = placement.dim, placement.unit
+            if dim >= len(shape) or not shape[dim] or local[dim] % unit or unit_of.get(dim, unit) != unit:
+                return False
+            if local[dim] % (size * unit):
+                unit_of[dim] = unit
+            local[dim] = -(-local[dim] // (size * unit)) * unit
+    return True
+
+
+def can_be_stored(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can lie in `layout` as a DTensor, whose parts have no units, with no axis larger than what it
+    splits.
+    """
+    is_plain = all(placement.kind in "SI" and placement.unit == 1 for placement in layout)
+    if not is_plain or not can_split(shape, layout, mesh_shape):
+        return False
+    return all(shape[placed.dim] >= num_parts(layout, mesh_shape, placed.dim) for placed in layout if placed.is_split)
+
+
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor of global `shape`; `layout` must be even."""
+    """The shape of the first rank's part of a tensor of global `shape`; no rank has a larger one."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape):
         if placement.is_split:
-            local[placement.dim] //= size
+            unit = placement.unit
+            local[placement.dim] = -(-local[placement.dim] // (size * unit)) * unit
     return tuple(local)

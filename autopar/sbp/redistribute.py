@@ -8,13 +8,17 @@ from functools import lru_cache
 from autopar.ir.graph import Value
 from autopar.sbp.placement import (
     PENDING,
+    UNIT,
     WHOLE,
     Codes,
+    I,
     Layout,
     Placement,
     codes_of,
     is_convertible,
+    is_even,
     kind_of,
+    local_shape,
     placement_of,
 )
 
@@ -137,8 +141,8 @@ def _next_move(layout: Codes, dst: Codes) -> tuple[tuple[int, ...], int]:
             best, best_key, target = axes, (_urgency(have, want), -axes[0]), want
     if best is not None:
         return best, target
-    blocked = {code for pair in groups for code in pair}
-    return (max(axis for axis, code in enumerate(layout) if code >= 0 and code in blocked),), WHOLE
+    blocked = {code % UNIT for pair in groups for code in pair}
+    return (max(axis for axis, code in enumerate(layout) if code >= 0 and code % UNIT in blocked),), WHOLE
 
 
 def _urgency(have: int, want: int) -> int:
@@ -167,12 +171,16 @@ def _is_ready(layout: Codes, dst: Codes, axes: tuple[int, ...]) -> bool:
     have, want = layout[axes[0]], dst[axes[0]]
     if have < 0 and want < 0:
         return True
+    is_made = want >= 0
+    if have % UNIT == want % UNIT:  # other parts of one dim: by way of the whole
+        return False
+    have, want = have % UNIT, want % UNIT  # only the dims matter; UNIT - 1 and less is none
     for axis in range(axes[0] + 1, len(layout)):
-        if layout[axis] >= 0 and layout[axis] in (have, want) and axis not in axes:
+        if layout[axis] >= 0 and layout[axis] % UNIT in (have, want) and axis not in axes:
             return False
-    if want >= 0:
+    if is_made:
         for axis in range(axes[-1]):
-            if layout[axis] != dst[axis] and want in (layout[axis], dst[axis]) and axis not in axes:
+            if layout[axis] != dst[axis] and want in (layout[axis] % UNIT, dst[axis] % UNIT) and axis not in axes:
                 return False
     return True
 
@@ -214,14 +222,28 @@ def collectives_of(
     `sum_itemsize`: of its gradient while that is summed, `itemsize` if 0.
     """
     have, want = codes_of((step.src, step.dst))
-    size = math.prod(shape), itemsize, sum_itemsize or itemsize
+    num_elements = math.prod(shape)
+    kinds = collective_kinds((step.axes, have, want, codes_of(step.layout)), mesh_shape)
+    if kinds and not (is_even(shape, step.layout, mesh_shape) and is_even(shape, step.after, mesh_shape)):
+        kinds, num_elements = [replace(kind, divisor=1) for kind in kinds], _sent_elements(step, shape, mesh_shape)
+    size = num_elements, itemsize, sum_itemsize or itemsize
     return tuple(
         [
             Collective(found.kind, found.axes, found.num_bytes(*size), found.phase)
-            for found in collective_kinds((step.axes, have, want, codes_of(step.layout)), mesh_shape)
+            for found in kinds
             if needs_grad or found.phase == "forward"
         ]
     )
+
+
+def _sent_elements(step: LayoutStep, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
+    """Elements of the larger buffer on the first rank, where parts differ: each is sent as if as large as the first."""
+    local = local_shape(shape, step.layout, mesh_shape)
+    if step.dst.is_split:
+        placed = tuple(step.dst if axis in step.axes else I for axis in range(len(mesh_shape)))
+        local = local_shape(local, placed, mesh_shape)
+    is_cut = step.src.is_split or step.dst.is_split
+    return math.prod(local) * math.prod(mesh_shape[axis] for axis in step.axes if is_cut)
 
 
 def collectives_of_value(step: LayoutStep, value: Value, mesh_shape: tuple[int, ...]) -> tuple[Collective, ...]:

@@ -162,9 +162,9 @@ def test_ops_without_rule_are_listed_with_their_cost():
 
 
 def test_dims_an_axis_does_not_divide_are_listed():
-    mesh = Mesh((3,), ("odd",))
-    text = hand_made("mlp", "ddp", mesh).explain()
-    assert re.search(r"odd +head\.weight +0 +16\n", text)
+    text = hand_made("mlp", "ddp", Mesh((64,), ("many",))).explain()
+    assert re.search(r"many +head\.weight +0 +16\n", text)
+    assert "parts that differ" in hand_made("mlp", "ddp", Mesh((3,), ("odd",))).explain()
 
 
 def test_hand_plans_are_compared():

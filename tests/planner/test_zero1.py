@@ -70,11 +70,11 @@ def test_it_holds_one_more_part_of_the_parameters_than_zero1(name):
     assert sum(whole.get(kind, 0) for kind in kinds) == 2 * size + state
 
 
-def test_the_state_of_what_nothing_divides_stays_whole():
-    """4 ranks, 5 x 6: others give whole parameters to single ranks or pad the last part."""
+def test_the_state_of_what_nothing_divides_is_in_parts_that_differ():
+    """4 ranks, 5 x 6: the first has 5 x 2 or 2 x 6."""
     model = nn.Linear(6, 5, bias=False, device="meta")
     graph = trace(model, (torch.empty(8, 6, device="meta"),), {})
-    assert by_hand(graph, "zero2", 4).memory_bytes["optimizer"] == 8 * 30
+    assert by_hand(graph, "zero2", 4).memory_bytes["optimizer"] in (8 * 10, 8 * 12)
     model = nn.Linear(8, 5, bias=False, device="meta")
     graph = trace(model, (torch.empty(8, 8, device="meta"),), {})
     assert by_hand(graph, "zero2", 4).memory_bytes["optimizer"] == 8 * 40 // 4

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
@@ -25,9 +25,10 @@ from autopar.runtime.load_program import axes_of, compile_source, namespace
 from autopar.sbp.assignment import Assignment, InBucket, without_prefetch
 from autopar.sbp.candidates import annotate
 from autopar.sbp.convert import Axis, dual
-from autopar.sbp.placement import I, Layout, P, R, S, is_even
+from autopar.sbp.placement import I, Layout, P, R, S, can_split
 from autopar.sbp.redistribute import Collective
 from autopar.verify.count_collectives import count_collectives
+from tests.runtime.as_priced import has_uneven_parts, is_as_priced
 from tests.runtime.random_graphs import Builder, Refused
 from tests.runtime.random_ops import FAMILIES, WEIGHTS
 from tests.sbp.exercise import in_order, record
@@ -150,7 +151,7 @@ def _any_layout(draw: Random, value: Value, mesh: Mesh) -> Layout:
     layout = tuple(draw.choice(splits if splits and draw.random() < 0.5 else whole) for _ in mesh.shape)
     if draw.random() < 0.3:  # conversions of several axes at once
         layout = layout[:1] * mesh.ndim
-    return layout if is_even(value.shape, layout, mesh.shape) else (draw.choice(whole),) * mesh.ndim
+    return layout if can_split(value.shape, layout, mesh.shape) else (draw.choice(whole),) * mesh.ndim
 
 
 def differences(example: Example, found: Mapping[Coordinate, Found] | None = None) -> tuple[list[str], list[str]]:
@@ -165,35 +166,14 @@ def differences(example: Example, found: Mapping[Coordinate, Found] | None = Non
     wrong = [
         f"rank {at} issued besides {_text(counted - priced)}, not {_text(priced - counted)}"
         for at, (counted, _) in found.items()
-        if not is_as_priced(counted, priced, is_exact=all_gradients_arrive(example.graph) and not _rests(example))
+        if not is_as_priced(
+            counted,
+            priced,
+            is_exact=all_gradients_arrive(example.graph) and not _rests(example),
+            is_first=not any(at) or not has_uneven_parts(example.graph, example.assignment, example.mesh.shape),
+        )
     ]
     return _wrong_numbers(example, {at: tensors for at, (_, tensors) in found.items()}), wrong
-
-
-def is_as_priced(counted: Counter[Collective], priced: Counter[Collective], *, is_exact: bool) -> bool:
-    """Whether a rank issued what was priced; unless `is_exact`, collectives of backward may be missing."""
-    missing = priced - counted
-    return not counted - priced and (not missing or (not is_exact and all(c.phase == "backward" for c in missing)))
-
-
-def are_as_priced(reports: Sequence[Mapping[str, Any]], *, is_exact: bool) -> bool:
-    """`is_as_priced` of all ranks together: how many collectives of a kind there are and their bytes, of which ranks
-    that exchange rows by expert have different shares.
-    """
-    issued, planned = (_totals(report[name] for report in reports) for name in ("issued", "planned"))
-    missing = {key for key in planned if issued.get(key, (0, 0)) < planned[key]}
-    exceeds = any(found > planned.get(key, (0, 0)) for key, found in issued.items())
-    return not exceeds and (not missing or (not is_exact and all(phase == "backward" for *_, phase in missing)))
-
-
-def _totals(each: Iterable[Counter[Collective]]) -> dict[tuple[str, tuple[int, ...], str], tuple[int, int]]:
-    """Kind, axes and phase of collectives -> how many there are, and their bytes."""
-    found: dict[tuple[str, tuple[int, ...], str], tuple[int, int]] = {}
-    for one, count in chain.from_iterable(counter.items() for counter in each):
-        key = one.kind, one.axes, one.phase
-        number, num_bytes = found.get(key, (0, 0))
-        found[key] = number + count, num_bytes + count * one.num_bytes
-    return found
 
 
 def all_gradients_arrive(graph: Graph) -> bool:

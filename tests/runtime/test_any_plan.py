@@ -27,11 +27,12 @@ from tests.runtime.any_plan import (
     is_stable,
     run_on_gloo,
 )
+from tests.runtime.as_priced import has_uneven_parts
 from tests.runtime.random_graphs import Builder
 from tests.runtime.random_ops import FAMILIES
 from tests.workers import Ranks
 
-NUM_EXAMPLES, NUM_FRESH = 900, 80
+NUM_EXAMPLES, NUM_FRESH = 1000, 80
 ROLES = {
     "batch",
     "channel_groups",
@@ -102,6 +103,7 @@ def _features(example: Example) -> set[str]:
     }
     found |= {f"mesh {example.mesh.shape}"} | ({"all collectives"} if all_gradients_arrive(example.graph) else set())
     found |= ({"buffers"} if example.graph.mutations else set()) | ({"split"} if example.is_split else set())
+    found |= {"uneven"} if has_uneven_parts(example.graph, example.assignment, example.mesh.shape) else set()
     steps = lower(example.graph, example.mesh, example.assignment).steps
     for step in steps:
         if isinstance(step, Convert):
@@ -121,7 +123,7 @@ def _check_covered(seen: Counter[str]) -> None:
         | {f"role {role}" for role in ROLES}
         | {f"mesh {shape}" for shape in MESHES}
     )
-    wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split"}
+    wanted |= {f"{src} -> {dst}" for src, dst in CONVERSIONS} | {"buffers", "together", "split", "uneven"}
     wanted |= {"S -> I together"}  # S -> R, and again: tests/runtime/saved_tensors/test_regather.py
     assert not [feature for feature in sorted(wanted) if seen[feature] < 3], seen
     assert all(seen[f"{src} -> {dst} jointly"] for src, dst in CONVERSIONS), seen

@@ -14,7 +14,8 @@ from autopar.planner.layouts.search_meshes import plan_of
 from autopar.plans.plan import Plan
 from autopar.sbp.analysis.expert_routing import routed_signatures
 from autopar.sbp.candidates import annotate
-from tests.runtime.any_plan import all_gradients_arrive, are_as_priced
+from tests.runtime.any_plan import all_gradients_arrive
+from tests.runtime.as_priced import are_as_priced
 from tests.runtime.test_local_routing import MORE, TOLERANCE, built, plan_called, train_under
 from tests.runtime.training import traced
 from tests.sbp.exercise import in_order

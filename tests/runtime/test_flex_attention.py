@@ -14,7 +14,7 @@ from autopar.ir.attention.flex_op import FLEX
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.verify.check_placements import check
-from tests.runtime.any_plan import is_as_priced
+from tests.runtime.as_priced import is_as_priced
 from tests.runtime.training import forward_backward, issued, plan_called, planned, traced, under, worst
 from tests.workers import Ranks, device_mesh
 from tests.zoo import Case

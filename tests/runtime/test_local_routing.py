@@ -21,7 +21,8 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.signature import EXCHANGES, Candidates, Strategy
 from autopar.verify.check_placements import check
 from tests.expert_loops import LOOPS, case_of
-from tests.runtime.any_plan import all_gradients_arrive, are_as_priced, is_as_priced
+from tests.runtime.any_plan import all_gradients_arrive
+from tests.runtime.as_priced import are_as_priced, is_as_priced
 from tests.runtime.staged import Sample, compared, one_device, plan_of_sample
 from tests.runtime.staged import under as under_stages
 from tests.runtime.training import forward_backward, issued, plan_called, planned, traced, under, worst

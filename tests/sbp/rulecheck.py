@@ -11,8 +11,9 @@ from autopar.ir.graph import Op, Slot, Value, resolve
 from autopar.sbp.convert import Axis, dual
 from autopar.sbp.localize import localize
 from autopar.sbp.op_signatures import signatures_of
-from autopar.sbp.placement import is_even
+from autopar.sbp.placement import can_split, is_even
 from autopar.sbp.signature import Signature, Strategy
+from autopar.sbp.uneven.parts import PartSize, part_sizes
 from tests.sbp.simulate import Coordinate, cut, join, on_ranks, on_threads
 
 Tensors = tuple[torch.Tensor, ...]
@@ -46,15 +47,18 @@ def _flat(result: Any) -> Tensors:
 
 def check_signature(op: Op, signature: Signature, num_ranks: int, inputs: Tensors) -> bool:
     """Check one signature on `num_ranks` ranks; False if it does not divide evenly, AssertionError if it is wrong."""
+    placed = zip(op.inputs + op.outputs, signature.inputs + signature.outputs)
+    if not all(is_even(value.shape, (placement,), (num_ranks,)) for value, placement in placed):
+        return False
     return check_strategy(op, Strategy((signature,)), (num_ranks,), inputs)
 
 
 def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inputs: Tensors) -> bool:
-    """Check one strategy on a whole mesh."""
+    """Check one strategy on a whole mesh; False if it cuts what has no parts."""
     ins = [strategy.input_layout(i) for i in range(len(op.inputs))]
     outs = [strategy.output_layout(i) for i in range(len(op.outputs))]
     values = list(zip(op.inputs + op.outputs, ins + outs))
-    if not all(is_even(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(
+    if not all(can_split(value.shape, layout, mesh_shape) for value, layout in values) or _cuts_units(
         strategy, mesh_shape
     ):
         return False
@@ -65,7 +69,7 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
 
     def rank(at: Coordinate, axes: tuple[Axis, ...] = ()) -> tuple[Tensors, Tensors]:
         local = [part[at].clone().requires_grad_(value.needs_grad) for part, value in zip(parts, op.inputs)]
-        result = _call(op, args, kwargs, local, _roles(strategy, axes))
+        result = _call(op, *sizes_of((args, kwargs), at, mesh_shape), local, _roles(strategy, axes))
         shapes, expected = [tuple(out.shape) for out in result], [tuple(g[at].shape) for g in grad_parts]
         assert shapes == expected, f"{op.target}: {strategy} expected shapes {expected}, found {shapes}"
         return result, _gradients(op, local, result, [g[at] for g in grad_parts])
@@ -80,6 +84,18 @@ def check_strategy(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...], inpu
             joined = join({at: grads[index] for at, (_, grads) in found.items()}, tuple(map(dual, layout)))
             _compare(joined, expected, f"{op.target}: gradient of input {index} of {strategy}")
     return True
+
+
+def sizes_of(args: Any, at: Coordinate, mesh_shape: tuple[int, ...]) -> Any:
+    """`args` with the sizes of the parts of the rank at `at`."""
+    if isinstance(args, tuple):
+        return tuple(sizes_of(arg, at, mesh_shape) for arg in args)
+    if not isinstance(args, PartSize):
+        return args
+    size = args.extent
+    for axis, unit in args.splits:
+        size = part_sizes(size, (mesh_shape[axis],), unit)[at[axis]]
+    return size
 
 
 def _cuts_units(strategy: Strategy, mesh_shape: tuple[int, ...]) -> bool:

@@ -33,8 +33,10 @@ def cut(x: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...]) -> dict[Co
 
 def _cut_once(x: torch.Tensor, placement: Placement, size: int) -> list[torch.Tensor]:
     if placement.kind == "S":
-        assert x.shape[placement.dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along {placement.dim}"
-        return list(x.tensor_split(size, placement.dim))
+        units, unit = x.shape[placement.dim] // placement.unit, placement.unit
+        assert units * unit == x.shape[placement.dim], f"{tuple(x.shape)} has no whole units of {placement}"
+        starts = [min(units, -(-units // size) * index) * unit for index in range(size + 1)]
+        return [x.narrow(placement.dim, a, b - a) for a, b in itertools.pairwise(starts)]
     noise = [
         torch.randn_like(x) if x.is_floating_point() or x.is_complex() else torch.randint_like(x, 5)
         for _ in range(size - 1)

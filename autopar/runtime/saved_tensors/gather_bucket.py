@@ -8,7 +8,7 @@ the arrival's node on, while the ops between both are differentiated, and have t
 import torch
 
 from autopar.runtime.rank_agreement import peers_alive
-from autopar.sbp.convert import Axis, begin_together, convert_together, dual
+from autopar.sbp.convert import Axis, Extents, begin_together, convert_together, dual
 from autopar.sbp.in_flight import Landing, is_in_turn
 from autopar.sbp.placement import Placement
 
@@ -30,7 +30,7 @@ class Unchanged:
 class GatherBucket:
     """Stored parameters that are gathered with one collective in forward, and again with one in backward.
 
-    `sources`, `targets`: their placements on `axis`, before and after; `sum_in`: as in `convert`.
+    `sources`, `targets`: their placements on `axis`, before and after; `sum_in`, `extents`: as in `convert_together`.
     Backward gathers those that it has any use for
     when the first of them is asked for, or before, and hands each out once.
     """
@@ -42,8 +42,9 @@ class GatherBucket:
         targets: tuple[Placement, ...],
         *stored: torch.Tensor,
         sum_in: torch.dtype | None = None,
+        extents: Extents = (),
     ) -> None:
-        self.sum_in = sum_in
+        self.sum_in, self.extents = sum_in, extents
         self.axis, self.ends, self.stored = axis, list(zip(sources, targets, strict=True)), stored
         self.unchanged = [Unchanged(x) for x in stored]
         self.wanted: set[int] = set()
@@ -69,7 +70,8 @@ class GatherBucket:
         if ticket is not None:
             return _Arrival.apply(self, ticket)
         sources, targets = zip(*self.ends, strict=True)
-        return convert_together(self.axis, sources, targets, *self.stored, sum_in=self.sum_in)
+        ends = {"sum_in": self.sum_in, "extents": self.extents}
+        return convert_together(self.axis, sources, targets, *self.stored, **ends)
 
     def gathered(self, number: int) -> torch.Tensor:
         """Parameter `number`, gathered again."""
@@ -90,7 +92,8 @@ class GatherBucket:
         wanted = sorted(self.wanted)
         sources, targets = zip(*(self.ends[one] for one in wanted), strict=True)
         again = (self.unchanged[one].checked() for one in wanted)
-        return begin_together(self.axis, sources, targets, *again, is_async=not is_in_turn())
+        extents = tuple(self.extents[one] for one in wanted) if self.extents else ()
+        return begin_together(self.axis, sources, targets, *again, extents=extents, is_async=not is_in_turn())
 
     def begin_reduction(self, *gradients: torch.Tensor) -> None:
         """Start to reduce the gradients of the gathered parameters.
@@ -115,7 +118,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bucket, *stored):
         sources, targets = zip(*bucket.ends, strict=True)
-        bucket.gather = begin_together(bucket.axis, sources, targets, *stored, is_async=not is_in_turn())
+        how = {"extents": bucket.extents, "is_async": not is_in_turn()}
+        bucket.gather = begin_together(bucket.axis, sources, targets, *stored, **how)
         ctx.bucket = bucket
         return stored[0].new_empty(0)
 

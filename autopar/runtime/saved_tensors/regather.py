@@ -10,8 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.runtime.saved_tensors.gather_bucket import GatherBucket, Unchanged
 from autopar.runtime.saved_tensors.offload_saved import Offload, unpack
-from autopar.sbp.convert import Axis, move
-from autopar.sbp.placement import Placement
+from autopar.sbp.convert import move
 from autopar.torch_compat import StorageWeakRef
 
 
@@ -32,7 +31,7 @@ class _GatheredView:
 class _GatheredAlone:
     """A parameter that is gathered by itself, in `steps`."""
 
-    def __init__(self, stored: torch.Tensor, *steps: tuple[Axis, Placement, Placement]) -> None:
+    def __init__(self, stored: torch.Tensor, *steps: tuple[Any, ...]) -> None:
         self.stored, self.steps = Unchanged(stored), steps
 
     def want(self) -> None:
@@ -40,8 +39,8 @@ class _GatheredAlone:
 
     def gathered(self) -> torch.Tensor:
         made = self.stored.checked()
-        for axis, src, dst in self.steps:
-            made = move(made, axis, src, dst)
+        for step in self.steps:
+            made = move(made, *step)
         return made
 
 
@@ -70,12 +69,18 @@ class _GatheredTensor:
         )
         self.source = source
         self.size, self.stride = whole.shape, whole.stride()
+        self.has_elements = whole.numel() > 0
         self.num_views, self.num_left = 0, 0
         self.made: torch.Tensor | None = None
 
     def pack(self, x: torch.Tensor) -> _GatheredView | None:
         """`x` as a view of the gathered tensor; None if it is not one."""
-        if x.dtype != self.dtype or StorageWeakRef(x.untyped_storage()) != self.storage or x.is_neg() or not x.numel():
+        if (
+            x.dtype != self.dtype
+            or StorageWeakRef(x.untyped_storage()) != self.storage
+            or x.is_neg()
+            or bool(x.numel()) != self.has_elements
+        ):
             return None
         self.num_views += 1
         self.source.want()
@@ -103,7 +108,7 @@ def regathered(*parameters: tuple[Any, ...], rest: Offload | None = None) -> Ite
     """A scope in which saved tensors in the memory of a gathered parameter are not kept, but gathered again in
     backward.
 
-    `parameters`: (gathered tensor, stored part, steps from the part to the gathered tensor as (axis, src, dst) ...), or
+    `parameters`: (gathered tensor, stored part, steps from the part to it as (axis, src, dst), of `move`, ...), or
     (gathered tensor, the bucket that gathers it, its number there).
     One scope serves all parameters of an op, since only the innermost hooks see saved tensors; `rest` packs all other
     saved tensors. RuntimeError in backward if a stored part has changed in between, as autograd raises for its own

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from typing import Protocol
 
 from autopar.errors import AutoparError
@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph, Value
 from autopar.plans.choices import Choices
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
-from autopar.sbp.placement import Layout, format_layout
+from autopar.sbp.placement import Layout, format_layout, is_even, local_shape
 
 CLOSE = 0.05  # a plan is kept where one that is made anew takes no less than this share less
 # Planning anew is said to take at least this long: a plan that was read from a file took no time.
@@ -97,12 +97,12 @@ class KeptPlan:
     def _fits(self, choices: Choices, planner: CallPlanner) -> bool:
         """Whether the peak of `choices` is within the limit, as a known one times what tensors grow by says.
 
-        Squared, since an op may have tensors inside that grow twice as much as its outputs, such as scores. The peak is
-        predicted only where that is too much.
+        Squared, since an op may have tensors inside that grow twice as much as its outputs, such as scores; parts that
+        differ grow by rounding besides. The peak is predicted only where that is too much.
         """
-        limit = self.plan.memory_limit_bytes
+        limit, rounding = self.plan.memory_limit_bytes, _rounding(choices)
         for graph, peak_bytes in self._known_peaks(choices):
-            if peak_bytes * _growth(graph, choices.graph) ** 2 <= limit:
+            if peak_bytes * (rounding * _growth(graph, choices.graph)) ** 2 <= limit:
                 return True
         peak_bytes = max(planner.peaks(choices.plan))
         self.predicted = [*self.predicted, (choices, peak_bytes)][-MOST_PREDICTED:]
@@ -139,6 +139,24 @@ class Trial:
             return False
         self.kept.lost_s += self.call_s
         return self.kept.lost_s > self.kept.planning_s
+
+
+def _rounding(choices: Choices) -> float:
+    """The most that the first rank's part of a tensor is larger than its share: 1 where all parts are equal."""
+    assignment, mesh_shape = choices.assignment, choices.mesh.shape
+    placed = [(item.value.shape, assignment.layouts[item.value.name]) for item in choices.graph.inputs]
+    for op in choices.graph.ops:
+        strategy = assignment.strategies[op.name]
+        placed += [(x.shape, strategy.input_layout(i)) for i, x in enumerate(op.inputs)]
+        placed += [(x.shape, strategy.output_layout(i)) for i, x in enumerate(op.outputs)]
+    return max((_excess(*each, mesh_shape) for each in dict.fromkeys(placed)), default=1.0)
+
+
+def _excess(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> float:
+    if is_even(shape, layout, mesh_shape) or not prod(shape):
+        return 1.0
+    num_parts = prod(size for placement, size in zip(layout, mesh_shape) if placement.is_split)
+    return prod(local_shape(shape, layout, mesh_shape)) * num_parts / prod(shape)
 
 
 def _growth(before: Graph, after: Graph) -> float:

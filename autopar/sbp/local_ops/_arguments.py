@@ -10,6 +10,7 @@ from autopar.sbp.convert import Axis
 from autopar.sbp.placement import local_shape
 from autopar.sbp.redistribute import Collective
 from autopar.sbp.signature import Strategy
+from autopar.sbp.uneven.parts import part_sizes
 
 
 def role_axes(strategy: Strategy, role: str, mesh_shape: tuple[int, ...]) -> list[int]:
@@ -45,6 +46,26 @@ def rank_index(axes: Sequence[Axis]) -> int:
     for axis in axes:
         index = index * axis.size + axis.index
     return index
+
+
+Part = tuple[int, int]  # the size of a dim whose parts differ, and their unit
+
+
+def share_of(axes: Sequence[Axis], part: Part) -> float:
+    """This rank's share of a dim that `axes` split."""
+    extent, unit = part
+    own = extent
+    for axis in axes:
+        own = axis.part(own, unit)
+    return own / extent
+
+
+def first_of(axes: Sequence[Axis], part: Part | None, size: int) -> int:
+    """The position of the first element of this rank's part, which has `size`, of a dim that `axes` split."""
+    if part is None:
+        return rank_index(axes) * size
+    sizes = part_sizes(part[0], tuple(axis.size for axis in axes), part[1])
+    return sum(sizes[: rank_index(axes)])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

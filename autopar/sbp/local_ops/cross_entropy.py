@@ -7,7 +7,15 @@ import torch
 
 from autopar.ir.graph import Op, arguments_of
 from autopar.sbp.convert import Axis, all_reduce
-from autopar.sbp.local_ops._arguments import local_input_shape, num_ranks, rank_index, role_axes, sum_dtype
+from autopar.sbp.local_ops._arguments import (
+    Part,
+    first_of,
+    local_input_shape,
+    num_ranks,
+    role_axes,
+    share_of,
+    sum_dtype,
+)
 from autopar.sbp.local_ops._reductions import max_over, sum_over
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.sbp.placement import I
@@ -27,14 +35,18 @@ def cross_entropy(
     *,
     tokens: Sequence[Axis] = (),
     vocab: Sequence[Axis] = (),
+    tokens_part: Part | None = None,
+    vocab_part: Part | None = None,
 ) -> torch.Tensor:
     """aten.cross_entropy_loss; split over `tokens`, a mean is a term of the pending sum; over `vocab`, it is whole."""
     if not vocab and target.ndim == self.ndim:  # targets are probabilities: the mean is over all tokens
-        return torch.ops.aten.cross_entropy_loss(
-            self, target, weight, reduction, ignore_index, label_smoothing
-        ) / num_ranks(tokens)
+        mean = torch.ops.aten.cross_entropy_loss(self, target, weight, reduction, ignore_index, label_smoothing)
+        return mean / num_ranks(tokens) if tokens_part is None else mean * share_of(tokens, tokens_part)
     if vocab:
-        terms = _token_losses(self, target, weight, ignore_index, label_smoothing, vocab)
+        num_own = self.shape[min(1, self.ndim - 1)]
+        num_classes = vocab_part[0] if vocab_part else num_own * num_ranks(vocab)
+        first = first_of(vocab, vocab_part, num_own)
+        terms = _token_losses(self, target, weight, ignore_index, label_smoothing, vocab, (first, num_classes))
         total = terms if reduction == NONE else terms.sum()
     else:
         total = torch.ops.aten.cross_entropy_loss(self, target, weight, SUM, ignore_index, label_smoothing)
@@ -51,6 +63,7 @@ def nll_loss(
     ignore_index: int = -100,
     *,
     tokens: Sequence[Axis],
+    tokens_part: Part | None = None,
 ) -> torch.Tensor:
     """aten.nll_loss_nd with the mean over tokens that are split over `tokens`: a term of the pending sum."""
     total = torch.ops.aten.nll_loss_nd(self, target, weight, SUM, ignore_index)
@@ -64,15 +77,17 @@ def _token_losses(
     ignore_index: int,
     label_smoothing: float,
     vocab: Sequence[Axis],
+    place: tuple[int, int],
 ) -> torch.Tensor:
     """The loss of each token, in the shape of `target`; `logits`: of this rank's classes, `weight`: of all classes.
+
+    `place`: the first of this rank's classes, and the number of all.
 
     With t = max, s = sum_c exp(x_c - t):  -log softmax(x)_c = log s - (x_c - t); the smoothed part is its weighted sum
     over c.
     """
     x = logits.movedim(min(1, logits.ndim - 1), -1).to(sum_dtype(logits.dtype))
-    num_classes = x.shape[-1] * num_ranks(vocab)
-    first = rank_index(vocab) * x.shape[-1]
+    first, num_classes = place
     weights = x.new_ones(num_classes) if weight is None else weight.to(x.dtype)
     x = x - max_over(x.amax(-1, keepdim=True), vocab)
     rows = [x.exp().sum(-1), _pick(x, target - first)]
@@ -129,6 +144,8 @@ def _count_collectives(op: Op, strategy: Strategy, mesh_shape: tuple[int, ...]) 
 
 
 LOCAL_OPS = {
-    "aten.cross_entropy_loss.default": LocalOp(cross_entropy, _cross_entropy_collectives),
-    "aten.nll_loss_nd.default": LocalOp(nll_loss, _count_collectives),
+    "aten.cross_entropy_loss.default": LocalOp(
+        cross_entropy, _cross_entropy_collectives, frozenset(("tokens", "vocab"))
+    ),
+    "aten.nll_loss_nd.default": LocalOp(nll_loss, _count_collectives, frozenset(("tokens",))),
 }

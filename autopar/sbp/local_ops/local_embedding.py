@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from autopar.ir.graph import resolve
 from autopar.sbp.convert import Axis
-from autopar.sbp.local_ops._arguments import no_collectives, rank_index
+from autopar.sbp.local_ops._arguments import Part, first_of, no_collectives, rank_index
 from autopar.sbp.local_ops.local_op import LocalOp
 from autopar.torch_compat import OpOverload
 
@@ -22,10 +22,11 @@ def embedding(
     sparse: bool = False,
     *,
     rows: Sequence[Axis],
+    rows_part: Part | None = None,
 ) -> torch.Tensor:
     """aten.embedding of the ids within this rank's rows, zero for all others: a term of the pending sum."""
     num_rows = weight.shape[0]
-    first = rank_index(rows) * num_rows
+    first = first_of(rows, rows_part, num_rows)
     local = indices - first
     is_elsewhere = (local < 0) | (local >= num_rows)
     padding = padding_idx - first
@@ -53,6 +54,6 @@ def embedding_bag(op: OpOverload, *args: Any, rows: Sequence[Axis], **kwargs: An
 
 _BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
 LOCAL_OPS = {
-    "aten.embedding.default": LocalOp(embedding, no_collectives),
+    "aten.embedding.default": LocalOp(embedding, no_collectives, frozenset(("rows",))),
     **{target: LocalOp(partial(embedding_bag, resolve(target)), no_collectives) for target in _BAGS},
 }

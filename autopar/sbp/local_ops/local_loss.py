@@ -7,13 +7,16 @@ import torch
 
 from autopar.ir.graph import resolve
 from autopar.sbp.convert import Axis
-from autopar.sbp.local_ops._arguments import no_collectives, num_ranks
+from autopar.sbp.local_ops._arguments import Part, no_collectives, num_ranks, share_of
 from autopar.sbp.local_ops.local_op import LocalOp
 
 
-def mean_loss(loss: Callable[..., torch.Tensor], *args, elements: Sequence[Axis], **kwargs) -> torch.Tensor:
-    """The local mean divided by the number of equal parts: a term of the pending sum that is the global mean."""
-    return loss(*args, **kwargs) / num_ranks(elements)
+def mean_loss(
+    loss: Callable[..., torch.Tensor], *args, elements: Sequence[Axis], elements_part: Part | None = None, **kwargs
+) -> torch.Tensor:
+    """The local mean times this rank's share of the elements: a term of the pending sum that is the global mean."""
+    mean = loss(*args, **kwargs)
+    return mean / num_ranks(elements) if elements_part is None else mean * share_of(elements, elements_part)
 
 
 TARGETS = (
@@ -34,4 +37,6 @@ TARGETS = (
     "aten.binary_cross_entropy_with_logits.default",
 )
 
-LOCAL_OPS = {target: LocalOp(partial(mean_loss, resolve(target)), no_collectives) for target in TARGETS}
+LOCAL_OPS = {
+    target: LocalOp(partial(mean_loss, resolve(target)), no_collectives, frozenset(("elements",))) for target in TARGETS
+}

@@ -15,8 +15,10 @@ class LocalOp:
 
     `run(*args, **kwargs, **roles)` takes the op's arguments with local tensors, and for every role that a mesh axis
     takes the keyword `role=(Axis, ...)`, outermost axis first. `collectives(op, strategy, mesh_shape)` lists exactly
-    the collectives that `run` and its backward issue; axes of size 1 issue none.
+    the collectives that `run` and its backward issue; axes of size 1 issue none. `uneven_roles`: those of which parts
+    may differ in size; `run` then takes `role_part=(size of the dim, unit)` too.
     """
 
     run: Callable[..., Any]
     collectives: Callable[[Op, Strategy, tuple[int, ...]], tuple[Collective, ...]]
+    uneven_roles: frozenset[str] = frozenset()

@@ -60,8 +60,8 @@ def gathered_bytes_after_forward(case: Case) -> int:
         note(out)
         return out
 
-    def noted_together(axis: Axis, sources: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
-        outs = gather_together(axis, sources, *rest)
+    def noted_together(axis: Axis, sources: Any, *rest: Any, **how: Any) -> tuple[torch.Tensor, ...]:
+        outs = gather_together(axis, sources, *rest, **how)
         note(*(outs if sources[0].is_split else ()))
         return outs
 

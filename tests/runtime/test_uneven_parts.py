@@ -1,0 +1,76 @@
+"""Models of sizes that the ranks do not divide train like on one device: vocabulary, heads, features and batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.mesh import Mesh
+from tests.runtime.training import plan_called, traced
+from tests.runtime.uneven_model import odd_case, train_odd
+from tests.workers import Ranks, device_mesh
+
+KINDS = ("searched", "random:0", "random:1", "ddp", "zero3")
+
+
+def _check(reports: list[list[dict[str, Any]]], least_uneven: int = 1) -> None:
+    for rank, of_rank in enumerate(reports):
+        assert sum(report["uneven"] >= least_uneven for report in of_rank) >= len(of_rank) - 1
+        for report in of_rank:
+            where = f"{report['kind']} on rank {rank}"
+            for when in ("first", "last"):
+                difference, tensor = report[when]
+                assert difference < 1e-9, f"{where}: {tensor} differs by {difference:.2e}"
+            if rank == 0:  # no rank has larger parts, and others send as many tensors
+                assert report["issued"] == report["predicted"], where
+            assert sum(report["issued"].values()) == sum(report["predicted"].values()) > 0, where
+
+
+@pytest.mark.multirank
+def test_on_four_ranks(ranks4: Ranks) -> None:
+    """51 tokens, 7 samples, 5 heads of 4: on some ranks no head."""
+    _check(ranks4.run(train_odd, (4,), ("random:0", "zero3"), {}))
+
+
+@pytest.mark.multirank
+def test_on_any_mesh_of_four(ranks4: Ranks) -> None:
+    _check(ranks4.run(train_odd, (4,), KINDS, {"vocab": 50, "heads": 6, "batch": 10}))
+    _check(ranks4.run(train_odd, (2, 2), KINDS, {}))
+
+
+@pytest.mark.multirank
+def test_on_three_ranks() -> None:
+    ranks = Ranks(3)
+    try:
+        _check(ranks.run(train_odd, (3,), KINDS, {}))
+    finally:
+        ranks.stop()
+
+
+def epoch(batches: tuple[int, ...]) -> tuple[list[float], list[float], list[str]]:
+    """Losses of an epoch on ranks and on one device, and how arguments lie."""
+    case, other = odd_case(vocab=48, heads=4, batch=8), odd_case(vocab=48, heads=4, batch=8)
+    mesh = device_mesh((4,), ("dp",))
+    plan = plan_called("ddp", traced(case), Mesh((4,), ("dp",)))
+    model = autopar.compile(case.model, mesh, args=case.args, plan=plan)
+    losses: tuple[list[float], list[float]] = [], []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other.model)]
+    for batch in batches:
+        args = odd_case(vocab=48, heads=4, batch=batch).args
+        for found, each, optimizer in zip(losses, (model, other.model), optimizers):
+            optimizer.zero_grad()
+            loss = each(*args)
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss))
+    inputs = [one for program in model._autopar.loaded.values() for one in program.program.inputs]
+    layouts = [str(layout) for item, layout in inputs if item.kind == "argument"]
+    return *losses, layouts
+
+
+@pytest.mark.multirank
+def test_the_last_batch_of_an_epoch_is_split_unevenly(ranks4: Ranks) -> None:
+    for found, expected, layouts in ranks4.run(epoch, (8, 8, 7, 5)):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert len(layouts) >= 2 * 3 and set(layouts) == {"(S(0),)"}
