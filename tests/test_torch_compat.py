@@ -254,6 +254,17 @@ def test_hooks_of_a_module_and_a_tensor() -> None:
 def test_members_of_ops() -> None:
     assert torch.ops.aten._scaled_dot_product_flash_attention.default
     assert torch.ops.aten._scaled_dot_product_efficient_attention.default
+    given, ends = ["query", "key", "value"], ["logsumexp", "dropout_p", "is_causal", "attn_mask", "scale"]
+    for kernel, names in (
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, [*given, *ends[1:]]),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, ["grad_out", *given, "out", *ends]),
+    ):
+        assert [argument.name for argument in kernel.default._schema.arguments] == names
+    of_gpu = torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema
+    sizes = ["cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    of_random = ["philox_seed", "philox_offset", "scale"]
+    expected = ["grad_out", *given, "out", "logsumexp", *sizes, "dropout_p", "is_causal", *of_random]
+    assert [argument.name for argument in of_gpu.arguments] == expected
     assert [argument.name for argument in torch.ops.aten.add_.Tensor._schema.arguments] == ["self", "other", "alpha"]
     assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
 
