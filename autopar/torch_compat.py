@@ -112,10 +112,10 @@ MEMBERS = {
     **dict.fromkeys(("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"), "as _forward_hooks"),
     "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
     "_scaled_dot_product_efficient_attention": "fused kernels, of which only the private ops say what they keep",
-    "_scaled_dot_product_flash_attention": "as _scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention_backward": "blocks of attention that are joined by the sums of their rows",
-    "_scaled_dot_product_flash_attention_for_cpu": "as _scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "as _scaled_dot_product_flash_attention_backward",
+    **{
+        f"_scaled_dot_product_flash_attention{x}": "as above"
+        for x in ("", "_backward", "_for_cpu", "_for_cpu_backward")
+    },
     "_amp_foreach_non_finite_check_and_unscale_": "the op by which GradScaler looks at all gradients at once",
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
