@@ -94,6 +94,7 @@ __all__ = [
 ]
 
 # Members of torch's objects that torch does not document, which the package reads or writes where it needs them; why.
+_FLASH = ("", "_backward", "_for_cpu", "_for_cpu_backward")
 MEMBERS = {
     "_parameters": "the tables of a module: named_parameters() leaves out what is tied and what is None",
     **dict.fromkeys(("_buffers", "_modules"), "as _parameters"),
@@ -101,8 +102,7 @@ MEMBERS = {
     "_compiled_call_impl": "whether a module was compiled in place by module.compile()",
     "_call_impl": "a call with hooks that tracing does not take for a call of another module",
     "_check_input_dim": "whether a batch norm was given what it expects, as its own forward asks",
-    "_flat_weights": "recurrent modules keep their parameters here once more",
-    **dict.fromkeys(("_flat_weights_names", "_flat_weight_refs"), "as _flat_weights"),
+    **dict.fromkeys(("_flat_weights", "_flat_weights_names", "_flat_weight_refs"), "parameters of recurrent modules"),
     "_expr": "the symbol that an export gives the size of an argument, before it is replaced by an equal one",
     "_base": "the tensor that a view is of, for autograd",
     "_is_view": "whether autograd takes a tensor for a view, which detach_() refuses",
@@ -112,10 +112,7 @@ MEMBERS = {
     **dict.fromkeys(("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"), "as _forward_hooks"),
     "_post_accumulate_grad_hooks": "as _forward_hooks, of tensors",
     "_scaled_dot_product_efficient_attention": "fused kernels, of which only the private ops say what they keep",
-    **{
-        f"_scaled_dot_product_flash_attention{x}": "as above"
-        for x in ("", "_backward", "_for_cpu", "_for_cpu_backward")
-    },
+    **{f"_scaled_dot_product_flash_attention{x}": "as above, and joins blocks by sums of rows" for x in _FLASH},
     "_amp_foreach_non_finite_check_and_unscale_": "the op by which GradScaler looks at all gradients at once",
     "_local_scalar_dense": "the op that reads a tensor as a number: item(), float(), bool()",
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
