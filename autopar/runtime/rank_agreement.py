@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, PeerFailed, RankMismatch, warn
+from autopar.ir.folding.structure import structure_of
 from autopar.ir.graph import Graph
 from autopar.ir.print_graph import fingerprint
 from autopar.runtime.checks.lone_call import Calls
@@ -193,12 +194,17 @@ def _check_equal(items: Sequence[Any], what: str, remedy: str) -> None:
 
 
 def agreed_graph(mesh: DeviceMesh, make: Callable[[], Graph]) -> Graph:
-    """This rank's graph, if every rank has got the same one; otherwise every rank raises."""
+    """A graph that is the same on every rank, if all have got one that computes the same; otherwise every rank raises.
+
+    It is the first rank's where only the order of ops differs, as of a model that loops over a set.
+    """
     graph, error = _attempt("tracing", make)
-    reports = gather(mesh, (error, None if graph is None else fingerprint(graph)))
-    _raise_first([failure for failure, _ in reports], error)
-    _check_equal([made for _, made in reports], "models", "build the same model in the same mode on every rank")
-    return cast(Graph, graph)  # there is one where there is no error
+    prints = (None, None) if graph is None else (fingerprint(graph), structure_of(graph))
+    reports = gather(mesh, (error, *prints))
+    _raise_first([failure for failure, *_ in reports], error)
+    _check_equal([made for *_, made in reports], "models", "build the same model in the same mode on every rank")
+    is_same = len({made for _, made, _ in reports}) == 1
+    return cast(Graph, graph) if is_same else from_first(mesh, graph)  # there is one where there is no error
 
 
 def agree_on_call(mesh: DeviceMesh, key: tuple[Any, ...]) -> None:
