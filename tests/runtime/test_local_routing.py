@@ -76,7 +76,7 @@ def drawn(graph: Graph, folded: Folded, candidates: Candidates, mesh: Mesh, draw
     routed, axes = routed_signatures(graph), tuple(axis for axis in range(mesh.ndim) if draw.random() < 0.7)
     chosen = {
         name: draw.choice(
-            [one for one in offered if name not in routed or (_local_axes(one) == axes and "E(" not in str(one))]
+            [one for one in offered if _local_axes(one) == (axes if name in routed else ()) and "E(" not in str(one)]
         )
         for name, offered in sorted(candidates.strategies.items())
     }
