@@ -56,7 +56,8 @@ def test_views_are_those_that_share_memory() -> None:
         kept
     )
     permuted = {target for target, pairs in kept.items() if any(is_permutation(*pair) for pair in pairs)}
-    assert permuted == PERMUTATIONS & set(kept)
+    conjugated = {"aten.mH.default", "aten.matrix_H.default"}  # permutations of real numbers only
+    assert permuted - conjugated == PERMUTATIONS & set(kept)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in OP_FACTS if name.startswith("aten.")))

@@ -4,7 +4,8 @@ import pytest
 
 from autopar.mesh import Mesh
 from tests.expert_loops import LOOPS
-from tests.runtime.any_plan import all_gradients_arrive, are_as_priced
+from tests.runtime.any_plan import all_gradients_arrive
+from tests.runtime.as_priced import are_as_priced
 from tests.runtime.test_local_routing import TOLERANCE, built, exchanges, plan_called, train_under
 from tests.runtime.training import traced
 from tests.workers import Ranks

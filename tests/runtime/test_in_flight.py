@@ -160,10 +160,10 @@ def order_of_collectives() -> list[str]:
     model, x = Net().double(), torch.randn(8, 8, dtype=torch.float64)
     sharded, begin, happened = data_parallel(model, x, "zero3"), gather_bucket.begin_together, list[str]()
 
-    def noted(axis: Axis, sources: Any, *rest: Any, is_async: bool) -> gather_bucket.Landing:
+    def noted(axis: Axis, sources: Any, *rest: Any, is_async: bool, **how: Any) -> gather_bucket.Landing:
         assert is_async
         what = "gather" if sources[0].is_split else "reduction"
-        landing = begin(axis, sources, *rest, is_async=is_async)
+        landing = begin(axis, sources, *rest, is_async=is_async, **how)
         happened.append(f"{what} starts")
 
         def noted_landing() -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from autopar.sbp.candidates import annotate
 from autopar.sbp.convert import Axis, all_gather, all_reduce, begin_together, reduce_scatter
 from autopar.sbp.placement import I, P, S
 from autopar.sbp.redistribute import Collective
+from autopar.sbp.uneven.dim_parts import DimParts
 from autopar.verify.count_collectives import count_collectives
 from autopar.verify.one_step import planned_collectives
 from tests.workers import Ranks, device_mesh
@@ -90,8 +91,8 @@ def same_as_flat(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[l
     compare("all_reduce", lambda axis: all_reduce(x.movedim(1, 0), axis, dist.ReduceOp.MAX), num_bytes)
     compare("all_reduce", lambda axis: all_reduce(x[0, 0, 0], axis), 8)
     for dim in range(3):
-        compare("all_gather", lambda axis, dim=dim: all_gather(x, axis, dim), num_bytes * nested.size)
-    compare("reduce_scatter", lambda axis: reduce_scatter(x, axis, 1), num_bytes)
+        compare("all_gather", lambda axis, dim=dim: all_gather(x, axis, DimParts(dim)), num_bytes * nested.size)
+    compare("reduce_scatter", lambda axis: reduce_scatter(x, axis, DimParts(1)), num_bytes)
     return found
 
 

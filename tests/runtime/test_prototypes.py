@@ -10,7 +10,7 @@ import pytest
 from autopar.ir.trace import trace
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
-from tests.runtime.any_plan import are_as_priced
+from tests.runtime.as_priced import are_as_priced
 from tests.runtime.test_local_routing import TOLERANCE
 from tests.runtime.training import forward_backward, issued, plan_called, planned, under, worst
 from tests.workers import Ranks, device_mesh

@@ -41,7 +41,8 @@ SAMPLES = [
     ("einsum", ("iij->j", [f64(4, 4, 2)])),
     ("einsum", ("ij,k->k", [f64(2, 4), f64(6)])),
 ]
-GROUPED = {*TURNED_GROUPED, *TURNED_GROUPED.values()}
+GROUPED_LINEAR = "autopar.grouped_linear.default"
+GROUPED = {*TURNED_GROUPED, *TURNED_GROUPED.values(), GROUPED_LINEAR}
 TURNED = "autopar.turned_linear.default"
 
 
@@ -122,6 +123,7 @@ def test_a_grouped_product_with_turned_weights_is_split_as_one_without():
         return " ".join((first, second.translate(swapped), *rest))
 
     assert found == set(map(turned, exercise(plain, x, weight, ends)))
+    assert found == exercise(GROUPED_LINEAR, x, weight.detach().mT.contiguous().requires_grad_(), ends)
 
 
 def test_grouped_product_of_aten_has_the_same_signatures():
