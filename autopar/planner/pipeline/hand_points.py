@@ -92,13 +92,15 @@ Point = tuple[int, Mesh, int, tuple[HandPlan, ...]]  # ranks of the pipeline, su
 def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: Sequence[int]) -> list[Point]:
     """The points to try, in which every data rank has a sample of each microbatch.
 
-    If the batch is too small for that on all of `meshes` with the usual numbers of microbatches, fewer are tried;
-    otherwise the batch stays whole, and the search finds another split.
+    If the batch is too small for that on all of `meshes` with the usual numbers of microbatches, fewer are tried, then
+    splits of the sequence on any axis; otherwise the batch stays whole, and the search finds another split.
     """
 
-    def those(counts_of: Callable[[int], Sequence[int]], divides: Callable[..., bool]) -> list[Point]:
+    def those(
+        counts_of: Callable[[int], Sequence[int]], divides: Callable[..., bool], *, on_any: bool = False
+    ) -> list[Point]:
         found = (
-            (num_ranks, mesh, num, tuple(_fitting(model.outline, mesh, partial(divides, num=num))))
+            (num_ranks, mesh, num, tuple(_fitting(model.outline, mesh, partial(divides, num=num), on_any=on_any)))
             for num_ranks, mesh in meshes
             for num in num_microbatches or counts_of(num_ranks)
         )
@@ -110,6 +112,7 @@ def points(model: Model, meshes: Sequence[tuple[int, Mesh]], num_microbatches: S
     return (
         those(lambda num_ranks: _counts(model, num_ranks), is_even)
         or those(lambda _: model.counts, is_even)
+        or those(lambda _: model.counts, is_even, on_any=True)
         or those(lambda num_ranks: _counts(model, num_ranks), lambda _, num: num > 0)
     )
 
@@ -127,15 +130,11 @@ def num_data(plan: HandPlan, mesh: Mesh) -> int:
     return math.prod(size for axis, size in enumerate(mesh.shape) if axis not in others)
 
 
-def _fitting(outline: ModelFacts, mesh: Mesh, divides: Callable[[int], bool]) -> Iterator[HandPlan]:
-    """The plans whose data ranks the batch divides between.
-
-    The sequence is split on axes called cp, and where the batch is too small for their ranks too.
-    """
+def _fitting(outline: ModelFacts, mesh: Mesh, divides: Callable[[int], bool], *, on_any: bool) -> Iterator[HandPlan]:
+    """The plans whose data ranks the batch divides between; the sequence is split on axes called cp, or `on_any`."""
     for plan in _plans(outline, mesh):
         names = {mesh.axis_names[axis] for axis in plan.sequence_axes}
-        is_wanted = names <= {"cp"} or not divides(num_data(replace(plan, sequence_axes=()), mesh))
-        if divides(num_data(plan, mesh)) and is_wanted:
+        if divides(num_data(plan, mesh)) and (on_any or names <= {"cp"}):
             yield plan
 
 
