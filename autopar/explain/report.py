@@ -9,6 +9,7 @@ from typing import Any
 from autopar.costmodel.collective_time import algorithm_over_levels
 from autopar.costmodel.conversion_cost import conversion_times
 from autopar.costmodel.evaluate import Costs, PlannedCollective
+from autopar.costmodel.roofline import op_time
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import origin_of_figures
 from autopar.ir.graph import Value, short_dtype
@@ -256,14 +257,45 @@ def _gathered_outputs(plan: Plan) -> GatheredOutputs:
 
 
 def _not_divided(plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row for each dim that an axis does not divide, once for all copies."""
+    """A row for each dim that an axis does not divide, once for all copies, that of the most time first.
+
+    `degrees`: the next sizes of an axis, below and above, that divide the dim. `time_s`: what an op and its copies
+    would take less in a step if the axis split them, 0 if it splits them along another dim, or of a tensor.
+    """
+    yield from sorted(_undivided(plan), key=lambda row: -row["time_s"])
+
+
+def _undivided(plan: Plan) -> Iterator[dict[str, Any]]:
+    counts, ops = Counter(plan.folded.representative.values()), {op.name: op for op in plan.graph.ops}
     shapes = {op.name: op.outputs[0].shape if op.outputs else () for op in plan.graph.ops}
     shapes |= {item.value.name: item.value.shape for item in plan.graph.inputs}
     fqns = {item.value.name: item.fqn for item in plan.graph.inputs}
     for name, dim, axis in plan.not_divided:
         if plan.folded.representative[name] == name:
             size = shapes[name][dim] if dim < len(shapes[name]) else None
-            yield {"name": fqns.get(name, f"%{name}"), "dim": dim, "size": size, "axis": plan.mesh.axis_names[axis]}
+            degree, time_s = plan.mesh.shape[axis], 0.0
+            if name in ops and not _splits(plan, name, axis):
+                op_s = op_time(ops[name], plan.assignment.strategies[name], plan.mesh.shape, plan.cluster)
+                time_s = plan.training.num_microbatches * counts[name] * sum(op_s) * (1 - 1 / degree)
+            told = {"dim": dim, "size": size, "axis": plan.mesh.axis_names[axis], "time_s": time_s}
+            yield {"name": fqns.get(name, f"%{name}"), **told, "degrees": nearest_degrees(size, degree)}
+
+
+def _splits(plan: Plan, name: str, axis: int) -> bool:
+    signature = plan.assignment.strategies[name].signatures[axis]
+    return any(placement.kind not in "IR" for placement in (*signature.inputs, *signature.outputs))
+
+
+def nearest_degrees(size: int | None, degree: int) -> tuple[int, ...]:
+    """The next divisors of `size` below and above `degree`, which is none.
+
+    >>> nearest_degrees(8, 3), nearest_degrees(25, 4), nearest_degrees(7, 8)
+    ((2, 4), (1, 5), (7,))
+    """
+    if not size:
+        return ()
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    return (*[n for n in divisors if n < degree][-1:], *[n for n in divisors if n > degree][:1])
 
 
 def _uneven(plan: Plan) -> Iterator[str]:

@@ -164,9 +164,19 @@ def _not_divided(report: Report) -> str:
         if not report.uneven:
             return "The size of every mesh axis divides every dim that it could split."
         return _uneven(report)
-    lines = [[row["axis"], printable(row["name"]), str(row["dim"]), str(row["size"])] for row in report.not_divided]
+    lines = [
+        [
+            row["axis"],
+            printable(row["name"]),
+            str(row["dim"]),
+            str(row["size"] or ""),
+            " or ".join(map(str, row["degrees"])),
+            format_seconds(row["time_s"]) if row["time_s"] else "",
+        ]
+        for row in report.not_divided
+    ]
     rest = f"\n... and {len(lines) - MOST_UNDIVIDED} more, all in the JSON" if len(lines) > MOST_UNDIVIDED else ""
-    rows = table(lines[:MOST_UNDIVIDED], ["axis", "tensor", "dim", "size"])
+    rows = table(lines[:MOST_UNDIVIDED], ["axis", "tensor", "dim", "size", "next degrees", "costs a step at most"])
     uneven = f"\n{_uneven(report)}" if report.uneven else ""
     return "Dims never split along an axis, because its size does not divide theirs:\n" + rows + rest + uneven
 
