@@ -197,7 +197,7 @@ def measure_scope(case: Case, started: float) -> Row:
     sizes = [node.cost_s.size for node in problem.table.nodes]
     free = replace(problem.table, memory_limit_bytes=math.inf)
     limit = binding_limit(problem.table, SEARCH_LIMIT_S)
-    request, mesh, cluster = PlanRequest({}, {}, limit, WHOLE_BATCH), parse_mesh(case.mesh), load_cluster(case.cluster)
+    request, mesh, cluster = PlanRequest(memory_limit_bytes=limit), parse_mesh(case.mesh), load_cluster(case.cluster)
 
     def search() -> Row:
         times: dict[str, float] = {}

@@ -168,7 +168,8 @@ def _uneven_recipe(
     value: Value, sources: Layouts, targets: Layouts, mesh_shape: tuple[int, ...]
 ) -> UnevenRecipe | None:
     """None if all parts are equal."""
-    if all(extent % math.prod(mesh_shape) == 0 for extent in value.shape):
+    has_units = _has_units(sources) or _has_units(targets)
+    if not has_units and all(extent % math.prod(mesh_shape) == 0 for extent in value.shape):
         return None
     return _find_uneven(replace(value, needs_grad=True), sources, targets, mesh_shape)
 
@@ -189,6 +190,12 @@ def _find_uneven(value: Value, sources: Layouts, targets: Layouts, mesh_shape: t
     width = max(map(len, rows), default=0)
     padded = np.array([row + [-1] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)
     return UnevenRecipe(pairs, tuple(numbers), padded)
+
+
+@lru_cache(maxsize=256)
+def _has_units(layouts: Layouts) -> bool:
+    """Whether a split is in units, of which an axis may not divide the number although it divides the extent."""
+    return any(placement.is_split and placement.unit > 1 for layout in layouts for placement in layout)
 
 
 @lru_cache(maxsize=2**12)

@@ -11,7 +11,7 @@ from autopar.costmodel.conversion_cost import conversion_times, copy_bytes, same
 from autopar.ir.graph import Value
 from autopar.mesh import Mesh
 from autopar.sbp.placement import I, P, R, S
-from autopar.sbp.redistribute import collectives_of, redistribute
+from autopar.sbp.redistribute import collectives_of, collectives_of_value, redistribute
 
 CLUSTER = Cluster("test", (LinkLevel(2, 1e-6, 1e8), LinkLevel(0, 1e-5, 1e7)), {"float32": 1e9}, 1e8, 2**30, "made up")
 
@@ -29,6 +29,15 @@ def test_all_pairs(shape, needs_grad):
         collectives = [
             c for step in redistribute(src, dst) for c in collectives_of(step, value.shape, 4, shape, needs_grad)
         ]
+        assert found[i, j] == pytest.approx(sum(collective_time(CLUSTER, mesh, c) for c in collectives)), (src, dst)
+
+
+def test_pairs_whose_units_the_axes_do_not_divide_although_they_divide_the_extent():
+    mesh, value = Mesh((2, 8), ("a0", "a1")), Value("x", (64, 768), torch.float32, True)  # 12 heads of 64
+    layouts = tuple(itertools.product((S(0), S(1), P, R), (S(0), S(1), S(1, 64), P, R)))
+    found = conversion_times(value, layouts, layouts, mesh.shape, CLUSTER)
+    for (i, src), (j, dst) in itertools.product(enumerate(layouts), repeat=2):
+        collectives = [c for step in redistribute(src, dst) for c in collectives_of_value(step, value, mesh.shape)]
         assert found[i, j] == pytest.approx(sum(collective_time(CLUSTER, mesh, c) for c in collectives)), (src, dst)
 
 
