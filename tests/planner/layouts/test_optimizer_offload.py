@@ -90,7 +90,9 @@ def test_no_set_of_parameters_gives_a_faster_plan(host_bandwidth: float) -> None
     cluster = replace(CPU, host_bandwidth_bytes_per_s=host_bandwidth)
 
     def setting(limit: float, names: frozenset[str] = frozenset()) -> Setting:
-        request = PlanRequest({}, {}, limit, TRAINING, given=replace(NO_CHOICES, state_on_host=names))
+        request = PlanRequest(
+            memory_limit_bytes=limit, training=TRAINING, given=replace(NO_CHOICES, state_on_host=names)
+        )
         return Setting(graph, mesh, cluster, request, Budget.of(60.0))
 
     problem = setting(math.inf).problem(unfolded(graph))
