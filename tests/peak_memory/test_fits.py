@@ -69,7 +69,7 @@ def test_plans_with_a_large_vocabulary_fit_every_limit(mesh: str) -> None:
     model, args = tied_on_meta()
     free = plan(model, mesh, cluster=V100, args=args, time_limit_s=2.0, memory_limit_bytes=2**40)
     most = max(free.peak_bytes)
-    # on several ranks the scores are split by classes, whose loss is estimated to have a quarter more at a time than it has
+    # on several ranks scores are split by classes, whose loss is estimated to have a quarter more at a time than it has
     assert 0.95 < max(free.memory_bytes) / most < (1.05 if mesh == "1" else 1.3)
     for part in (0.3, 0.5, 0.62, 0.75, 0.9, 0.99, 1.01):
         limit = part * most
