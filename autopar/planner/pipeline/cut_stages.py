@@ -8,12 +8,13 @@ from autopar.costmodel.activations.saved_activations import Regions
 from autopar.ir.folding.fold import Folded
 from autopar.ir.graph import Graph, Value
 from autopar.ir.split_stages import StageGraph
+from autopar.mesh import Mesh
 from autopar.planner.pipeline.hand_points import Model
 from autopar.planner.pipeline.sweep import Staged
 from autopar.plans.staged_plan import stage_graphs
 from autopar.sbp.analysis.sample_blocks import classes_of, fold_microbatch
 from autopar.sbp.assignment import Assignment, names_of, produced_layouts
-from autopar.sbp.placement import I, Layout
+from autopar.sbp.placement import I, Layout, is_even
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class Cut:
     starts: tuple[str, ...]
     by_hand: Assignment
     regions: Regions
+    mesh: Mesh
 
 
 def cut_as(model: Model, point: Staged) -> Cut:
@@ -34,7 +36,7 @@ def cut_as(model: Model, point: Staged) -> Cut:
     micro, stages = stage_graphs(model.graph, starts, point.schedule.num_microbatches)
     folded = fold_microbatch(model.folded, micro)
     by_hand = _expanded(point.assignment, micro.graph, folded)
-    return Cut(micro.graph, folded, stages, starts, by_hand, recomputable(folded, micro.graph))
+    return Cut(micro.graph, folded, stages, starts, by_hand, recomputable(folded, micro.graph), point.mesh)
 
 
 def _expanded(assignment: Assignment, graph: Graph, folded: Folded) -> Assignment:
@@ -43,10 +45,23 @@ def _expanded(assignment: Assignment, graph: Graph, folded: Folded) -> Assignmen
 
 
 def crossing_layouts(cut: Cut) -> dict[str, Layout]:
-    """Name of each boundary tensor -> its layout in the hand plan, whole if it or its gradient would be pending."""
+    """Name of each boundary tensor -> its layout in the hand plan.
+
+    It is whole on axes where it or its gradient would be pending, or its parts would differ: all are sent as one shape.
+    """
     produced = produced_layouts(cut.graph, cut.by_hand)
+    values = {value.name: value for op in cut.graph.ops for value in op.outputs}
     names = {name for stage in cut.stages for name in stage.sends}
-    return {name: tuple(placement if placement.kind == "S" else I for placement in produced[name]) for name in names}
+    return {name: _even_part(values[name].shape, produced[name], cut.mesh) for name in names}
+
+
+def _even_part(shape: tuple[int, ...], produced: Layout, mesh: Mesh) -> Layout:
+    """The even ones of the splits, from the outermost axis on, and I for everything else."""
+    kept = (I,) * len(produced)
+    for axis, placement in enumerate(produced):
+        more = (*kept[:axis], placement, *kept[axis + 1 :])
+        kept = more if placement.kind == "S" and placement.unit == 1 and is_even(shape, more, mesh.shape) else kept
+    return kept
 
 
 def restricted(assignment: Assignment, graph: Graph, crossing: Mapping[str, Layout]) -> Assignment:
