@@ -5,6 +5,7 @@ a product contracted over a split dim is a pending sum, so a claim "P" turns an 
 disagreement is an error. Tests use it: `spmd_types` comes with autopar's extra "dev".
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ from autopar.codegen.emit import emit
 from autopar.codegen.program import Program
 from autopar.ir.op_facts import facts_of
 from autopar.runtime.load_program import axes_of, compile_source, namespace
-from autopar.sbp.convert import Axis
-from autopar.sbp.placement import Layout, Placement, local_shape
+from autopar.sbp.convert import Axis, Extents
+from autopar.sbp.placement import Layout, Placement
 from autopar.torch_compat import pytree
 
 _KINDS = {"S": spmd.V, "L": spmd.V, "E": spmd.V, "P": spmd.P, "I": spmd.I, "R": spmd.R}
@@ -84,12 +85,14 @@ def check_source(source: str, program: Program, mesh: DeviceMesh) -> None:
 def _names(referee: "_Referee") -> dict[str, Any]:
     """The functions that generated code calls, by name, replaced by ones that the checker can follow."""
 
-    def together(axis: Axis, sources: Any, targets: Any, *tensors: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        each = zip(tensors, sources, targets, strict=True)
-        return tuple(referee.convert(x, axis, src, dst) for x, src, dst in each)
+    def together(
+        axis: Axis, sources: Any, targets: Any, *tensors: torch.Tensor, extents: Extents = (), **_: Any
+    ) -> tuple[torch.Tensor, ...]:
+        each = zip(tensors, sources, targets, extents or (None,) * len(tensors), strict=True)
+        return tuple(referee.convert(x, axis, src, dst, extent) for x, src, dst, extent in each)
 
-    def bucket(*bucket: Any, **_: Any) -> SimpleNamespace:
-        made = SimpleNamespace(converted=lambda: together(*bucket), started=lambda *_: made)
+    def bucket(*bucket: Any, **options: Any) -> SimpleNamespace:
+        made = SimpleNamespace(converted=lambda: together(*bucket, **options), started=lambda *_: made)
         return made
 
     return {
@@ -132,8 +135,9 @@ class _Referee:
         return 0
 
     def tensor(self, value: Any, layout: Layout) -> torch.Tensor:
-        shape = local_shape(value.shape, layout, self.program.mesh.shape)
-        return torch.zeros(shape, dtype=value.dtype, requires_grad=value.needs_grad)
+        return torch.zeros(
+            _own_shape(value.shape, self.mesh_axes, layout), dtype=value.dtype, requires_grad=value.needs_grad
+        )
 
     def local(self, fqn: str) -> torch.Tensor:
         with spmd.no_typecheck():
@@ -164,14 +168,57 @@ class _Referee:
                 raise spmd.SpmdTypeError(f"claimed {wanted}, inferred {inferred}")
         return x
 
-    def convert(self, x: torch.Tensor, axis: Axis | tuple[Axis, ...], src: Placement, dst: Placement) -> torch.Tensor:
-        """`x` converted by the checker's own functions, which take one mesh axis at a time."""
+    def convert(
+        self,
+        x: torch.Tensor,
+        axis: Axis | tuple[Axis, ...],
+        src: Placement,
+        dst: Placement,
+        extent: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """`x` converted by the checker's own functions, which take one mesh axis at a time.
+
+        They know equal parts only: others are filled up before, and cut to the rank's own size after.
+        """
         joint = axis if isinstance(axis, tuple) else (axis,)
+        wanted, filled = _converted_shapes(x.shape, joint, src, dst, extent)
+        x = self._resized(x, filled)
         for single in joint if dst.is_split else reversed(joint):  # parts are nested outermost first
             if single.size > 1:
                 function, options = _conversion(src.kind, dst.kind)
                 x = function(x.contiguous(), single.group, src=_spmd(src), dst=_spmd(dst), **options)
-        return x
+        return self._resized(x, wanted)
+
+    def _resized(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """`x` filled with zeros, or cut, to `shape`, with its type."""
+        if tuple(x.shape) == tuple(shape):
+            return x
+        ends = [end for old, new in zip(reversed(x.shape), reversed(shape)) for end in (0, new - old)]
+        return _Ops(torch.ops.aten, "aten", self).constant_pad_nd.default(x, ends)
+
+
+def _own_shape(shape: Sequence[int], axes: Sequence[Axis], layout: Layout) -> list[int]:
+    """The shape of this rank's part of a tensor of global `shape`."""
+    own = list(shape)
+    for axis, placement in zip(axes, layout):
+        if placement.is_split:
+            own[placement.dim] = axis.part(own[placement.dim], placement.unit)
+    return own
+
+
+def _converted_shapes(
+    shape: Sequence[int], axes: Sequence[Axis], src: Placement, dst: Placement, extent: int | None
+) -> tuple[list[int], list[int]]:
+    """The shape of what a part of `shape` is converted to, and that of the part filled up so that all are equal."""
+    count = math.prod(axis.size for axis in axes)
+    whole, filled = list(shape), list(shape)
+    if src.is_split:
+        whole[src.dim] = shape[src.dim] * count if extent is None else extent
+        filled[src.dim] = -(-whole[src.dim] // count)
+    if dst.is_split and (src.dim != dst.dim or src.kind == dst.kind):
+        filled[dst.dim] = -(-filled[dst.dim] // count) * count
+    return _own_shape(whole, axes, (dst,) * len(axes)), filled
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:

@@ -2,8 +2,12 @@
 state after three AdamW steps.
 """
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
+from autopar.sbp.redistribute import Collective
 from tests.runtime.training import plans_for, train_under
 from tests.workers import Ranks
 from tests.zoo import ZOO
@@ -14,6 +18,10 @@ TOLERANCE = {"mlp": 1e-9, "vgg13": 1e-9, "resnet": 1e-9, "vit": 1e-9, "gpt2": 1e
 ON_FOUR = {(4,): ("ddp", "zero3", "random:0"), (2, 2): ("searched", "megatron", "random:1")}
 
 
+def _without_bytes(collectives: Counter[Collective]) -> Counter[Collective]:
+    return Counter(replace(each, num_bytes=0) for each in collectives.elements())
+
+
 def _check(reports: list[list[dict]], name: str) -> None:
     for rank, of_rank in enumerate(reports):
         for report in of_rank:
@@ -21,7 +29,10 @@ def _check(reports: list[list[dict]], name: str) -> None:
             for when in ("first", "last"):
                 difference, tensor = report[when]
                 assert difference <= TOLERANCE[name], f"{where}: {when}: {tensor} differs by {difference:.2e}"
-            assert report["issued"] == report["predicted"], where
+            if rank and report["uneven"]:  # no rank has larger parts than the first, and others send as many tensors
+                assert _without_bytes(report["issued"]) == _without_bytes(report["predicted"]), where
+            else:
+                assert report["issued"] == report["predicted"], where
             assert sum(report["issued"].values()) > 0, f"{where}: no collective was issued"
             assert report["kind"] == "ddp" or report["split"] > 0, f"{where}: no parameter is split"
 

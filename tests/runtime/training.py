@@ -23,6 +23,7 @@ from autopar.plans.plan import Plan
 from autopar.runtime.sharded_module import ShardedModule, shard_module
 from autopar.sbp.assignment import Assignment
 from autopar.sbp.candidates import annotate
+from autopar.sbp.placement import is_even
 from autopar.sbp.signature import Candidates
 from autopar.verify.check_placements import check
 from autopar.verify.count_collectives import count_collectives
@@ -51,6 +52,7 @@ def train_under(name: str, plans: Mapping[str, Plan], steps: int = 3) -> list[di
             {
                 "kind": kind,
                 "split": split_parameters(plan),
+                "uneven": num_uneven(plan),
                 "predicted": Counter(planned(plan)),
                 "issued": issued(case, mesh),
             }
@@ -165,6 +167,17 @@ def worst(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], 
 def split_parameters(plan: Plan) -> int:
     names = [item.value.name for item in plan.graph.of_kind("parameter")]
     return sum(any(p.is_split for p in plan.assignment.layouts[name]) for name in names)
+
+
+def num_uneven(plan: Plan) -> int:
+    """The number of inputs and results that lie in parts of different sizes."""
+    layouts, shape = plan.assignment.layouts, plan.mesh.shape
+    inputs = sum(not is_even(item.value.shape, layouts[item.value.name], shape) for item in plan.graph.inputs)
+    return inputs + sum(
+        not is_even(value.shape, plan.assignment.strategies[op.name].output_layout(i), shape)
+        for op in plan.graph.ops
+        for i, value in enumerate(op.outputs)
+    )
 
 
 def planned(plan: Plan) -> Iterator[Any]:

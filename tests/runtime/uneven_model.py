@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.mesh import Mesh
-from autopar.sbp.placement import is_even
-from tests.runtime.training import LEAST, issued, plan_called, planned, traced, train, under, worst
+from tests.runtime.training import LEAST, issued, num_uneven, plan_called, planned, traced, train, under, worst
 from tests.workers import device_mesh
 from tests.zoo import Case
 
@@ -70,12 +69,3 @@ def train_odd(shape: tuple[int, ...], kinds: tuple[str, ...], sizes: dict[str, i
             | {when: worst(found[when], truth[when], least) for when, least in LEAST.items()}
         )
     return reports
-
-
-def num_uneven(plan: Any) -> int:
-    """The number of results that lie in parts of different sizes."""
-    return sum(
-        not is_even(value.shape, plan.assignment.strategies[op.name].output_layout(i), plan.mesh.shape)
-        for op in plan.graph.ops
-        for i, value in enumerate(op.outputs)
-    )
