@@ -297,12 +297,12 @@ def test_a_search_within_a_memory_limit_ends_when_nothing_can_be_faster_than_the
 ) -> None:
     mesh, choices, search = parse_mesh("4x2"), [], Setting.search
     monkeypatch.setattr(Setting, "search", lambda *given, **how: choices.append(search(*given, **how)) or choices[-1])
-    free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 4 * GIB))
+    free, within = (plan_in_stages(gpt, mesh, V100, request(x), budget=Budget.of(60)) for x in (math.inf, 2.5 * GIB))
     assert free is not None and within is not None and all(choice.gap <= ENOUGH_GAP for choice in choices)
     choices.clear()
     cutoff_s = (free.step_s + within.step_s) / 2
     assert (
-        plan_in_stages(gpt, mesh, V100, request(4 * GIB), budget=Budget.of(60), whole=WithoutStages(cutoff_s)) is None
+        plan_in_stages(gpt, mesh, V100, request(2.5 * GIB), budget=Budget.of(60), whole=WithoutStages(cutoff_s)) is None
     )
     early = [choice for choice in choices if choice.gap > ENOUGH_GAP]
     assert early and all(choice.lower_bound_s >= cutoff_s for choice in early)
