@@ -119,7 +119,7 @@ def test_trains_like_the_dense_scores_on_one_device(ranks4: Ranks, how: str, sha
     graph = traced(built(how))
     assert sum(op.target == FLEX for op in graph.ops) == 3
     plans = {kind: plan_called(kind, graph, Mesh(shape, MESHES[shape])) for kind in KINDS[shape]}
-    for reports in ranks4.run(train_under, how, plans):
+    for rank, reports in enumerate(ranks4.run(train_under, how, plans)):
         for report in reports:
             assert report["found"][0] < 2e-4, report
-            assert is_as_priced(report["issued"], report["planned"], is_exact=True), report
+            assert is_as_priced(report["issued"], report["planned"], is_exact=True, is_first=rank == 0), report
