@@ -1,5 +1,6 @@
 """One deadline for all of planning, and Ctrl-C."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -109,12 +110,13 @@ def test_what_is_named_as_least_memory_is_not_above_what_microbatches_need(graph
 
 def test_a_plan_of_one_stage_keeps_its_bound_and_timings(graph: Callable[..., Graph]):
     request = PlanRequest(time_limit_s=10.0)
-    whole, start = graph("gpt2", layers=4), time.perf_counter()
+    whole = graph("gpt2", layers=4)
+    gc.freeze()  # what other tests of this process left is not collected after planning
+    start = time.perf_counter()
     plan = choose_plan(whole, parse_devices("8"), load_cluster("h100"), request, predict=rank_peaks)
-    assert (
-        sum(plan.timings.values()) == pytest.approx(time.perf_counter() - start, rel=0.02)
-        and plan.timings["rest"] >= 0.0
-    )
+    spent_s = time.perf_counter() - start
+    gc.unfreeze()
+    assert sum(plan.timings.values()) == pytest.approx(spent_s, rel=0.02) and plan.timings["rest"] >= 0.0
     assert plan.lower_bound_s > 0 and plan.gap < 0.9
     assert {"stages by hand", "search", "price", "peak"} <= plan.timings.keys()
 
