@@ -45,7 +45,10 @@ def annotate(
             op.name: _strategies(op, mesh.shape, near, num_changed, Extra.of(op, routed, uneven)) for op in ops
         },
         layouts={item.value.name: _input_layouts(item, mesh.shape, is_stage, uneven) for item in graph.inputs},
-        outputs={value.name: even_layouts(value.shape, mesh.shape) for value in outputs},
+        outputs={
+            value.name: _layouts(value.shape, mesh.shape, () if is_stage else _uneven_dims(value.shape, uneven))
+            for value in outputs
+        },
         without_rule=tuple(op.name for op in ops if rule_of(op) is None),
         not_divided=tuple(_not_divided(graph, ops, mesh.shape, uneven)),
     )
@@ -225,6 +228,12 @@ def _layouts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], dims: tuple[in
     return tuple(dict.fromkeys(found))
 
 
+def _uneven_dims(shape: tuple[int, ...], uneven: Uneven) -> tuple[int, ...]:
+    """The dims of a tensor of global `shape` that may be split in parts of any number of elements."""
+    offered = {extent for extent, units in uneven if 1 in units}
+    return tuple(dim for dim, extent in enumerate(shape) if extent in offered)
+
+
 def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool, uneven: Uneven) -> tuple[Layout, ...]:
     """The layouts that an input may be stored in.
 
@@ -234,8 +243,7 @@ def _input_layouts(item: Input, mesh_shape: tuple[int, ...], is_stage: bool, une
     """
     is_whole = item.kind == "constant" or (item.kind == "argument" and item.value.needs_grad and not is_stage)
     is_received = item.kind == "argument" and is_stage
-    offered = {extent for extent, units in uneven if 1 in units and not is_received}
-    dims = tuple(dim for dim, extent in enumerate(item.value.shape) if extent in offered)
+    dims = () if is_received else _uneven_dims(item.value.shape, uneven)
     layouts = ((I,) * len(mesh_shape),) if is_whole else _layouts(item.value.shape, mesh_shape, dims)
     return tuple(sorted(layouts, key=lambda layout: -layout.count(S(0)))) if item.kind == "argument" else layouts
 
