@@ -12,6 +12,7 @@ from autopar.costmodel.evaluate import Costs, PlannedCollective
 from autopar.costmodel.roofline import op_time
 from autopar.explain.batch_size import notes
 from autopar.explain.common_text import origin_of_figures
+from autopar.explain.stayed_whole import WholeRow, stayed_whole
 from autopar.ir.graph import Value, short_dtype
 from autopar.ir.op_facts import family, is_view
 from autopar.mesh import Mesh
@@ -118,6 +119,7 @@ class Report:
     without_rule: Mapping[str, float]
     not_divided: tuple[Mapping[str, Any], ...]
     uneven: tuple[str, ...]
+    stayed_whole: tuple[WholeRow, ...]
     timings_s: Mapping[str, float]
     is_from_file: bool
 
@@ -167,6 +169,7 @@ def report(plan: Plan) -> Report:
         without_rule=dict(plan.without_rule),
         not_divided=tuple(_not_divided(plan)),
         uneven=tuple(_uneven(plan)),
+        stayed_whole=stayed_whole(plan),
         timings_s=dict(plan.timings),
         is_from_file=plan.is_from_file,
     )

@@ -9,6 +9,7 @@ from autopar.plans.serialise import HandCosts
 from autopar.units import format_bytes, format_seconds
 
 MOST_UNDIVIDED = 20  # lines; the JSON has them all
+MOST_WHOLE = 10
 
 
 def format_report(report: Report) -> str:
@@ -19,6 +20,7 @@ def format_report(report: Report) -> str:
         _meshes(report),
         _without_rule(report),
         _not_divided(report),
+        _stayed_whole(report),
         timings_line(report.timings_s),
     ]
     return "\n\n".join(section for section in (*sections, *remarks) if section)
@@ -185,3 +187,26 @@ def _uneven(report: Report) -> str:
     names = ", ".join(map(printable, report.uneven[:MOST_UNDIVIDED]))
     more = f" and {len(report.uneven) - MOST_UNDIVIDED} more" if len(report.uneven) > MOST_UNDIVIDED else ""
     return f"Split in parts that differ in size, those of the first rank the largest and the price: {names}{more}."
+
+
+def _stayed_whole(report: Report) -> str:
+    if not report.stayed_whole:
+        return ""
+    lines = [
+        [
+            printable(row.name),
+            str(row.count),
+            row.axes,
+            format_bytes(row.num_bytes) if row.num_bytes else "",
+            format_seconds(row.time_s) if row.time_s else "",
+        ]
+        for row in report.stayed_whole[:MOST_WHOLE]
+    ]
+    more = len(report.stayed_whole) - len(lines)
+    rest = f"\n... and {more} more, all in the JSON" if more else ""
+    headers = ["tensor or op", "copies", "whole on", "memory of each device", "repeated time of a step"]
+    return (
+        "Whole although large, and what a split would save at most (--why NAME tells why):\n"
+        + table(lines, headers)
+        + rest
+    )

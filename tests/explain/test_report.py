@@ -74,6 +74,14 @@ step #
 Every op has a sharding rule.
 
 The size of every mesh axis divides every dim that it could split.
+
+Whole although large, and what a split would save at most (--why NAME tells why):
+tensor or op copies whole on memory of each device repeated time of a step
+blocks.0.0.weight 1 dp # #
+blocks.0.2.weight 1 dp # #
+blocks.1.0.weight 1 dp # #
+blocks.1.2.weight 1 dp # #
+head.weight 1 dp # #
 """
 
 
