@@ -17,7 +17,6 @@ from autopar.plans.plan import plan_of
 from autopar.sbp.placement import I, S
 from tests.answers.asked_plans import CLUSTER, Deep, graph
 
-
 MESH = Mesh((2, 2), ("dp", "tp"))
 
 
