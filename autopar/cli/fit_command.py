@@ -97,7 +97,8 @@ def _larger(task: FitTask) -> Iterator[Mesh | Devices]:
 
 def _sizes(task: FitTask) -> dict[str, int]:
     """The sizes of the target that can be changed, as they are."""
-    return {name: size for name, size in sizes_of(task.target).items() if name in ("batch", "sequence")}
+    sizes = sizes_of(task.target) | dict(task.sizes)
+    return {name: size for name, size in sizes.items() if name in ("batch", "sequence")}
 
 
 def _dtype(task: FitTask) -> str:

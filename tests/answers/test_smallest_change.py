@@ -4,7 +4,10 @@ import pytest
 
 from autopar.answers.smallest_change import ENOUGH, by_bisection
 from autopar.cli import main
+from autopar.cli.fit_command import FitTask, smallest_changes
 from autopar.errors import InfeasibleError
+from autopar.mesh import Mesh
+from autopar.planner.request import PlanRequest
 from tests.answers.asked_plans import CLUSTER, asked
 
 FILE = """
@@ -46,3 +49,11 @@ def test_each_change_fits_and_a_tenth_less_does_not(tmp_path, capsys):
     memory = changes["memory of a device"]
     assert float(memory["to"].split()[0]) <= 1.11 * float(memory["refused"].split()[0])
     assert main(["fit", *command]) == 0 and "A plan fits" in capsys.readouterr().out
+
+
+def test_a_size_is_changed_from_the_one_that_was_asked_for(tmp_path):
+    (tmp_path / "net.py").write_text(FILE)
+    request = PlanRequest(memory_limit_bytes=14 * 2.0**20)
+    task = FitTask(f"{tmp_path}/net.py:build", Mesh((2,), ("dp",)), CLUSTER, request, (("batch", 2048),))
+    batch = next(each for each in smallest_changes(task, lambda _: None) if each.what == "batch")
+    assert batch.before == "2048" and float(batch.refused) <= 2048
