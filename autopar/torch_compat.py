@@ -4,7 +4,7 @@
 `RECEIVED_MEMBERS`, which 2.11 has not (`has_pipeline_stages`).
 """
 
-import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import Store
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
@@ -45,6 +46,7 @@ __all__ = [
     "PIPELINE_MEMBERS",
     "RECEIVED_MEMBERS",
     "STAGE_FAILED",
+    "CheckpointWrapper",  # the class of a wrapped module, by which it is known; torch documents it in tutorials
     "EagerDispatchMode",  # as TorchDispatchMode, without torch's guard of each call against being compiled
     "FakeTensor",  # what torch.export calls modules with; torch.export has no name for it
     "FakeTensorMode",  # torch.export takes its fake tensors from an active one
@@ -79,8 +81,8 @@ __all__ = [
     "over_all_gradients",  # what a gradient of a stage refuses; clip_grad_norm_ asks nobody whether it has all
     "peek_interpreter_stack",  # None, but inside torch.func, which is refused by name
     "pytree",  # of exported programs, the only registry torch.export reads; the public one is not in all torch versions
+    "register_fake_backend",  # torch documents the backend "fake", and registers it in a file of its tests
     "root_of",
-    "settings_counted",  # what torch counts no changes of
     "stage_backward",  # the backward of torch's pipeline stages; predicting their memory runs it
     "stage_backward_input",
     "stage_backward_weight",
@@ -118,6 +120,8 @@ MEMBERS = {
     "_spec": "layout of a DTensor, for another; DTensor.from_local checks and differentiates, 0.3 ms for each gradient",
     "_schema": "argument names and aliases of an op",
     "_make_wrapper_subclass": "a tensor with a shape and a device and without content",
+    "_get_fsdp_state": "how fully_shard stores a module's parameters; its methods only change it",
+    **dict.fromkeys(("_fsdp_param_group", "_auto_reshard_after_forward"), "as _get_fsdp_state"),
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
 # Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.
@@ -360,31 +364,6 @@ def watch_saved(check: Callable[[DTensor, str], None], pickled: Callable[[DTenso
     kind.__reduce_ex__ = checked_reduce
 
 
-@functools.cache
-def settings_counted() -> list[int]:
-    """[how often `requires_grad` or `.data` of a DTensor of the process was set, or its content swapped, from now on].
-
-    torch counts no such changes; to ask each parameter takes longer than all else that is asked before a call.
-    """
-    count, kind = [0], DTensor
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def set_and_count(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            return function(*args, **kwargs)
-
-        return set_and_count
-
-    for name in ("requires_grad", "data"):
-        member: Any = getattr(kind, name)
-        setattr(kind, name, property(member.__get__, counted(member.__set__)))
-    for name in ("requires_grad_", "detach_"):
-        setattr(kind, name, counted(getattr(torch.Tensor, name)))
-    torch.utils.swap_tensors = counted(torch.utils.swap_tensors)
-    return count
-
-
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` is a slice of, or itself."""
     return mesh._get_root_mesh()
@@ -393,6 +372,11 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def has_pipeline_stages() -> bool:
     """Whether torch's pipeline stages take part in making buffers, as they do from 2.12 on."""
     return "tensor_meta" in inspect.signature(_RecvInfo).parameters
+
+
+def register_fake_backend() -> None:
+    """Give `init_process_group` the backend "fake", whose collectives exchange nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
 
 def default_store() -> Store:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from autopar import torch_compat
 from autopar.errors import AutoparError
 from autopar.ir.sizes.size_range import conditions_on_sizes
 from autopar.mesh import Mesh
+from autopar.planner.handwritten.fake_ranks import fake_ranks
 from autopar.runtime.checks.dtensor_ops import handle_scalars_and_random_ops
 from autopar.runtime.pipeline import run_schedule
 from autopar.schedule.orders import Schedule
@@ -313,15 +314,6 @@ def test_ops_of_dtensors(tmp_path) -> None:
         dist.destroy_process_group()
 
 
-def test_settings_are_counted_of_dtensors_alone() -> None:
-    count = torch_compat.settings_counted()
-    before = count[0]
-    x = nn.Parameter(torch.ones(2))
-    x.requires_grad = False
-    x.requires_grad_(True).data = torch.zeros(2)
-    assert count[0] == before and isinstance(vars(DTensor)["requires_grad"], property)
-
-
 def test_batch_norms_look_at_their_input() -> None:
     nn.BatchNorm1d(3)._check_input_dim(torch.ones(2, 3))
     with pytest.raises(ValueError):
@@ -371,6 +363,14 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
+
+
+def test_how_fully_shard_stores_a_module() -> None:
+    with fake_ranks(Mesh((4,), ("dp",))) as mesh:  # which register the backend "fake"
+        model: Any = nn.Sequential(torch_compat.CheckpointWrapper(nn.Linear(4, 4, device="meta")))
+        state = dist.fsdp.fully_shard(model, mesh=mesh)._get_fsdp_state()
+    assert state._auto_reshard_after_forward and state._fsdp_param_group.post_forward_mesh_info is not None
+    assert {id(one.sharded_param) for one in state._fsdp_param_group.fsdp_params} == {id(one) for one in model.parameters()}
 
 
 def test_what_torch_compile_wraps_is_known() -> None:

@@ -13,6 +13,7 @@ from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
 from autopar.cli.fit_command import FitTask, add_fit, fit
+from autopar.cli.hand_option import plan_by_hand, written_json, written_text
 from autopar.cli.question_options import add_questions, are_asked, parse_pin, tell_answers
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
@@ -31,7 +32,7 @@ from autopar.models.target import load_target
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Watch
 from autopar.planner.choose import choose_plan
-from autopar.planner.handwritten.named_plan import named_plan
+from autopar.planner.handwritten.function_plan import WrittenPlan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.planner.printed import printed
 from autopar.planner.request import PlanRequest
@@ -141,7 +142,11 @@ def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | Non
     parser.add_argument(
         "--hand",
         metavar="PLAN",
-        help="use the hand plan ddp, fsdp, hf or e.g. megatron:dp=8,tp=8,sp or fsdp,ep=8,tp=2 instead of searching",
+        help=(
+            "use the hand plan ddp, fsdp, hf or e.g. megatron:dp=8,tp=8,sp or fsdp,ep=8,tp=2 instead of searching; or"
+            " that of a function(model, mesh) that calls parallelize_module and fully_shard, path.py:function, or of"
+            " DeepSpeed's configuration, path.json"
+        ),
     )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="FQN=LAYOUT", help="e.g. lm_head.weight=S(0)B; may be repeated"
@@ -197,7 +202,8 @@ def _explain(options: argparse.Namespace) -> int:
     with status() as tell:
         tell("load")
         example = load_target(options.target)
-        plan = _plan(options, example, tell)
+        written = _planned(options, example, tell)
+        plan = written.plan if isinstance(written, WrittenPlan) else written
         answers = tell_answers(options, _asked(options, plan, tell), example.model) if is_asked else ()
     if options.save:
         plan.save(options.save)
@@ -212,9 +218,15 @@ def _explain(options: argparse.Namespace) -> int:
             else "\n\n\n".join(map(str, answers))
         )
     elif options.json:
-        print(json.dumps(plan_json(plan), indent=1))
+        print(
+            json.dumps(plan_json(plan) | (written_json(written) if isinstance(written, WrittenPlan) else {}), indent=1)
+        )
     else:
-        print(plan.explain())
+        print(
+            "\n\n".join(
+                filter(None, (plan.explain(), written_text(written) if isinstance(written, WrittenPlan) else ""))
+            )
+        )
     return 0
 
 
@@ -274,6 +286,11 @@ def _watching(options: argparse.Namespace) -> Watch | None:
 
 
 def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan:
+    planned = _planned(options, example, tell)
+    return planned.plan if isinstance(planned, WrittenPlan) else planned
+
+
+def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan | WrittenPlan:
     tell("trace")
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
     if getattr(options, "plan", None):
@@ -282,7 +299,7 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
     if options.hand:
         _check_whole(options)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
-        return named_plan(options.hand, example.model, graph, mesh, cluster, _request(options))
+        return plan_by_hand(options.hand, example.model, graph, mesh, cluster, _request(options))
     return choose_plan(
         graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=_watching(options)
     )

@@ -8,10 +8,10 @@ from torch import nn
 
 from autopar.answers.best_plans import Ranking, best_plans
 from autopar.answers.questions import Answer, Asked, why, why_not_by_hand, why_not_pinned
+from autopar.cli.hand_option import is_file, plan_by_hand
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import PIPELINE, Mesh
 from autopar.planner.handwritten.hand_plan import FLAVOURS
-from autopar.planner.handwritten.named_plan import named_plan
 from autopar.planner.layouts.mesh_shapes import factorise
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
@@ -37,7 +37,10 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CHOICE",
-        help="tell what it would cost to take a hand plan (megatron:dp=8,tp=8) or a layout (lm_head.weight=S(0)B)",
+        help=(
+            "tell what it would cost to take a hand plan (megatron:dp=8,tp=8, or a file as of --hand) or a layout"
+            " (lm_head.weight=S(0)B)"
+        ),
     )
     parser.add_argument(
         "--top",
@@ -69,7 +72,7 @@ def _answers(options: argparse.Namespace, asked: Asked, model: nn.Module) -> Ite
     for name in options.why:
         yield why(asked, name)
     for text in options.why_not:
-        if text.replace(":", "=").split("=")[0] in _STYLES:
+        if is_file(text) or text.replace(":", "=").split("=")[0] in _STYLES:
             yield why_not_by_hand(asked, text, _by_hand(text, asked, model))
         else:
             yield why_not_pinned(asked, *parse_pin(text))
@@ -95,7 +98,7 @@ def _by_hand(text: str, asked: Asked, model: nn.Module) -> Plan:
     request = replace(asked.request, pins={}, memory_limit_bytes=plan.memory_limit_bytes)
     for mesh in (*own, *factorise(plan.mesh.num_devices, plan.cluster)):
         try:
-            return named_plan(text, model, asked.graph, mesh, plan.cluster, request)
+            return plan_by_hand(text, model, asked.graph, mesh, plan.cluster, request).plan
         except PlanError as error:
             failure = error
     raise failure

@@ -37,7 +37,7 @@ def sizes_of(spec: str) -> dict[str, int]:
     target.
     """
     if ":" in spec:
-        parameters = inspect.signature(_function(*_place(spec))).parameters.values()
+        parameters = inspect.signature(load_function(*_place(spec))).parameters.values()
         return {each.name: each.default for each in parameters if type(each.default) is int}
     if spec not in MODELS:
         build_model(spec)  # which says what there is
@@ -60,27 +60,29 @@ def _called(spec: str, sizes: Mapping[str, int]) -> Example:
             f"{spec} has no parameter {name} with a whole number as default, which is to be {sizes[name]}: give it one,"
             f" or leave --{name} out"
         )
-    result = _function(*_place(spec))(**sizes)
+    result = load_function(*_place(spec))(**sizes)
     if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module)):
         raise AutoparError(f"{spec} returned {_describe(result)}, expected (model, args, kwargs); {_HOW}")
     model, args, kwargs = result
     return Example(model, tuple(args), dict(kwargs))
 
 
-def _function(path: str, name: str) -> Callable[..., Any]:
+def load_function(path: str, name: str, how: str = _HOW) -> Callable[..., Any]:
+    """The function `name` of the user's file. AutoparError if there is none, with `how` to write it."""
     if not Path(path).is_file():
-        raise AutoparError(f"no file {path!r} and no built-in model of that name ({', '.join(MODELS)}); {_HOW}")
+        known = f" and no built-in model of that name ({', '.join(MODELS)})" if how == _HOW else ""
+        raise AutoparError(f"no file {path!r}{known}; {how}")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as Python does for a script: the file may import its neighbours
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if module_spec is None or module_spec.loader is None:
-        raise AutoparError(f"{path} is no Python file: expected its name to end in .py; {_HOW}")
+        raise AutoparError(f"{path} is no Python file: expected its name to end in .py; {how}")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
     module_spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
-        raise AutoparError(f"{path} has no function {name!r}; {_HOW}")
+        raise AutoparError(f"{path} has no function {name!r}; {how}")
     return getattr(module, name)
 
 

@@ -47,9 +47,9 @@ def hf_styles(model: nn.Module) -> dict[str, str]:
 
 def hf_structure(graph: Graph, structure: Structure, styles: Mapping[str, str]) -> Structure:
     """`structure` with the products and lookups by `styles`; those without a style are whole."""
-    kinds, lookups, gathered, weights = {}, set(), set(), _weights(graph, structure)
+    kinds, lookups, gathered, weights = {}, set(), set(), weights_of(graph, structure)
     for op in graph.ops:
-        style = styles.get(_generic(weights.get(op.name, ""))) or styles.get(_generic(op.module), "")
+        style = _style(styles, weights.get(op.name, "")) or _style(styles, op.module)
         if op.name in structure.kinds:
             kinds[op.name] = _KINDS.get(style, "whole")
         if base_name(op) == "embedding" and _KINDS.get(style) == "vocabulary":
@@ -64,11 +64,17 @@ def hf_structure(graph: Graph, structure: Structure, styles: Mapping[str, str]) 
     return replace(with_kinds(structure, graph, kinds), vocabulary=frozenset(lookups), gathered=frozenset(gathered))
 
 
-def _generic(fqn: str) -> str:
+def _style(styles: Mapping[str, str], fqn: str) -> str:
+    """The style of a name, which has numbers of its own or stands for all."""
+    return styles.get(fqn) or styles.get(generic(fqn), "")
+
+
+def generic(fqn: str) -> str:
+    """The FQN with "*" for numbers."""
     return re.sub(r"\d+", "*", fqn)
 
 
-def _weights(graph: Graph, structure: Structure) -> dict[str, str]:
+def weights_of(graph: Graph, structure: Structure) -> dict[str, str]:
     """Product -> FQN of its weight."""
     origin, fqns = {item.value.name: item.fqn for item in graph.of_kind("parameter")}, {}
     for op in graph.ops:

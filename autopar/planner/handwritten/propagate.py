@@ -153,7 +153,7 @@ def _seeded(
     """The options of the kind that `structure` gives `op`; all options if it gives none or no option has it."""
     kind = "vocabulary" if op.name in structure.vocabulary else structure.kinds.get(op.name, base_name(op))
     slots = product_slots(op, structure.from_parameters)
-    fits = [option for option in options if _is_kind(kind, op, option.signature, slots)]
+    fits = [option for option in options if is_kind(kind, op, option.signature, slots)]
     if kind == "scaled_dot_product_attention":  # only if slicing its inputs is free
         fits = [option for option in fits if _moved_bytes(op, option, placed) == 0]
     elif op.name in structure.region:
@@ -195,7 +195,8 @@ def _along_sequence(op: Op, options: tuple[Option, ...], placed: Placed, sequenc
     return fits
 
 
-def _is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
+def is_kind(kind: str, op: Op, signature: Signature, slots: tuple[int, int] | None) -> bool:
+    """Whether it is the signature of a "column" or "row" product, a "vocabulary" lookup or attention split by heads."""
     inputs, output = signature.inputs, signature.outputs[0]
     match kind:
         case "vocabulary":

@@ -14,11 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, warn
+from autopar.runtime.checks.count_settings import settings_counted
 from autopar.runtime.checks.dict_versions import versions_of
 from autopar.runtime.checks.held_values import PLAIN, copied, dict_of, is_small, nested_in, reader_of, settings_inside
 from autopar.runtime.checks.script_variables import script_variables
 from autopar.runtime.pipeline.parameter_elsewhere import ParameterElsewhere
-from autopar.torch_compat import hooks_of_all_modules, settings_counted, without_function_modes
+from autopar.torch_compat import hooks_of_all_modules, without_function_modes
 
 FORWARD = "_forward_before_autopar"  # where a forward that was set on the instance waits to be traced
 # The attributes that every module has, and those that say how a module is called, which a program does not depend on.

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.runtime.checks.count_settings import settings_counted
 from autopar.runtime.pipeline.stage_gradient import OF_STAGES_ONLY, StageGradient
-from autopar.torch_compat import pytree, settings_counted, without_function_modes
+from autopar.torch_compat import pytree, without_function_modes
 
 aten = torch.ops.aten
 _READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__))
