@@ -8,6 +8,7 @@ from torch import nn
 from autopar.ir.autocast import Autocast, autocast_on, without_autocast
 from autopar.ir.experts.check_idle import check_idle, selects_rows
 from autopar.ir.experts.row_numbers import row_numbers
+from autopar.ir.export.answers_as_run import masks_as_run
 from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
@@ -38,7 +39,9 @@ def to_graph(
     outlined: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Outline] = export_outline,
 ) -> Graph:
     """The `outlined` forward as functional ops, before any pass. Autocast that is on here becomes ops that cast."""
-    outline, autocast = outlined(model, args, kwargs), autocast_on()
+    with masks_as_run():
+        outline = outlined(model, args, kwargs)
+    autocast = autocast_on()
     with without_autocast():
         graph = outline_to_graph(outline, model, args, kwargs, autocast)
     if outlined is export_outline and selects_rows(graph):

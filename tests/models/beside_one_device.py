@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import autopar
 from autopar.plans.plan import Plan
 from tests.models.tiny import build
-from tests.workers import Ranks, device_mesh
+from tests.workers import ANSWER_S, Ranks, device_mesh
 
 # Some models compute in float32 whatever their parameters are.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
@@ -80,6 +80,6 @@ def difference(name: str, plan: Plan) -> float:
     return max(apart) / tolerance_of(model)
 
 
-def worst_of(ranks: Ranks, name: str, plan: Plan) -> float:
+def worst_of(ranks: Ranks, name: str, plan: Plan, timeout_s: float = ANSWER_S) -> float:
     """The largest difference on any rank, over that allowed."""
-    return max(ranks.run(difference, name, plan))
+    return max(ranks.run(difference, name, plan, timeout_s=timeout_s))

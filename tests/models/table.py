@@ -1,17 +1,25 @@
-"""`python -m tests.models.table [NAME ...]`: try each model and write docs/models.md; rows of other models stay."""
+"""`python -m tests.models.table [--resume] [NAME ...]`: try each model and write docs/models.md; rows of other models
+stay. `--resume`: those that have a row are not tried again.
+"""
 
+import signal
 import subprocess
 import sys
+import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.plans.plan import Plan
-from tests.models.beside_one_device import plan_for, worst_of
+from tests.models.beside_one_device import built, plan_for, worst_of
 from tests.models.names import NAMES
 from tests.workers import RankError, Ranks
 
+PLAN_S, RUN_S = 90, 120  # a tiny model that takes longer has a row that says so
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models that were tried
 
@@ -31,19 +39,51 @@ Written by `python -m tests.models.table`; {when}.
 def row(ranks: Ranks, name: str) -> str:
     """The row of a model."""
     try:
-        plan = plan_for(name)
-    except AutoparError as error:
-        return f"| {name} | refused: {str(error)[:160].replace('|', ' ')} | | | | |"
+        built(name)
+    except Exception as error:  # whatever transformers raises: the row is about this table's inputs
+        return _failed(name, "not built", f"{type(error).__name__}: {error}")
     try:
-        worst = worst_of(ranks, name, plan)
+        with ended_after(PLAN_S):
+            plan = plan_for(name)
+    except AutoparError as error:
+        return _failed(name, "refused", error)
+    except TimeoutError as error:
+        return _failed(name, f"not planned within {PLAN_S} s", error)
+    except Exception as error:
+        traceback.print_exc()
+        return _failed(name, "**crash**", f"{type(error).__name__}: {error}")
+    try:
+        worst = worst_of(ranks, name, plan, RUN_S)
     except RankError as error:
-        return f"| {name} | error: {str(error).strip().splitlines()[-1][:160].replace('|', ' ')} | | | | |"
+        print(error, file=sys.stderr)
+        return _failed(name, "error", str(error).strip().splitlines()[-1])
     result = "right" if worst < 1 else f"**other numbers** ({worst:.1e} of what is allowed)"
     layouts = [plan.assignment.layouts[item.value.name] for item in plan.graph.of_kind("parameter")]
     split = sum(any(placement.is_split for placement in layout) for layout in layouts)
     ops = {op.name: op.target for op in plan.graph.ops}
     unknown = ", ".join(sorted({_short(ops[op]) for op in plan.without_rule}))
     return f"| {name} | {result} | {split} / {len(layouts)} | {len(ops)} | {_whole(plan)} | {unknown} |"
+
+
+@contextmanager
+def ended_after(seconds: int) -> Iterator[None]:
+    """TimeoutError, with the line that ran, if what is inside takes longer."""
+
+    def end(_: int, frame: Any) -> None:
+        raise TimeoutError(" < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_stack(frame)[-4:]))
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _failed(name: str, how: str, why: object) -> str:
+    told = " ".join(str(why).split()).replace("|", " ")
+    return f"| {name} | {how}: {told[:160]} | | | | |"
 
 
 def _whole(plan: Plan) -> str:
@@ -64,7 +104,10 @@ def _short(target: str) -> str:
 def main(names: list[str]) -> None:
     rows = {line.split(" | ")[0][2:]: line for line in _lines() if "/" in line.split(" | ")[0]}
     ranks = Ranks(4)
-    for name in names or NAMES:
+    is_resumed = "--resume" in names
+    for name in [name for name in names if name != "--resume"] or NAMES:
+        if is_resumed and name in rows:
+            continue
         rows[name] = row(ranks, name)
         print(rows[name], flush=True)
         _write(rows)

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopar.errors import TraceError
 from autopar.ir.attention.keep_flex import flex_attention_kept
 from autopar.ir.experts.keep_rows import RowsKept
+from autopar.ir.export.answers_as_run import answers_as_run
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
@@ -55,6 +56,7 @@ def export(
         torch.random.fork_rng(devices=()),
         _outputs_registered(model),
         _without_dump(),
+        answers_as_run(model),
         functions_kept(),
         flex_attention_kept(),
         losses_refused(model),
