@@ -8,7 +8,6 @@ from torch import nn
 from autopar.ir.autocast import Autocast, autocast_on, without_autocast
 from autopar.ir.experts.check_idle import check_idle, selects_rows
 from autopar.ir.experts.row_numbers import row_numbers
-from autopar.ir.export.answers_as_run import masks_as_run
 from autopar.ir.export.from_fx import ConvertedRegion, convert_region
 from autopar.ir.export.functionalise import View, read
 from autopar.ir.export.op_builder import OpBuilder, Origin
@@ -16,6 +15,7 @@ from autopar.ir.export.placeholders import flat_arguments, read_placeholders
 from autopar.ir.export.run_export import export
 from autopar.ir.graph import Graph
 from autopar.ir.guards.add_guards import with_guards
+from autopar.ir.guards.answers_as_run import masks_as_run
 from autopar.ir.outline.export_once import Outline, export_outline
 from autopar.ir.outline.inline_bodies import expander
 from autopar.ir.passes.normalise import normalise

@@ -18,13 +18,15 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, in float64 if it can be run so, and the keywords of a call."""
+    """The model, in float64 if it can be run so, and the keywords of a call. ValueError without a finite loss."""
     model, kwargs = build(name)
     double = tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, kwargs)
     try:
-        step(copy.deepcopy(model).double(), double)
+        truth = step(copy.deepcopy(model).double(), double)
     except (RuntimeError, ValueError):
         return model, kwargs
+    if not truth[""].isfinite():
+        raise ValueError("on one device the loss is not a number for these inputs")
     return model.double(), double
 
 

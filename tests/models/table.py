@@ -70,7 +70,8 @@ def ended_after(seconds: int) -> Iterator[None]:
     """TimeoutError, with the line that ran, if what is inside takes longer."""
 
     def end(_: int, frame: Any) -> None:
-        raise TimeoutError(" < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_stack(frame)[-4:]))
+        lines = (f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_stack(frame)[-4:])
+        raise TimeoutError(" < ".join(lines))
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)

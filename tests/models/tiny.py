@@ -18,7 +18,7 @@ _DEPTHS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decode
     num_decoder_layers depth num_encoder_blocks decoder_num_layers encoder_num_layers num_feat_extract_layers"""
 _HEADS = """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
     num_local_experts n_routed_experts moe_num_experts mamba_n_heads mamba_num_heads sliding_window attention_window
-    state_size mamba_d_state conv_kernel ssm_state_size chunk_size rotary_dim"""
+    state_size mamba_d_state conv_kernel ssm_state_size chunk_size mamba_chunk_size rotary_dim"""
 _DOUBLE = """intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner mlp_dim ffn_hidden_size
     max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len vocab_size"""
 _EIGHT = """head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim
@@ -74,7 +74,7 @@ def _config(kind: Any, around: tuple[Any, ...] = ()) -> Any:
             found[name] = 0.0
         elif name in SIZES and value is not None and _is_alike(value, SIZES[name]):
             found[name] = SIZES[name]
-    types = list(dict.fromkeys(getattr(kind(), "layer_types", None) or ()))
+    types = list(dict.fromkeys(vars(kind()).get("layer_types") or ()))
     if types:
         count = max(2, min(len(types), 4))
         found["layer_types"] = (types * 2)[:count]

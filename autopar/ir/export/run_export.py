@@ -16,13 +16,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autopar.errors import TraceError
 from autopar.ir.attention.keep_flex import flex_attention_kept
 from autopar.ir.experts.keep_rows import RowsKept
-from autopar.ir.export.answers_as_run import answers_as_run
 from autopar.ir.export.custom_functions import functions_kept
 from autopar.ir.export.fake_device import as_if_on_cpu
 from autopar.ir.export.inplace_ops import batch_norms_traced
 from autopar.ir.export.pytree_types import register_types
 from autopar.ir.export.refused_state import losses_refused
 from autopar.ir.export.source_lines import in_own_lines, line_of_error
+from autopar.ir.guards.answers_as_run import answers_as_run
 from autopar.ir.guards.checked_numbers import has_numbers_in_use
 from autopar.ir.guards.example_values import keep_value, stands_for
 from autopar.ir.guards.known_values import KnownValues

@@ -23,15 +23,16 @@ _TOLD = ("torch", "transformers")
 @contextmanager
 def answers_as_run(model: nn.Module) -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` and `is_exporting()` are false for the code of the model."""
-    modules = {sys.modules.get(kind.__module__) for kind in {type(module) for module in model.modules()}}
+    names = sorted({type(module).__module__ for module in model.modules()})
+    modules = [sys.modules[name] for name in names if name in sys.modules and not _is_told(name)]
     with ExitStack() as stack:
         for name in _QUESTIONS:
             original = getattr(torch.compiler, name)
             answer = _answered(original)
             stack.enter_context(patch.object(torch.compiler, name, answer))
             for module in modules:  # that imported the function itself
-                for alias, value in list(vars(module).items()) if module is not None else ():
-                    if value is original and not _is_told(module.__name__):
+                for alias, value in list(vars(module).items()):
+                    if value is original:
                         stack.enter_context(patch.object(module, alias, answer))
         yield
 
@@ -61,7 +62,10 @@ def masks_as_run() -> Iterator[None]:
         yield
         return
     made: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by whether it is causal: modules that made masks
-    used: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by is_causal: attention modules that were given one
+    used: dict[bool, dict[int, nn.Module]] = {
+        True: {},
+        False: {},
+    }  # by is_causal: attention modules that were given one
     attention = interfaces.ALL_ATTENTION_FUNCTIONS._global_mapping
 
     def noting(is_causal: bool, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -102,11 +106,11 @@ def _check(owner: nn.Module, is_causal: bool, used: dict[bool, dict[int, nn.Modu
     other = next((module for key, module in used[not is_causal].items() if key in within), None)
     if other is None or within & used[is_causal].keys():
         return
+    made, left = ("a causal mask", "no longer") if is_causal else ("a mask of both directions", "then")
     raise TraceError(
-        f"{type(owner).__name__} makes a {'causal mask' if is_causal else 'mask of both directions'} for "
-        f"{type(other).__name__}, whose is_causal is {not is_causal}: transformers drops that mask when run, if no token is "
-        f"masked, and attention is {'no longer' if is_causal else 'then'} causal, but keeps it when exported. Load the "
-        'model with attn_implementation="eager", which keeps it always, or correct is_causal'
+        f"{type(owner).__name__} makes {made} for {type(other).__name__}, whose is_causal is {not is_causal}: "
+        f"transformers drops that mask when run, if no token is masked, and attention is {left} causal, but keeps it "
+        'when exported. Load the model with attn_implementation="eager", which keeps it always, or correct is_causal'
     )
 
 
