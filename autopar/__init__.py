@@ -10,6 +10,7 @@ _HOMES = {
     "Plan": "autopar.plans.plan",
     "calibrate_from": "autopar.verify.ledger",
     "compile": "autopar.api",
+    "StatefulSampler": "autopar.shares.stateful_sampler",
     "offload_optimizer": "autopar.runtime.offload_optimizer",
     "plan": "autopar.api",
     "splits": "autopar.sbp.rules.custom_function",
