@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from autopar.answers.plan_condition import FIGURES, parse_condition, why_failed
 from autopar.answers.questions import Asked
 from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
@@ -63,7 +64,8 @@ Tell = Callable[[str], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
-    0: done and, for verify, equal; 1: not equal; 2: failed, the reason is on stderr.
+    0: done and, for verify, equal; 1: not equal, or for --fail-if the plan is as it says; 2: failed, the reason is on
+    stderr.
     """
     options = _parser().parse_args(argv)
     try:
@@ -82,17 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help="plan a model, without running it, and say what the plan does and costs"
     )
     _add_planning(explain, default_cluster=None)
-    explain.add_argument("--json", action="store_true", help="the same content as JSON")
-    explain.add_argument(
-        "--code", action="store_true", help="print the generated Python instead, of each stage if there are several"
-    )
-    explain.add_argument(
-        "--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing"
-    )
-    explain.add_argument(
-        "--watch", metavar="DIR", help="write every artifact of planning (graph, prices, choice, ...) as a text file"
-    )
-    explain.add_argument("--save", metavar="FILE", help="write the plan")
+    _add_output(explain)
     add_questions(explain)
     explain.set_defaults(run=_explain)
     check = commands.add_parser(
@@ -121,6 +113,26 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     return parser
+
+
+def _add_output(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("--json", action="store_true", help="the same content as JSON")
+    explain.add_argument(
+        "--code", action="store_true", help="print the generated Python instead, of each stage if there are several"
+    )
+    explain.add_argument(
+        "--trace", metavar="FILE", help="write the timeline of a step for Perfetto or chrome://tracing"
+    )
+    explain.add_argument(
+        "--watch", metavar="DIR", help="write every artifact of planning (graph, prices, choice, ...) as a text file"
+    )
+    explain.add_argument("--save", metavar="FILE", help="write the plan")
+    explain.add_argument(
+        "--fail-if",
+        type=_argument(parse_condition),
+        metavar="CONDITION",
+        help=f"end with status 1 if it holds, e.g. 'step_ms > 420 or gap > 2%%'; figures: {', '.join(FIGURES)}",
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser, *, default_cluster: str | None) -> None:
@@ -218,16 +230,18 @@ def _explain(options: argparse.Namespace) -> int:
             else "\n\n\n".join(map(str, answers))
         )
     elif options.json:
-        print(
-            json.dumps(plan_json(plan) | (written_json(written) if isinstance(written, WrittenPlan) else {}), indent=1)
-        )
+        print(json.dumps(plan_json(plan) | written_json(written), indent=1))
     else:
-        print(
-            "\n\n".join(
-                filter(None, (plan.explain(), written_text(written) if isinstance(written, WrittenPlan) else ""))
-            )
-        )
-    return 0
+        print("\n\n".join(filter(None, (plan.explain(), written_text(written)))))
+    return _refused(options, plan)
+
+
+def _refused(options: argparse.Namespace, plan: Plan | StagedPlan) -> int:
+    """The exit status by --fail-if."""
+    reason = why_failed(options.fail_if, plan) if options.fail_if else ""
+    if reason:
+        print(f"failed: {reason}", file=sys.stderr)
+    return int(bool(reason))
 
 
 def _fit(options: argparse.Namespace) -> int:
