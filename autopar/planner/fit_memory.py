@@ -25,7 +25,7 @@ OnePlan = TypeVar("OnePlan", bound=AnyPlan)  # the plans of one search are of on
 # figure is left out, and the plan says so.
 _PEAK_S_PER_OP, _PATIENCE_S = 2.5e-4, 1.0
 # The number of searches under lower limits for a plan that does not fit.
-_MOST_TRIES = 3
+MOST_TRIES = 3
 # The limit is lowered by a little more than the excess, since that of the next plan may be a little larger.
 _MARGIN = 0.005
 # A small excess, below this share of the limit, is much the same for all plans, such as a gradient of the vocabulary.
@@ -98,7 +98,7 @@ class Fit(Generic[OnePlan]):
             plan = self._predicted(replace(one.plan, memory_limit_bytes=self.limit_bytes))
             if max(plan.peak_bytes, default=0) <= self.limit_bytes:
                 self.best = plan
-            elif one.number < _MOST_TRIES:
+            elif one.number < MOST_TRIES:
                 allowed = _lowered(one.allowed_bytes, plan, self.limit_bytes)
                 yield replace(one, plan=None, allowed_bytes=allowed, number=one.number + 1)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.costmodel.cluster.hardware import Cluster
+from autopar.costmodel.work_bound import floor_s
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import Folded, fold
 from autopar.ir.folding.segments import ends_apart, segmented
@@ -23,6 +24,9 @@ from autopar.plans.serialise import HandCosts
 from autopar.sbp.assignment import NO_CHOICES, Assignment
 from autopar.search.table import Choice, memory_of
 
+# Above the memory limit by the estimate up to this multiple, a plan may have a peak within it: the estimate counts all
+# gradients beside all activations.
+_NEARLY = 1.1
 # The plans for which a lower bound is proven.
 ANY, ALIKE, GROUPS = (
     "plan",
@@ -36,6 +40,8 @@ class Solved:
     """The best plan found on `mesh`; `cost_s`: of its step. `bound_of`, `hand`, `found_by`: as in `Plan`.
 
     `hand_plans`: those that satisfy the request, where the cluster's prices have an error within which plans tie.
+    `nearly`: hand plans that take less, whose estimate is above the memory limit by so little that their peak may be
+    within it; fastest first.
     """
 
     mesh: Mesh
@@ -46,6 +52,7 @@ class Solved:
     hand: Mapping[str, HandCosts]
     found_by: str
     hand_plans: tuple["Solved", ...] = ()
+    nearly: tuple["Solved", ...] = ()
 
     def or_faster(self, other: Solution, **changes: Any) -> "Solved":
         """The faster of this plan and `other`, of the same search with these `changes`."""
@@ -92,6 +99,7 @@ def solve_mesh(
         known = [*lifted, *by_hand.values()]
     times = {name: timed(setting, problem, start) for name, start in by_hand.items()}
     best = _unsolved(setting, folded, problem, times)
+    alike = problem
     is_mixed = can_mix(ends_apart(folded)) and request.limit_bytes < float("inf")
     try:
         search = MeshRounds(setting, problem, known, times.values())
@@ -118,7 +126,7 @@ def solve_mesh(
         solution = search.solution
         bound_s = min(best.lower_bound_s, solution.lower_bound_s)
         best = replace(best, lower_bound_s=bound_s).or_faster(solution, bound_of=GROUPS)
-    return best
+    return replace(best, nearly=_nearly(setting, alike, times, best))
 
 
 def _in_groups(
@@ -155,6 +163,30 @@ def _unsolved(setting: Setting, folded: Folded, problem: Problem, by_hand: Mappi
         if memory_of(table, one.strategies) <= setting.request.limit_bytes
     )
     return replace(best, hand_plans=tuple(plans))
+
+
+def _nearly(setting: Setting, problem: Problem, by_hand: Mapping[str, Timed], best: Solved) -> tuple[Solved, ...]:
+    """`Solved.nearly` of the plan `best`; of each, the lower bound is that of the work alone."""
+    table, limit_bytes = problem.priced.table, setting.request.limit_bytes
+    above = [
+        (one.step_s, name)
+        for name, one in by_hand.items()
+        if limit_bytes < memory_of(table, one.strategies) <= _NEARLY * limit_bytes and one.step_s < best.cost_s
+    ]
+    if not above:
+        return ()
+    least_s = floor_s(setting.graph, setting.mesh, setting.cluster, training=setting.request.training)
+    return tuple(
+        replace(
+            best,
+            assignment=problem.decode(by_hand[name].strategies),
+            cost_s=step_s,
+            lower_bound_s=min(least_s, step_s),
+            bound_of=ANY,
+            found_by=f"hand plan {name}",
+        )
+        for step_s, name in sorted(above)
+    )
 
 
 def fold_stored(graph: Graph, request: PlanRequest) -> Folded:

@@ -1,7 +1,7 @@
 """`make_plan`: the plan of a graph without stages, on a given mesh or on the best of several."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.costmodel.cluster.hardware import check_mesh
@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.rarely_collected import rarely_collected
 from autopar.mesh import Devices, Mesh
 from autopar.planner.budget import Budget
-from autopar.planner.fit_memory import Fit, LimitedSearch, Predict
+from autopar.planner.fit_memory import MOST_TRIES, Fit, LimitedSearch, Predict
 from autopar.planner.handwritten.tune import Tried, Tuned, tuned
 from autopar.planner.layouts.many_axes import coarse_to_fine, refined
 from autopar.planner.layouts.mesh_shapes import as_used, factorise
@@ -36,6 +36,8 @@ _MOST_MESHES = 4
 _PROMISING = 1.5
 # A hand plan up to this multiple of the memory limit counts as nearly fitting: the search may make it fit.
 _NEARLY = 1.25
+# So many hand plans above the memory limit by the estimate, the fastest, may show by their peaks that they fit.
+_MOST_NEARLY = 2
 # The share of the time left for the next mesh.
 _SHARE = 0.6
 
@@ -85,20 +87,24 @@ def make_plan(
                     raise
                 fit.reasons.append(str(error))
                 continue
-            plan = _plan_of_best(graph, by_mesh, cluster, within, budget)
+            plan = _plan_of_best(graph, by_mesh.values(), cluster, within, budget)
             if is_first and plan.step_s > to_beat_s / (1 - WORTH):
                 return plan
-            bound_s = min(bound_s, plan.lower_bound_s) if is_first else bound_s
             fit.waiting.append(replace(search, plan=plan))
+            if is_first:
+                bound_s = plan.lower_bound_s
+                nearly = sorted((one for each in by_mesh.values() for one in each.nearly), key=lambda one: one.cost_s)
+                plans = [_plan_of_best(graph, [one], cluster, request, budget) for one in nearly[:_MOST_NEARLY]]
+                fit.waiting += [replace(search, plan=one, number=MOST_TRIES) for one in plans if predict]
     if fit.best is None:
         raise fit.refusal("so would others; raise it, or use more devices")
     return replace(fit.best, lower_bound_s=min(bound_s, fit.best.lower_bound_s))
 
 
 def _plan_of_best(
-    graph: Graph, by_mesh: Mapping[Mesh, Solved], cluster: Cluster, request: PlanRequest, budget: Budget
+    graph: Graph, solved: Collection[Solved], cluster: Cluster, request: PlanRequest, budget: Budget
 ) -> Plan:
-    best = least_communication(by_mesh.values(), graph, cluster, request.training)
+    best = least_communication(solved, graph, cluster, request.training)
     training, limit_bytes = request.training, request.limit_bytes
     return replace(
         plan_of(graph, best.assignment, best.mesh, cluster, training=training, memory_limit_bytes=limit_bytes),
@@ -107,7 +113,7 @@ def _plan_of_best(
         found_by=best.found_by,
         hand=best.hand,
         timings=budget.timings,
-        meshes={str(mesh): solved.cost_s for mesh, solved in by_mesh.items()},
+        meshes={str(one.mesh): one.cost_s for one in solved},
     )
 
 
