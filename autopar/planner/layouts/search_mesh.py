@@ -98,8 +98,7 @@ def solve_mesh(
         lifted = [strategies for start in starts if (strategies := problem.encode(start)) is not None]
         known = [*lifted, *by_hand.values()]
     times = {name: timed(setting, problem, start) for name, start in by_hand.items()}
-    best = _unsolved(setting, folded, problem, times)
-    alike = problem
+    best, alike = _unsolved(setting, folded, problem, times), problem
     is_mixed = can_mix(ends_apart(folded)) and request.limit_bytes < float("inf")
     try:
         search = MeshRounds(setting, problem, known, times.values())
