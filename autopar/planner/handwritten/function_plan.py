@@ -82,7 +82,11 @@ def function_plan(
         memory_limit_bytes=limit,
     )
     rows = tuple(_rows(graph, stored, plan.assignment))
-    return WrittenPlan(replace(plan, found_by=f"hand plan {name}"), rows, (*written.remarks, *_differing(rows)))
+    return WrittenPlan(
+        replace(plan, found_by=f"hand plan {name}"),
+        rows,
+        (*written.remarks, *_differing(graph, stored, plan.assignment)),
+    )
 
 
 def weight_uses(graph: Graph) -> dict[str, WeightUse]:
@@ -242,8 +246,17 @@ def _rows(graph: Graph, stored: Mapping[str, DTensorLayout], assignment: Assignm
         yield WrittenRow(fqn, count, text, layout)
 
 
-def _differing(rows: tuple[WrittenRow, ...]) -> Iterator[str]:
-    if any("_StridedShard" in row.dtensor for row in rows):
+def _differing(graph: Graph, stored: Mapping[str, DTensorLayout], assignment: Assignment) -> Iterator[str]:
+    """Sentences on the parameters that are priced in another layout than DTensor has."""
+    layouts = {item.fqn: assignment.layouts[item.value.name] for item in graph.of_kind("parameter")}
+    is_strided = {fqn: "_StridedShard" in stored[fqn].text for fqn in layouts}
+    others = [fqn for fqn, layout in layouts.items() if layout != stored[fqn].layout and not is_strided[fqn]]
+    if others:
+        yield (
+            f"{len(others)} parameters, {others[0]} first, have dims that the ranks do not divide: they are priced in"
+            " another layout, as the table shows."
+        )
+    if any(is_strided.values()):
         yield (
             "_StridedShard: fully_shard splits a dim that is split already; priced with another dim of it in as many"
             " parts, in which each rank has as many bytes and gathers as many."

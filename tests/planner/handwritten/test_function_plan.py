@@ -119,6 +119,17 @@ def test_layouts_are_shown_as_dtensor_has_them():
     assert not written(on_all).remarks
 
 
+def test_parameters_with_fewer_rows_than_ranks_are_told():
+    def function(model: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(model, mesh=mesh)
+
+    mesh = Mesh((4,), ("dp",))
+    found = function_plan(function, "written", build("bert").model, traced("bert"), mesh, CPU, ANYTHING)
+    (row,) = (row for row in found.rows if row.priced != "S(0)")
+    assert row.dtensor == "(Shard(dim=0)) on dp" and row.priced == "S(1)"
+    assert any(row.fqn in remark and "ranks do not divide" in remark for remark in found.remarks)
+
+
 def test_blocks_whose_activations_are_computed_again():
     def function(model: Any, mesh: DeviceMesh) -> None:
         for number, layer in enumerate(model.model.layers):
