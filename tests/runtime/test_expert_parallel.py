@@ -1,8 +1,10 @@
 """Mixtures of experts whose rows are exchanged by expert train as one device does."""
 
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.ir.folding.fold import fold
@@ -17,9 +19,10 @@ from autopar.sbp.candidates import annotate
 from tests.runtime.any_plan import all_gradients_arrive
 from tests.runtime.as_priced import are_as_priced
 from tests.runtime.test_local_routing import MORE, TOLERANCE, built, plan_called, train_under
-from tests.runtime.training import traced
+from tests.runtime.training import forward_backward, issued, traced, under, worst
 from tests.sbp.exercise import in_order
-from tests.workers import Ranks
+from tests.workers import Ranks, device_mesh
+from tests.zoo import Case
 
 KINDS = {(4,): ("megatron:ep=4,zero2",), (2, 2): ("megatron:ep=2,zero3", "megatron:dp=2,tp=2,ep=2", "drawn:ep=4")}
 
@@ -62,3 +65,30 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
         assert all(report["found"][0] < TOLERANCE for report in reports), reports
         assert any(one.kind == "all_to_all" for one in reports[0]["issued"])
         assert are_as_priced(reports, is_exact=is_exact), reports
+
+
+def one_sided(num_chosen: int) -> Case:
+    """A model whose router sends every token to the first experts."""
+    case = built("GptOss", 2)
+    for layer in case.model.model.layers:
+        layer.mlp.router.top_k = num_chosen
+        with torch.no_grad():
+            layer.mlp.router.bias.copy_(torch.tensor([100.0, 99.0, 0.0, 0.0]))
+    return case
+
+
+def train_one_sided(num_chosen: int, plan: Plan) -> dict[str, Any]:
+    """On every rank: a step beside one device."""
+    truth, mesh = forward_backward(one_sided(num_chosen)), device_mesh(plan.mesh.shape, plan.mesh.axis_names)
+    case = under(plan, one_sided(num_chosen), mesh)
+    return {"found": worst(forward_backward(case), truth, 1e-6), "issued": issued(case, mesh)}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_chosen", [1, 2])
+def test_ranks_whose_experts_have_no_rows_train_like_one_device(ranks4: Ranks, num_chosen: int) -> None:
+    """One rank, or two of four, have all rows."""
+    plan = plan_called("megatron:ep=4,zero2", traced(one_sided(num_chosen)), Mesh((4,), ("dp",)))
+    for report in ranks4.run(train_one_sided, num_chosen, plan):
+        assert report["found"][0] < TOLERANCE, report
+        assert any(one.kind == "all_to_all" for one in report["issued"])
