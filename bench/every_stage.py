@@ -167,5 +167,5 @@ def _fixed(
         numbers.append(num)
         sizes.append(float(whole - num * freed + (inside if num else 0.0)))
         once.append(float(blocks.once_s[a:b].sum() + sum(one[2] for one in there)))
-    found = Partition(tuple(starts), tuple(numbers), (), max(once), tuple(sizes))
+    found = Partition(tuple(starts), tuple(numbers), (), tuple(once), tuple(sizes))
     return found if max(rank_bytes(found, schedule)) <= limit_bytes else None

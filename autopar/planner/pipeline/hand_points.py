@@ -45,6 +45,11 @@ class Model:
     profiles: dict[Hashable, list[Profiled]] = field(default_factory=dict)
 
     @property
+    def block_names(self) -> list[str]:
+        """The first op of each block but the first: where stages may start."""
+        return [self.graph.ops[start].name for start in self.starts[1:]]
+
+    @property
     def num_samples(self) -> int:
         """The number that data axes and microbatches together must divide: the batch's size if it cannot be cut."""
         if len(self.counts) > 1:

@@ -38,14 +38,13 @@ _SUMMED = sorted({of.name for of in fields(Blocks)} & {of.name for of in fields(
 class Partition:
     """A cut: stage s has blocks starts[s] to starts[s + 1] and recomputes the first num_recomputed[s] that it can.
 
-    `times_s`: forward and backward of a microbatch on each stage. `once_s`: of the stage with the
-    most work once a step. `memory_bytes`: of each stage.
+    Of each stage, `times_s`: forward and backward of a microbatch; `once_s`: of the work once a step; `memory_bytes`.
     """
 
     starts: tuple[int, ...]
     num_recomputed: tuple[int, ...]
     times_s: tuple[float, ...]
-    once_s: float
+    once_s: tuple[float, ...]
     memory_bytes: tuple[float, ...]
 
 
@@ -84,27 +83,54 @@ def partition(
     to fit.
     """
     num_blocks, num_stages = len(blocks.forward_s), len(in_flight)
-    limits = np.broadcast_to(limit_bytes, num_stages)
-    sums = _Sums.of(blocks)
-    settings = list(zip(in_flight, waiting or [0] * num_stages, limits.tolist()))
-    known = {setting: _spans(sums, *setting) for setting in set(settings)}
-    spans = [known[setting] for setting in settings]
+    spans = stage_spans(blocks, in_flight, limit_bytes, waiting)
     worst = np.full((num_stages + 1, num_blocks + 1), np.inf)
     worst[0, 0] = 0.0
     cut = np.zeros((num_stages + 1, num_blocks + 1), np.int64)
-    for stage, (times_s, _, _) in enumerate(spans):
-        slowest = np.maximum(worst[stage][:, None], times_s)  # [where the stage starts, where it ends]
+    for stage, one in enumerate(spans):
+        slowest = np.maximum(worst[stage][:, None], one.times_s)  # [where the stage starts, where it ends]
         cut[stage + 1], worst[stage + 1] = slowest.argmin(axis=0), slowest.min(axis=0)
     if not np.isfinite(worst[num_stages, num_blocks]):
         return None
     stops = [num_blocks]
     for stage in range(num_stages, 0, -1):
         stops.insert(0, int(cut[stage, stops[0]]))
-    times_s, num, used = zip(*([column[a, b] for column in span] for span, (a, b) in zip(spans, pairwise(stops))))
-    once_s = max(_total(blocks.once_s, blocks.shared, 2)[a, b] for a, b in pairwise(stops))
-    return Partition(
-        tuple(stops[:-1]), tuple(map(int, num)), tuple(map(float, times_s)), float(once_s), tuple(map(float, used))
-    )
+    return cut_at(spans, stops)
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """What a stage would be of every run of blocks, f64[start, stop] each.
+
+    `times_s`: seconds of a microbatch, inf if it does not fit; `num`: blocks recomputed; `bytes`: of memory; `once_s`:
+    of the work once a step.
+    """
+
+    times_s: np.ndarray
+    num: np.ndarray
+    bytes: np.ndarray
+    once_s: np.ndarray
+
+
+def stage_spans(
+    blocks: Blocks, in_flight: Sequence[int], limit_bytes: float | Sequence[float], waiting: Sequence[int] | None = None
+) -> list[Spans]:
+    """The `Spans` of each stage; arguments as of `partition`."""
+    sums, once_s = _Sums.of(blocks), _total(blocks.once_s, blocks.shared, 2)
+    limits = np.broadcast_to(limit_bytes, len(in_flight))
+    settings = list(zip(in_flight, waiting or [0] * len(in_flight), limits.tolist()))
+    known = {setting: Spans(*_spans(sums, *setting), once_s) for setting in set(settings)}
+    return [known[setting] for setting in settings]
+
+
+def cut_at(spans: Sequence[Spans], ends: Sequence[int]) -> Partition:
+    """The cut whose stage s has blocks ends[s] to ends[s + 1]."""
+    columns = [
+        [float(column[a, b]) for column in (one.num, one.times_s, one.once_s, one.bytes)]
+        for one, (a, b) in zip(spans, pairwise(ends), strict=True)
+    ]
+    num, times_s, once_s, used = (tuple(column) for column in zip(*columns))
+    return Partition(tuple(map(int, ends[:-1])), tuple(map(int, num)), times_s, once_s, used)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,22 +1,28 @@
-"""`schedule_bound_s`: a lower bound of the step of all plans that have a schedule on a mesh."""
+"""`ScheduleBounds`: lower bounds of the step of all plans that have a schedule on a mesh."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
 
+from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.overlap.path_weights import MicrobatchWeights
 from autopar.costmodel.roofline import shapes_time, weight_gradients_s, weight_share
 from autopar.costmodel.stage_transfer import transfer
 from autopar.errors import InfeasibleError
 from autopar.ir.folding.fold import Folded
 from autopar.ir.folding.segments import ends_apart, segmented
-from autopar.ir.graph import Op
+from autopar.ir.graph import Graph, Op
 from autopar.ir.split_stages import crossing_bytes
+from autopar.mesh import Mesh
+from autopar.planner.budget import Budget
 from autopar.planner.problem import Setting
+from autopar.planner.request import PlanRequest
+from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.assignment import Assignment
+from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.schedule.critical_shares import CriticalShares, MicrobatchWork, critical_shares
 from autopar.schedule.orders import Schedule
 
@@ -25,6 +31,34 @@ _MOST_SEARCHES = 6
 # The most forwards of a schedule whose critical paths are weighed, by a linear program of up to a second; and the most,
 # times the stages, for which that is done with each stage as the slowest.
 _MOST_FORWARDS, _MOST_BY_STAGE = 2000, 3000
+
+
+@dataclass(eq=False)
+class ScheduleBounds:
+    """The lower bounds of the steps of a model's schedules on meshes, each computed once.
+
+    `graph`, `folded`: of the whole batch; `starts`: the ops but the first at which stages may start.
+    """
+
+    graph: Graph
+    folded: Folded
+    starts: Sequence[str]
+    cluster: Cluster
+    request: PlanRequest
+    _known: dict[tuple[Mesh, Schedule], float] = field(default_factory=dict)
+
+    def least_s(self, mesh: Mesh, schedule: Schedule, budget: Budget) -> float:
+        """Seconds that a step of `schedule` takes at least, on the sub-mesh `mesh` of a rank: `schedule_bound_s`.
+
+        It is computed again if there was no time for it.
+        """
+        if not self._known.get((mesh, schedule)):
+            micro = microbatched(self.graph, schedule.num_microbatches)
+            setting = Setting(micro.graph, mesh, self.cluster, self.request, budget)
+            with budget.timed("bound"):
+                bound_s = schedule_bound_s(setting, fold_microbatch(self.folded, micro), self.starts, schedule)
+            self._known[mesh, schedule] = bound_s
+        return self._known[mesh, schedule]
 
 
 def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], schedule: Schedule) -> float:

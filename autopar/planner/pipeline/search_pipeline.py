@@ -1,8 +1,9 @@
 """`plan_in_stages`: the best plan with stages and microbatches, by a sweep of hand plans and a search of the best."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.work_bound import floor_s
@@ -17,17 +18,15 @@ from autopar.planner.pipeline.boundary_layouts import choose_crossing
 from autopar.planner.pipeline.cut_stages import crossing_layouts, cut_as
 from autopar.planner.pipeline.hand_points import Model, grids, model_of
 from autopar.planner.pipeline.infeasible import refusal
-from autopar.planner.pipeline.schedule_bound import schedule_bound_s
+from autopar.planner.pipeline.schedule_bound import ScheduleBounds
 from autopar.planner.pipeline.search_rank import TooSlow
 from autopar.planner.pipeline.search_stages import solve_stages
 from autopar.planner.pipeline.stage_tables import CutTask, StageCache
 from autopar.planner.pipeline.sweep import SCHEDULES, Staged, sweep
-from autopar.planner.problem import Setting
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan, plan_of
 from autopar.plans.serialise import HandCosts
 from autopar.plans.staged_plan import StagedPlan, sub_mesh
-from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.assignment import produced_layouts
 from autopar.sbp.microbatch.microbatch_graph import microbatched
 from autopar.sbp.placement import I
@@ -41,8 +40,8 @@ _GAIN = 1.5
 _NEARLY = 1.25
 # The number of points of the sweep that a plan shows for comparison.
 _MOST_SHOWN = 8
-# Shares of the time left: for the sweep, and for the search of a point.
-_SHARE_OF_SWEEP, _SHARE_OF_POINT = 0.4, 0.9
+# Shares of the time left: for the sweep, for the bound of a point, and for its search.
+_SHARE_OF_SWEEP, _SHARE_OF_BOUND, _SHARE_OF_POINT = 0.4, 0.3, 0.9
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
 # If the predicted peak of no searched point fits, the sweep is repeated under a limit lowered by this factor; after the
@@ -128,6 +127,7 @@ def plan_in_stages(
     cutoff_s = whole.step_s
     by_hand: list[Staged] = []
     model = model_in_stages(graph, mesh, request)
+    bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, request)
     for number in range(_MOST_SWEEPS):
         if number and budget.is_spent and cutoff_s < math.inf:
             break
@@ -138,16 +138,18 @@ def plan_in_stages(
         points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), cutoff_s)
         if by_hand and not points:
             return None
+        search_point = partial(
+            _search_point, fit, model=model, graph=graph, cluster=cluster, request=within, whole=whole
+        )
         for point in points:
-            if fit.waiting and budget.is_spent and point.step_s >= fit.to_beat_s:
-                continue
-            _search_point(fit, point, model, graph, cluster, within, whole)
+            if not _is_slower(fit, point, bounds, whole.step_s):
+                search_point(point)
         if not fit.waiting and not number:
             if cutoff_s < math.inf:
                 return None
             break
         for search in fit.searches():
-            _search_again(fit, search)
+            _search_again(fit, search, search_point)
         if fit.best is not None:
             break
     if fit.best is None and fit.first is not None:
@@ -156,20 +158,33 @@ def plan_in_stages(
     if fit.best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, request, budget.deadline)
-    best = replace(_bounded(fit.best, model, request, budget), hand=_shown(by_hand), timings=budget.timings)
+    best = replace(_bounded(fit.best, bounds, model, budget), hand=_shown(by_hand), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
 
 
-def _bounded(plan: StagedPlan, model: Model, request: PlanRequest, budget: Budget) -> StagedPlan:
+def _is_slower(fit: Fit[StagedPlan], point: Staged, bounds: ScheduleBounds, cutoff_s: float) -> bool:
+    """Whether no plan with the schedule of `point` on its mesh beats the plans so far, or takes less than `cutoff_s`;
+    once the budget is spent, whether the point itself does not.
+
+    If none beats the plans, the point waits in `fit` with its bound: it is searched if no faster plan fits. Points with
+    one rank are not asked: their search begins with what would be their bound.
+    """
+    if fit.budget.is_spent:
+        return bool(fit.waiting) and point.step_s >= fit.to_beat_s
+    if point.schedule.num_ranks == 1:
+        return False
+    least_s = bounds.least_s(point.mesh, point.schedule, fit.budget.part(_SHARE_OF_BOUND))
+    if fit.to_beat_s <= least_s < cutoff_s:
+        fit.add(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=point), None, least_s)
+    return least_s >= min(fit.to_beat_s, cutoff_s)
+
+
+def _bounded(plan: StagedPlan, bounds: ScheduleBounds, model: Model, budget: Budget) -> StagedPlan:
     """The plan with a lower bound: of all plans with its schedule on its mesh or, without time for that, of all."""
-    schedule, mesh = plan.schedule, plan.stages[0].mesh
-    micro = microbatched(model.graph, schedule.num_microbatches)
-    setting = Setting(micro.graph, mesh, plan.cluster, request, budget)
-    starts = [model.graph.ops[start].name for start in model.starts[1:]]
+    schedule, request = plan.schedule, bounds.request
     floor = floor_s(model.graph, plan.mesh, plan.cluster, training=request.training)
-    with budget.timed("bound"):
-        bound_s = schedule_bound_s(setting, fold_microbatch(model.folded, micro), starts, schedule)
+    bound_s = bounds.least_s(plan.stages[0].mesh, schedule, budget)
     is_plain = schedule.num_ranks == schedule.num_microbatches == 1
     kind = "plan" if is_plain else "plan with this schedule on this mesh"
     bound_of = f"{kind} whose inner layers are alike" if model.folded.repeats else kind
@@ -251,8 +266,15 @@ def _search_point(
         fit.add(search, plan, at_least_s)
 
 
-def _search_again(fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan]) -> None:
-    """Make a search under other limits, or for slower plans than before, while there is time."""
+def _search_again(
+    fit: Fit[StagedPlan], search: LimitedSearch[StagedPlan], search_point: Callable[[Staged], None]
+) -> None:
+    """Make a search under other limits, or for slower plans than before, while there is time; of a point that was left
+    because of its bound, the first one.
+    """
+    if isinstance(search.source, Staged):
+        search_point(search.source)
+        return
     to_beat_s = fit.to_beat_s if len(search.allowed_bytes) == 1 else math.inf
     if not fit.budget.is_spent:
         fit.add(search, *_searched(search.source, search.allowed_bytes, fit.budget, to_beat_s))

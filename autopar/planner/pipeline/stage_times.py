@@ -1,11 +1,17 @@
-"""Times and memory of stages, from the costs of their blocks."""
+"""Times and memory of stages, from the costs of their blocks, and the cut by them."""
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 
-from autopar.planner.pipeline.partition import Blocks, Partition
+import numpy as np
+
+from autopar.planner.pipeline.partition import Blocks, Partition, Spans, cut_at, stage_spans
 from autopar.schedule.orders import Schedule, num_in_flight, num_waiting
-from autopar.schedule.simulate import Order, StageTimes, as_array, ordered, step_s
+from autopar.schedule.simulate import Order, StageTimes, ordered, step_s
+
+# The most moves of a block between two stages that make a cut better, and how many stages further on it may go.
+_MOST_MOVES, _FURTHEST = 32, 32
 
 
 def rank_bytes(partition: Partition, schedule: Schedule) -> tuple[float, ...]:
@@ -33,27 +39,113 @@ def _ordered(schedule: Schedule) -> Order:
 
 
 def time_of(blocks: Blocks, partition: Partition, schedule: Schedule, link: tuple[float, float]) -> float:
-    """Seconds of a step: the simulated schedule, and the slowest rank's work once a step."""
-    times = stage_times(blocks, partition, link)
-    if schedule.num_stages == 1:
-        return (
-            schedule.num_microbatches * (times[0].forward_s + times[0].backward_s + times[0].weight_s)
-            + partition.once_s
-        )
-    return (
-        float(step_s(_ordered(schedule), as_array(times))) + partition.once_s * schedule.num_stages / schedule.num_ranks
-    )
+    """Seconds of a step: the simulated schedule, and the most work once a step of a rank."""
+    num, once_s = np.array([partition.num_recomputed]), np.array([partition.once_s])
+    times_s = _times_of(blocks, _ends(blocks, partition), num, schedule, link) + _most_of_rank(once_s, schedule)
+    return float(times_s[0])
 
 
 def stage_times(blocks: Blocks, partition: Partition, link: tuple[float, float]) -> tuple[StageTimes, ...]:
     """The times of each stage for a microbatch; `link`: (latency in seconds, bytes/s) to the next stage."""
-    stops = (*partition.starts, len(blocks.forward_s))
-    times = []
-    for (a, b), again in zip(pairwise(stops), partition.num_recomputed):
-        can = blocks.is_recomputable[a:b]
-        forward_s, weight_s = blocks.forward_s[a:b].sum(), blocks.weight_s[a:b].sum()
-        again_s = blocks.forward_s[a:b][can].sum() * again / max(1, can.sum())
-        sent_s = link[0] + blocks.entering_bytes[b] / link[1] if b < len(blocks.forward_s) else 0.0
-        back_s = link[0] + blocks.entering_bytes[a] / link[1] if a else 0.0
-        times.append(StageTimes(forward_s, blocks.backward_s[a:b].sum() - weight_s + again_s, weight_s, sent_s, back_s))
-    return tuple(times)
+    times = _stage_times(blocks, _ends(blocks, partition), np.array([partition.num_recomputed]), link)[..., 0]
+    return tuple(StageTimes(*own) for own in times.tolist())
+
+
+def recut(
+    blocks: Blocks, found: Partition, schedule: Schedule, link: tuple[float, float], limit_bytes: float
+) -> Partition:
+    """The cut `found`, changed by moves of a block from one stage to another as long as that shortens the simulated
+    step and each rank stays within its limit.
+
+    The cut with the fastest slowest stage may leave one rank with more work than others, and does not know which stages
+    wait. Stages that recompute keep their shares of their rank's memory.
+    """
+    if schedule.num_stages == 1:
+        return found
+    spans = stage_spans(blocks, in_flight(schedule), _limits(found, schedule, limit_bytes), waiting(schedule))
+
+    def seconds(cuts: np.ndarray) -> np.ndarray:
+        num, used, once_s = (_at(spans, cuts, name) for name in ("num", "bytes", "once_s"))
+        fits = np.isfinite(_at(spans, cuts, "times_s")).all(axis=1) & (_most_of_rank(used, schedule) <= limit_bytes)
+        step = _times_of(blocks, cuts, num, schedule, link) + _most_of_rank(once_s, schedule)
+        return np.where(fits, step, np.inf)
+
+    ends = _ends(blocks, found)
+    least_s = time_of(blocks, found, schedule, link)
+    for _ in range(_MOST_MOVES):
+        moved = _moved(ends[0])
+        times_s = seconds(moved)
+        if not len(moved) or times_s.min() >= least_s * (1 - 1e-9):
+            break
+        least_s, ends = times_s.min(), moved[[times_s.argmin()]]
+    return found if tuple(ends[0, :-1]) == found.starts else cut_at(spans, ends[0].tolist())
+
+
+def _moved(ends: np.ndarray) -> np.ndarray:
+    """i64[cuts, stages + 1]: the cuts with a block less on one stage and one more on another, no stage without any."""
+    num_stages = len(ends) - 1
+    shifts = [
+        np.where((np.arange(num_stages + 1) > low) & (np.arange(num_stages + 1) <= high), by, 0)
+        for low in range(num_stages)
+        for high in range(low + 1, min(low + 1 + _FURTHEST, num_stages))
+        for by in (-1, 1)
+    ]
+    cuts = ends + np.array(shifts, dtype=np.int64).reshape(-1, num_stages + 1)
+    return cuts[(np.diff(cuts, axis=1) > 0).all(axis=1)]
+
+
+def _limits(found: Partition, schedule: Schedule, limit_bytes: float) -> tuple[float, ...]:
+    """The limit of each stage: that of its rank where nothing is recomputed, else its share."""
+    if not any(found.num_recomputed) or schedule.num_stages == schedule.num_ranks:
+        return (limit_bytes,) * schedule.num_stages
+    most = rank_bytes(found, schedule)
+    return tuple(
+        math.inf if math.isinf(limit_bytes) else limit_bytes * size / most[schedule.rank_of(stage)]
+        for stage, size in enumerate(found.memory_bytes)
+    )
+
+
+def _ends(blocks: Blocks, partition: Partition) -> np.ndarray:
+    """i64[1, stages + 1]: where each stage starts, and the number of blocks."""
+    return np.array([[*partition.starts, len(blocks.forward_s)]])
+
+
+def _at(spans: Sequence[Spans], cuts: np.ndarray, name: str) -> np.ndarray:
+    """f64[cuts, stages]: a column of the spans of each stage of each cut."""
+    return np.stack([getattr(one, name)[cuts[:, stage], cuts[:, stage + 1]] for stage, one in enumerate(spans)], axis=1)
+
+
+def _most_of_rank(of_stage: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """f64[cuts]: the largest sum over the stages of a rank, from f64[cuts, stages]."""
+    return of_stage.reshape(len(of_stage), -1, schedule.num_ranks).sum(axis=1).max(axis=1)
+
+
+def _times_of(
+    blocks: Blocks, cuts: np.ndarray, num: np.ndarray, schedule: Schedule, link: tuple[float, float]
+) -> np.ndarray:
+    """f64[cuts]: seconds of the simulated schedule."""
+    times = _stage_times(blocks, cuts, num, link)
+    if schedule.num_stages == 1:
+        return schedule.num_microbatches * times[0, :3].sum(axis=0)
+    return step_s(_ordered(schedule), times)
+
+
+def _stage_times(blocks: Blocks, cuts: np.ndarray, num: np.ndarray, link: tuple[float, float]) -> np.ndarray:
+    """f64[stages, 5, cuts]: the times of each stage, as in `StageTimes`, which recomputes `num`[cut, stage] blocks."""
+    starts, stops, last = cuts[:, :-1], cuts[:, 1:], len(blocks.forward_s)
+    can = np.where(blocks.is_recomputable, blocks.forward_s, 0.0)
+
+    def total(column: np.ndarray) -> np.ndarray:
+        ends = np.concatenate([[0.0], np.cumsum(column)])
+        return ends[stops] - ends[starts]
+
+    weight_s, again_s = total(blocks.weight_s), total(can) * num / np.maximum(1, total(blocks.is_recomputable))
+    sent_s = link[0] + np.append(blocks.entering_bytes, 0.0) / link[1]
+    columns = (
+        total(blocks.forward_s),
+        total(blocks.backward_s) - weight_s + again_s,
+        weight_s,
+        np.where(stops < last, sent_s[stops], 0.0),
+        np.where(starts > 0, sent_s[starts], 0.0),
+    )
+    return np.stack(columns).transpose(2, 0, 1)

@@ -2,11 +2,15 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autopar.planner.pipeline.partition import Blocks, partition
+from autopar.planner.pipeline.partition import Blocks, cut_at, partition, stage_spans
+from autopar.planner.pipeline.stage_times import in_flight, rank_bytes, recut, stage_times, time_of, waiting
+from autopar.schedule.orders import Schedule
+from autopar.schedule.simulate import simulate
 
 
 def _random_blocks(rng: np.random.Generator, number: int) -> Blocks:
@@ -72,3 +76,41 @@ def test_what_weights_wait_with_takes_memory() -> None:
 
 def test_no_cut_fits() -> None:
     assert partition(_random_blocks(np.random.default_rng(0), 9), (3, 2, 1), 5.0) is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("limit", [60.0, 150.0, math.inf])
+@pytest.mark.parametrize("seed", range(4))
+def test_moved_blocks_shorten_the_step_within_the_limit(name: str, limit: float, seed: int) -> None:
+    blocks, link = _random_blocks(np.random.default_rng(seed), 9), (0.1, 10.0)
+    schedule = Schedule("interleaved", 4, 2, 4) if name == "interleaved" else Schedule(name, 3, 3, 6)
+    if name == "zero-bubble":
+        blocks = replace(blocks, is_recomputable=np.zeros(9, bool))
+    limits = limit * schedule.num_ranks / schedule.num_stages
+    found = partition(blocks, in_flight(schedule), limits, waiting=waiting(schedule))
+    if found is None:
+        return
+    better = recut(blocks, found, schedule, link, limit)
+    step_s = time_of(blocks, better, schedule, link)
+    assert max(rank_bytes(better, schedule)) <= limit
+    assert step_s <= time_of(blocks, found, schedule, link)
+    # the simulation of its stages, one by one
+    simulated = simulate(schedule, stage_times(blocks, better, link)).step_s
+    once = [sum(better.once_s[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    assert step_s == pytest.approx(simulated + max(once))
+    if math.isinf(limit):
+        best = math.inf
+        for cuts in itertools.combinations(range(1, 9), schedule.num_stages - 1):
+            spans = stage_spans(blocks, in_flight(schedule), math.inf, waiting(schedule))
+            best = min(best, time_of(blocks, cut_at(spans, (0, *cuts, 9)), schedule, link))
+        assert step_s <= best * 1.05
+
+
+def test_ranks_with_several_stages_have_equally_many_blocks() -> None:
+    blocks = _random_blocks(np.random.default_rng(0), 20)
+    even = replace(blocks, **{name: np.ones(20) for name in ("forward_s", "backward_s", "weight_s")}, shared=())
+    schedule = Schedule("interleaved", 8, 2, 8)
+    found = partition(even, in_flight(schedule), math.inf)
+    better = recut(even, found, schedule, (0.0, math.inf), math.inf)
+    counts = np.diff([*better.starts, 20])
+    assert [counts[rank::2].sum() for rank in range(2)] == [10, 10]
