@@ -88,8 +88,8 @@ def choose_plan(
         plan = _better(whole, staged, cluster)
         if plan is None:
             raise _most_telling(failures)
-        found_by = f"{plan.found_by}, ended by {budget.ended_by}" if budget.is_spent else plan.found_by
-        plan = replace(plan, found_by=found_by, timings=budget.all_timings)
+        ended = f", ended by {budget.ended_by}" if budget.is_spent else ""
+        plan = replace(plan, found_by=plan.found_by.removesuffix(ended) + ended, timings=budget.all_timings)
     budget.show("plan", plan)
     return plan
 

@@ -15,7 +15,7 @@ class MicrobatchWork:
     """Seconds of one microbatch on all stages together: of weight gradients, and of all else.
 
     `send_s`, `send_back_s`: p2p of the values and of the gradients at any cut between two stages, at least.
-    `slowest_s`: of one stage or another, at least.
+    `slowest_s`: of the stages of one rank or another, at least.
     """
 
     weight_s: float
@@ -45,16 +45,16 @@ class CriticalShares:
 
 def critical_shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, ...]:
     """Lower bounds, of which at least one holds for each cut of a model into the stages of `schedule`, with any times
-    of the stages that have at least the sends and the slowest stage of `work`. They are the best for its sums.
+    of the stages that have at least the sends and the slowest rank of `work`. They are the best for its sums.
 
     The actions are the events of a graph, and the least time over all cuts is a linear program: each action ends at
     least the time of its stage behind those that it waits for. By duality, the prices of the sums are the weights of
-    critical paths, which bound the time for other sums too. Which stage is the slowest is tried for each.
+    critical paths, which bound the time for other sums too. Which rank is the slowest is tried for each.
     """
-    solver, sums, stage_s = _program(schedule, work)
+    solver, sums, rank_s = _program(schedule, work)
     scale = work.weight_s + work.other_s
     found = []
-    for slowest in stage_s if work.slowest_s * schedule.num_stages > scale else stage_s[:1]:
+    for slowest in rank_s if work.slowest_s * schedule.num_ranks > scale else rank_s[:1]:
         slowest.SetLb(min(work.slowest_s / scale, 1.0))
         status = solver.Solve()
         assert status == pywraplp.Solver.OPTIMAL, f"some cut takes least, found status {status}"
@@ -66,7 +66,7 @@ def critical_shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalS
 
 
 def _program(schedule: Schedule, work: MicrobatchWork) -> tuple[pywraplp.Solver, list, list]:
-    """(the linear program in parts of the whole work, its sums of work, the constraint on each stage's time)."""
+    """(the linear program in parts of the whole work, its sums of work, the constraint on each rank's time)."""
     rows, receives = actions(schedule), posters(schedule)
     is_split = any(action.kind == "W" for row in rows for action in row)
     scale = work.weight_s + work.other_s
@@ -111,9 +111,10 @@ def _program(schedule: Schedule, work: MicrobatchWork) -> tuple[pywraplp.Solver,
     whole = [ahead, back, weight]
     sums = [(weight, work.weight_s), (ahead + back, work.other_s)] if is_split else [(ahead + back + weight, scale)]
     totals = [_sum(solver, each, total / scale, total / scale) for each, total in sums]
-    stage_s = [_sum(solver, [one[stage] for one in whole], 0.0, infinity) for stage in range(schedule.num_stages)]
+    ranks = map(schedule.stages_of, range(schedule.num_ranks))
+    rank_s = [_sum(solver, [one[stage] for one in whole for stage in stages], 0.0, infinity) for stages in ranks]
     solver.Minimize(last)
-    return solver, totals, stage_s
+    return solver, totals, rank_s
 
 
 def _sum(

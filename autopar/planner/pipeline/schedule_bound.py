@@ -28,9 +28,13 @@ from autopar.schedule.orders import Schedule
 
 # The most times that a microbatch is searched, under other weights each time.
 _MOST_SEARCHES = 6
+# A first bound below this share of the step to beat is not made closer to exceed it.
+_FAR = 0.95
 # The most forwards of a schedule whose critical paths are weighed, by a linear program of up to a second; and the most,
-# times the stages, for which that is done with each stage as the slowest.
-_MOST_FORWARDS, _MOST_BY_STAGE = 2000, 3000
+# times the ranks, for which that is done with each rank as the slowest.
+_MOST_FORWARDS, _MOST_BY_RANK = 2000, 3000
+# Blocks unlike most others, of which is asked on which ranks they are.
+_MOST_UNLIKE = 4
 
 
 @dataclass(eq=False)
@@ -45,20 +49,21 @@ class ScheduleBounds:
     starts: Sequence[str]
     cluster: Cluster
     request: PlanRequest
-    _known: dict[tuple[Mesh, Schedule], float] = field(default_factory=dict)
+    _known: dict[tuple[Mesh, Schedule, bool], float] = field(default_factory=dict)
 
-    def least_s(self, mesh: Mesh, schedule: Schedule, budget: Budget) -> float:
+    def least_s(self, mesh: Mesh, schedule: Schedule, budget: Budget, to_beat_s: float = math.inf) -> float:
         """Seconds that a step of `schedule` takes at least, on the sub-mesh `mesh` of a rank: `schedule_bound_s`.
 
-        It is computed again if there was no time for it.
+        Without `to_beat_s` it is computed again if there was no time for it.
         """
-        if not self._known.get((mesh, schedule)):
+        key = mesh, schedule, math.isinf(to_beat_s)
+        if not self._known.get(key):
             micro = microbatched(self.graph, schedule.num_microbatches)
-            setting = Setting(micro.graph, mesh, self.cluster, self.request, budget)
+            setting = Setting(micro.graph, mesh, self.cluster, self.request, budget, to_beat_s=to_beat_s)
             with budget.timed("bound"):
                 bound_s = schedule_bound_s(setting, fold_microbatch(self.folded, micro), self.starts, schedule)
-            self._known[mesh, schedule] = bound_s
-        return self._known[mesh, schedule]
+            self._known[key] = bound_s
+        return self._known[key]
 
 
 def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], schedule: Schedule) -> float:
@@ -70,11 +75,11 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
     whose weights the time is a sum over ops and conversions: the least of it over all layouts, found as without stages,
     is a bound for every cut. To it comes the least mean of the ranks' work once a step. Inner copies of a block are
     laid out alike, and memory is not regarded, which only costs time. Of the bounds of which one holds, the lowest is
-    made closer until that is in vain.
+    made closer until that is in vain, or it is clear whether plans can take less than `setting.to_beat_s`.
     """
     training = setting.request.training.staged(schedule.num_microbatches, schedule.num_ranks)
     request = replace(setting.request, training=training, memory_limit_bytes=math.inf, outputs={})
-    setting = replace(setting, request=request)
+    to_beat_s, setting = setting.to_beat_s, replace(setting, request=request, to_beat_s=math.inf)
     folded = segmented(folded, setting.graph, ends_apart(folded))
     work = _work(setting, starts, schedule)
     solved: dict[CriticalShares, float] = {}
@@ -97,6 +102,8 @@ def schedule_bound_s(setting: Setting, folded: Folded, starts: Sequence[str], sc
             candidates = _shares(schedule, work)
         least_s = max(least_s, min(map(bound_s, candidates)))
         priced = min(candidates, key=bound_s)
+        if least_s >= to_beat_s or (to_beat_s < math.inf and least_s < _FAR * to_beat_s):
+            break
     return least_s
 
 
@@ -129,12 +136,12 @@ def _shares(schedule: Schedule, work: MicrobatchWork) -> tuple[CriticalShares, .
     if schedule.num_stages == 1 or num_forwards > _MOST_FORWARDS:
         mean = schedule.num_microbatches / schedule.num_ranks
         return (CriticalShares(mean, mean, 0.0),)
-    by_stage = num_forwards * schedule.num_stages <= _MOST_BY_STAGE
-    return critical_shares(schedule, work if by_stage else replace(work, slowest_s=0.0))
+    by_rank = num_forwards * schedule.num_ranks <= _MOST_BY_RANK
+    return critical_shares(schedule, work if by_rank else replace(work, slowest_s=0.0))
 
 
 def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> MicrobatchWork:
-    """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest stage."""
+    """The work of a microbatch shared evenly by the devices of a rank, with the least sends and slowest rank."""
     graph, best, num_devices = setting.graph, setting.cluster.at_best(), setting.mesh.num_devices
 
     @cache
@@ -151,7 +158,8 @@ def _work(setting: Setting, starts: Sequence[str], schedule: Schedule) -> Microb
         return MicrobatchWork(weight_s, other_s)
     crossing, (latency_s, rate) = crossing_bytes(graph), transfer(setting.cluster, schedule.num_ranks, num_devices)
     sent_s = latency_s + min(crossing[at] for at in cuts) / num_devices / rate
-    return MicrobatchWork(weight_s, other_s, sent_s, sent_s, _slowest_s(blocks.sum(axis=1), schedule.num_stages))
+    slowest_s = _slowest_s if schedule.num_stages == schedule.num_ranks else _busiest_s
+    return MicrobatchWork(weight_s, other_s, sent_s, sent_s, slowest_s(blocks.sum(axis=1), schedule.num_ranks))
 
 
 def _slowest_s(times_s: np.ndarray, num_stages: int) -> float:
@@ -162,3 +170,36 @@ def _slowest_s(times_s: np.ndarray, num_stages: int) -> float:
     for _ in range(1, num_stages):
         least = np.maximum(least[:, None], spans).min(axis=0)
     return float(least[-1])
+
+
+def _busiest_s(times_s: np.ndarray, num_ranks: int) -> float:
+    """Seconds that the busiest rank takes at least, on whichever ranks these blocks are.
+
+    Of the blocks, those most of which are alike and the longest others count. Each rank has a whole number of them.
+    """
+    sizes, counts = np.unique(times_s.round(15), return_counts=True)
+    most = int((sizes * counts).argmax())
+    alike_s, num_alike = float(sizes[most]), int(counts[most])
+    if not alike_s > 0:
+        return 0.0
+    others = sorted(np.delete(np.repeat(sizes, counts), np.flatnonzero(np.repeat(sizes, counts) == alike_s)).tolist())
+    shared = [groups for groups in _groupings(others[-_MOST_UNLIKE:]) if len(groups) <= num_ranks]
+    most_num = int((times_s.sum() / num_ranks + times_s.max()) / alike_s) + 1  # the busiest rank of a greedy choice
+    possible = {one + num * alike_s for groups in shared for one in (0.0, *groups) for num in range(most_num + 1)}
+
+    def is_enough(limit_s: float, groups: list[float]) -> bool:
+        loads = np.array([*groups, *[0.0] * (num_ranks - len(groups))])
+        return loads.max() <= limit_s and np.floor((limit_s - loads) / alike_s + 1e-9).sum() >= num_alike
+
+    return next((limit for limit in sorted(possible) if any(is_enough(limit, groups) for groups in shared)), 0.0)
+
+
+def _groupings(items: list[float]) -> list[list[float]]:
+    """The sums of the groups, for each way to put these items into groups."""
+    if not items:
+        return [[]]
+    found = []
+    for groups in _groupings(items[1:]):
+        found += [[*groups[:at], one + items[0], *groups[at + 1 :]] for at, one in enumerate(groups)]
+        found.append([*groups, items[0]])
+    return found

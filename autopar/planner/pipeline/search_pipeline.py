@@ -40,8 +40,8 @@ _GAIN = 1.5
 _NEARLY = 1.25
 # The number of points of the sweep that a plan shows for comparison.
 _MOST_SHOWN = 8
-# Shares of the time left: for the sweep, for the bound of a point, and for its search.
-_SHARE_OF_SWEEP, _SHARE_OF_BOUND, _SHARE_OF_POINT = 0.4, 0.3, 0.9
+# Shares of the time left: for the sweep, for a bound, and for the search of a point.
+_SHARE_OF_SWEEP, _SHARE_OF_BOUND, _SHARE_OF_POINT = 0.4, 0.1, 0.9
 # Tensor-parallel degrees beyond this many nodes are not tried.
 _MOST_NODES = 2
 # If the predicted peak of no searched point fits, the sweep is repeated under a limit lowered by this factor; after the
@@ -123,6 +123,7 @@ def plan_in_stages(
     with the least memory that would do, if none fits. `share`: of the time left for the search of points, if one
     without stages and microbatches comes near, for which the caller needs the rest. `predict`: as in `choose_plan`.
     """
+    whole_budget, budget = budget, budget.part(1 - _SHARE_OF_BOUND)
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
     cutoff_s = whole.step_s
     by_hand: list[Staged] = []
@@ -158,7 +159,9 @@ def plan_in_stages(
     if fit.best is None:
         meshes = tuple(_meshes(mesh, cluster, len(model.starts)))
         raise refusal(model, meshes, cluster, request, budget.deadline)
-    best = replace(_bounded(fit.best, bounds, model, budget), hand=_shown(by_hand), timings=budget.timings)
+    ended = f", ended by {budget.ended_by}" if budget.is_spent else ""  # before the bound is computed in the rest
+    best = _bounded(fit.best, bounds, model, whole_budget)
+    best = replace(best, found_by=best.found_by + ended, hand=_shown(by_hand), timings=budget.timings)
     is_plain = best.schedule.num_ranks == 1 and best.schedule.num_microbatches == 1
     return _plain(best, graph) if is_plain else best
 
@@ -170,14 +173,15 @@ def _is_slower(fit: Fit[StagedPlan], point: Staged, bounds: ScheduleBounds, cuto
     If none beats the plans, the point waits in `fit` with its bound: it is searched if no faster plan fits. Points with
     one rank are not asked: their search begins with what would be their bound.
     """
+    to_beat_s = min(fit.to_beat_s, cutoff_s)
     if fit.budget.is_spent:
         return bool(fit.waiting) and point.step_s >= fit.to_beat_s
-    if point.schedule.num_ranks == 1:
+    if point.schedule.num_ranks == 1 or math.isinf(to_beat_s):
         return False
-    least_s = bounds.least_s(point.mesh, point.schedule, fit.budget.part(_SHARE_OF_BOUND))
-    if fit.to_beat_s <= least_s < cutoff_s:
+    least_s = bounds.least_s(point.mesh, point.schedule, fit.budget.part(_SHARE_OF_BOUND), to_beat_s)
+    if to_beat_s <= least_s < cutoff_s:
         fit.add(LimitedSearch([fit.limit_bytes] * point.schedule.num_ranks, source=point), None, least_s)
-    return least_s >= min(fit.to_beat_s, cutoff_s)
+    return least_s >= to_beat_s
 
 
 def _bounded(plan: StagedPlan, bounds: ScheduleBounds, model: Model, budget: Budget) -> StagedPlan:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.mesh import parse_mesh
 from autopar.planner.budget import Budget
-from autopar.planner.pipeline.schedule_bound import _slowest_s, schedule_bound_s
+from autopar.planner.fit_memory import Fit
+from autopar.planner.pipeline import search_pipeline
+from autopar.planner.pipeline.schedule_bound import ScheduleBounds, _busiest_s, _slowest_s, schedule_bound_s
 from autopar.planner.pipeline.search_pipeline import plan_in_stages
+from autopar.planner.pipeline.sweep import Staged
 from autopar.planner.problem import Setting
 from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.microbatch.microbatch_graph import microbatched
@@ -80,3 +84,47 @@ def test_the_slowest_stage_is_that_of_the_best_cut() -> None:
         cuts = combinations(range(1, len(times)), num_stages - 1)
         best = min(max(times[a:b].sum() for a, b in pairwise((0, *cut, len(times)))) for cut in cuts)
         assert _slowest_s(times, num_stages) == pytest.approx(best)
+
+
+def test_points_that_cannot_win_are_not_searched_and_the_plan_is_the_same(
+    gpt: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Staged] = []
+    left: list[tuple[Staged, float]] = []  # with the step that was to be beaten
+    search_point, is_slower = search_pipeline._search_point, search_pipeline._is_slower
+
+    def search(fit: Fit, point: Staged, **given: Any) -> None:
+        searched.append(point)
+        search_point(fit, point, **given)
+
+    def is_left(fit: Fit, point: Staged, bounds: ScheduleBounds, cutoff_s: float) -> bool:
+        found = is_slower(fit, point, bounds, cutoff_s)
+        left.extend([(point, fit.to_beat_s)] * found)
+        return found
+
+    monkeypatch.setattr(search_pipeline, "_NEAR", 1.5)
+    monkeypatch.setattr(search_pipeline, "_search_point", search)
+    monkeypatch.setattr(search_pipeline, "_is_slower", is_left)
+    mesh = parse_mesh("pp=2,dp=2,tp=2")
+    plan = plan_in_stages(gpt, mesh, V100, request(), budget=Budget.of(200.0))
+    assert len(searched) + len(left) == 3 and left and not {id(one) for one, _ in left} & set(map(id, searched))
+    for point, to_beat_s in left:
+        assert bound_s(gpt, str(mesh), point.schedule) >= to_beat_s >= plan.step_s, point.name
+    monkeypatch.setattr(search_pipeline, "_is_slower", lambda *_: False)
+    assert plan_in_stages(gpt, mesh, V100, request(), budget=Budget.of(200.0)).step_s == plan.step_s
+
+
+def test_the_busiest_rank_is_that_of_the_best_cut_into_several_stages_a_rank() -> None:
+    draw, num_exact = np.random.default_rng(0), 0
+    for _ in range(100):
+        times = np.ones(int(draw.integers(4, 11)))
+        unlike = draw.permutation(len(times))[: draw.integers(0, 4)]
+        times[unlike] = draw.uniform(0.1, 3.0, len(unlike))
+        cuts = ((0, *cut, len(times)) for cut in combinations(range(1, len(times)), 3))
+        stages = (np.array([times[a:b].sum() for a, b in pairwise(cut)]) for cut in cuts)
+        best, least_s = min(max(one[::2].sum(), one[1::2].sum()) for one in stages), _busiest_s(times, 2)
+        assert least_s <= best + 1e-9, times
+        num_exact += least_s >= best - 1e-9
+    assert num_exact >= 40
+    # 80 layers and a head on 8 ranks: one has 11
+    assert _busiest_s(np.array([0.1, *[1.0] * 80, 1.1]), 8) == pytest.approx(11.0)
