@@ -100,7 +100,7 @@ def partition(
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """What a stage would be of every run of blocks, f64[start, stop] each.
+    """Costs of a stage that has any run of consecutive blocks, f64[start, stop] each.
 
     `times_s`: seconds of a microbatch, inf if it does not fit; `num`: blocks recomputed; `bytes`: of memory; `once_s`:
     of the work once a step.

@@ -125,28 +125,26 @@ def plan_in_stages(
     """
     whole_budget, budget = budget, budget.part(1 - _SHARE_OF_BOUND)
     fit, limit_bytes = Fit[StagedPlan](request.limit_bytes, predict, budget), request.limit_bytes
-    cutoff_s = whole.step_s
     by_hand: list[Staged] = []
     model = model_in_stages(graph, mesh, request)
     bounds = ScheduleBounds(model.graph, model.folded, model.block_names, cluster, request)
     for number in range(_MOST_SWEEPS):
-        if number and budget.is_spent and cutoff_s < math.inf:
+        if number and budget.is_spent and whole.step_s < math.inf:
             break
         factor = min(_LOWERED, fit.least_ratio) if budget.is_spent else _LOWERED
         within = replace(request, memory_limit_bytes=limit_bytes * factor**number)
         by_hand = sweep_stages(model, mesh, cluster, within, budget)
         budget = fit.budget = _left_for_points(by_hand, budget, share)
-        points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), cutoff_s)
+        points = _worth_searching(by_hand or _above_limit(model, mesh, cluster, within, budget), whole.step_s)
         if by_hand and not points:
             return None
-        search_point = partial(
-            _search_point, fit, model=model, graph=graph, cluster=cluster, request=within, whole=whole
-        )
+        given = {"model": model, "graph": graph, "cluster": cluster, "request": within, "whole": whole}
+        search_point = partial(_search_point, fit, **given)
         for point in points:
             if not _is_slower(fit, point, bounds, whole.step_s):
                 search_point(point)
         if not fit.waiting and not number:
-            if cutoff_s < math.inf:
+            if whole.step_s < math.inf:
                 return None
             break
         for search in fit.searches():
