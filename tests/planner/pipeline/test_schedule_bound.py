@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,9 @@ import pytest
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.mesh import parse_mesh
 from autopar.planner.budget import Budget
-from autopar.planner.fit_memory import Fit
-from autopar.planner.pipeline import search_pipeline
+from autopar.planner.fit_memory import Fit, LimitedSearch
 from autopar.planner.pipeline.schedule_bound import ScheduleBounds, _busiest_s, _slowest_s, schedule_bound_s
-from autopar.planner.pipeline.search_pipeline import plan_in_stages
-from autopar.planner.pipeline.sweep import Staged
+from autopar.planner.pipeline.search_pipeline import _is_slower, plan_in_stages
 from autopar.planner.problem import Setting
 from autopar.sbp.analysis.sample_blocks import fold_microbatch
 from autopar.sbp.microbatch.microbatch_graph import microbatched
@@ -86,32 +85,25 @@ def test_the_slowest_stage_is_that_of_the_best_cut() -> None:
         assert _slowest_s(times, num_stages) == pytest.approx(best)
 
 
-def test_points_that_cannot_win_are_not_searched_and_the_plan_is_the_same(
-    gpt: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searched: list[Staged] = []
-    left: list[tuple[Staged, float]] = []  # with the step that was to be beaten
-    search_point, is_slower = search_pipeline._search_point, search_pipeline._is_slower
-
-    def search(fit: Fit, point: Staged, **given: Any) -> None:
-        searched.append(point)
-        search_point(fit, point, **given)
-
-    def is_left(fit: Fit, point: Staged, bounds: ScheduleBounds, cutoff_s: float) -> bool:
-        found = is_slower(fit, point, bounds, cutoff_s)
-        left.extend([(point, fit.to_beat_s)] * found)
-        return found
-
-    monkeypatch.setattr(search_pipeline, "_NEAR", 1.5)
-    monkeypatch.setattr(search_pipeline, "_search_point", search)
-    monkeypatch.setattr(search_pipeline, "_is_slower", is_left)
+def test_a_point_that_cannot_win_is_left_and_waits_with_its_bound(gpt: Graph) -> None:
     mesh = parse_mesh("pp=2,dp=2,tp=2")
-    plan = plan_in_stages(gpt, mesh, V100, request(), budget=Budget.of(200.0))
-    assert len(searched) + len(left) == 3 and left and not {id(one) for one, _ in left} & set(map(id, searched))
-    for point, to_beat_s in left:
-        assert bound_s(gpt, str(mesh), point.schedule) >= to_beat_s >= plan.step_s, point.name
-    monkeypatch.setattr(search_pipeline, "_is_slower", lambda *_: False)
-    assert plan_in_stages(gpt, mesh, V100, request(), budget=Budget.of(200.0)).step_s == plan.step_s
+    model, found = points(gpt, mesh, asked={"num_microbatches": 8, "schedule": "1f1b"})
+    point = found[0]
+    least_s = bound_s(gpt, str(mesh), point.schedule)
+    for to_beat_s, cutoff_s, is_left, num_waiting in (
+        (0.99 * least_s, math.inf, True, 2),  # searched if the faster plan does not fit
+        (math.inf, 0.99 * least_s, True, 1),  # never searched
+        (point.step_s, math.inf, False, 1),
+    ):
+        bounds = ScheduleBounds(model.graph, model.folded, model.block_names, V100, request())
+        fit: Fit[Any] = Fit(math.inf, None, Budget.of(100.0))
+        fit.add(LimitedSearch((math.inf,)), SimpleNamespace(step_s=to_beat_s))
+        assert _is_slower(fit, point, bounds, cutoff_s) == is_left
+        assert len(fit.waiting) == num_waiting
+        if num_waiting == 2:
+            waiting = fit.waiting[-1]
+            assert waiting.source is point and waiting.plan is None
+            assert to_beat_s <= waiting.at_least_s <= least_s * (1 + 1e-9)
 
 
 def test_the_busiest_rank_is_that_of_the_best_cut_into_several_stages_a_rank() -> None:
