@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-trainers trainers-table lint verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-trainers trainers-table lint dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -68,6 +68,17 @@ lint: $(READY) ## ruff over everything: rules and format; pyrefly over the packa
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	.venv/bin/pyrefly check
+
+DIST := build/dist-check
+DIST_PYTHON := $(DIST)/venv/bin/python
+
+dist-check: $(READY) ## build the wheel and the sdist, and try both outside of this folder; in an environment of their own
+	rm -rf $(DIST)
+	$(PYTHON) -m venv $(DIST)/venv
+	$(DIST_PYTHON) -m pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(DIST_PYTHON) -m pip install -q -c constraints.txt "$$(grep -o 'build==[0-9.]*' pyproject.toml)"
+	$(DIST_PYTHON) -m build --outdir $(DIST)/dist .
+	$(PYTHON) tests/dist_check.py $(DIST_PYTHON) $(DIST)/dist
 
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2
