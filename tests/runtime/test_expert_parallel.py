@@ -67,6 +67,17 @@ def test_trains_like_one_device(ranks4: Ranks, name: str, shape: tuple[int, ...]
         assert are_as_priced(reports, is_exact=is_exact), reports
 
 
+@pytest.mark.multirank
+def test_trains_like_one_device_on_eight_ranks(ranks8: Ranks) -> None:
+    graph, kind = traced(built("Mixtral", 4)), "megatron:tp=2,ep=4"
+    plans = {kind: plan_called(kind, graph, Mesh((4, 2), ("dp", "tp")))}
+    is_exact = all_gradients_arrive(graph)
+    for reports in zip(*ranks8.run(train_under, "Mixtral", 4, plans)):
+        assert all(report["found"][0] < TOLERANCE for report in reports), reports
+        assert any(one.kind == "all_to_all" for one in reports[0]["issued"])
+        assert are_as_priced(reports, is_exact=is_exact), reports
+
+
 def one_sided(num_chosen: int) -> Case:
     """A model whose router sends every token to the first experts."""
     case = built("GptOss", 2)
