@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from autopar.costmodel.cluster.measured_terms import ProductShare
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.collective_time import spans
 from bench.fidelity.peak_bytes import _more_buffers, peak_bytes
@@ -102,6 +103,28 @@ def test_copies_of_buckets_and_whole_sums_take_as_long_as_their_bytes(small):
     num_bytes = sum(p.collective.num_bytes for p in reduced)
     assert copied - plain == pytest.approx(6 * num_bytes / cluster.memory_bandwidth_bytes_per_s)
     assert whole - plain == pytest.approx(sum(p.time_s for p in reduced))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_head_alone_is_not_cast_and_what_is_recomputed_is_cast_again(small, stages):
+    slow = replace(PRESETS["v100"], flops_per_s={"float16": 1e9, "float32": 1e9})
+    fast = replace(slow, product_shares=(ProductShare(2.0, op="aten.linear"),))
+    more = []
+    for which in ("none", "all"):
+        written = WrittenPlan(small, stages=stages, recomputed=which)
+        cast, plain = (step_s(written, fast, Library(cast_bytes=num_bytes)) for num_bytes in (1e-9, 0.0))
+        more.append(cast - plain)
+    # The head has 2 flops a multiplication in forward and twice that in backward; at half the rate, half of it is more.
+    *_, last = staged(WrittenPlan(small, stages=stages)).stages
+    *_, head = (op for op in last.graph.ops if op.target == "aten.linear.default")
+    flops = 6 * math.prod(head.inputs[0].shape) * head.inputs[1].shape[0]
+    rate = slow.flops_per_s["float16"]
+    assert more == pytest.approx([flops / rate / 2] * 2, rel=0.05)
+    gains = [
+        step_s(written, fast, Library(cast_bytes=1e3)) - step_s(written, fast)
+        for written in (WrittenPlan(small, stages=stages, recomputed=which) for which in ("none", "all"))
+    ]
+    assert gains[1] > gains[0]
 
 
 def test_updates_on_the_host_share_its_memory_and_the_way_there():

@@ -76,7 +76,8 @@ SOURCES = (
         " Fitted are factors of the preset's rates, one for eager and one for compiled code, on the two rows of 8 GPUs."
         f" {_NCCL} Gathers and reductions run beside computing; selective recomputation is priced as that of half of"
         " the blocks; float8 casts the operands of linear layers by dynamic scaling, and their products are twice as"
-        " fast: assumptions, of which the casts were added with the judged errors in sight. Attention reaches 35 % of"
+        " fast: assumptions, of which the casts were added with the judged errors in sight. The head stays in bfloat16"
+        " (torchtitan's float8.py leaves out `output`), and what is recomputed is cast again. Attention reaches 35 % of"
         " the datasheet's rate (FlashAttention-2 on H100, by the paper on FlashAttention-3), products 55 %, both times"
         " the fitted factor: added with the judged errors in sight, which were up to 30 % without it. Memory is the"
         " predicted peak.",

@@ -7,11 +7,13 @@ from functools import cache, partial
 
 import numpy as np
 
+from autopar.costmodel.activations.saved_activations import region_of_ops
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.costmodel.cluster.presets import PRESETS
 from autopar.costmodel.evaluate import PlannedCollective, evaluate
 from autopar.costmodel.memory import update_bytes
 from autopar.costmodel.roofline import local_shapes
+from autopar.costmodel.step_cost import step_cost
 from autopar.costmodel.training import Training
 from autopar.ir.export.meta_copy import skeleton
 from autopar.ir.folding.fold import fold
@@ -24,6 +26,7 @@ from autopar.planner.pipeline.hand_points import Model, model_of, profiled
 from autopar.planner.pipeline.sweep import Staged, as_run
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from autopar.sbp.analysis.sampled_graph import Sampled
 from autopar.schedule.orders import Schedule
 from bench.by_hand import plan_by_hand
 from bench.every_stage import cut_blocks
@@ -139,13 +142,14 @@ class HostUpdate:
 class Library:
     """What the library that was measured does where this runtime does something else.
 
-    `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all of
-    "parameters", gathers among them, beside forward and backward. `gradient_copies`: bytes that the device moves for
-    each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank gets the sums of
-    all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a linear layer, to
-    cast it. `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline,
-    but on the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's.
-    `batch_s`: seconds in which each stage but the first fetches its inputs once it has received, and its device waits.
+    `hides`: the collectives that run beside computing: "nothing", "reductions" of gradients beside backward, or all
+    of "parameters", gathers among them, beside forward and backward. `gradient_copies`: bytes that the device moves
+    for each byte of gradients that is reduced, into buckets and out of them; `reduces_whole`: every rank gets the
+    sums of all gradients, also where it keeps a part. `cast_bytes`: moved for each element of an operand of a
+    linear layer, to cast it; the last layer, the head, is not cast, and has none of the shares of "aten.linear".
+    `buffers_by_stages`: for each value that backward needs, so many buffers for each stage of the pipeline, but on
+    the last stage; 0: as many as microbatches are in flight. `host_update`: in place of the device's. `batch_s`:
+    seconds in which each stage but the first fetches its inputs once it has received, and its device waits.
     """
 
     hides: str = "nothing"
@@ -193,7 +197,9 @@ def _shallow(build: Callable[..., Example], num_layers: int) -> Callable[[], Exa
 
 def _parts_of(written: StagedPlan, cluster: Cluster, library: Library) -> np.ndarray:
     plan = on_cluster(written, cluster)
-    more_s = max(_casts_s(stage, library) + _synchronisation_s(stage, library) for stage in plan.stages)
+    *_, last = plan.stages
+    casts_s = (_casts_s(stage, library, has_head=stage is last) for stage in plan.stages)
+    more_s = max(each_s + _synchronisation_s(stage, library) for each_s, stage in zip(casts_s, plan.stages))
     once_s = plan.step_s - plan.timeline.step_s + more_s + (len(plan.stages) - 1) * library.batch_s
     hidden = max((_hideable_s(stage, library) for stage in plan.stages), key=min)
     return np.array([plan.timeline.step_s + once_s, *hidden])
@@ -240,14 +246,27 @@ def _host_update_s(stage: Plan, host: HostUpdate | None) -> float:
     return update_s + 2 * 4 * num * stage.cluster.host_s_per_byte - stage.costs.optimizer_s
 
 
-def _casts_s(stage: Plan, library: Library) -> float:
-    """Seconds of a step's casts: of both operands in forward, of the gradient and both again in backward."""
+def _casts_s(stage: Plan, library: Library, *, has_head: bool) -> float:
+    """Seconds of a step's casts: of both operands in forward, also in one that is made again, and of the gradient and
+    both in backward; and of the head, which is not cast.
+    """
     if not library.cast_bytes:
         return 0.0
-    elements = 0
-    for op in stage.graph.ops:
-        if op.target == "aten.linear.default":
-            inputs, outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
-            elements += 2 * sum(map(math.prod, inputs[:2])) + math.prod(outputs[0])
+    elements, again = 0, region_of_ops(stage.assignment.recomputed)
+    linear = [op for op in stage.graph.ops if op.target == "aten.linear.default"]
+    for op in linear[:-1] if has_head else linear:
+        inputs, outputs = local_shapes(op, stage.assignment.strategies[op.name], stage.mesh.shape)
+        elements += (2 + (op.name in again)) * sum(map(math.prod, inputs[:2])) + math.prod(outputs[0])
     moved = stage.training.num_microbatches * elements * library.cast_bytes
-    return moved / stage.cluster.memory_bandwidth_bytes_per_s
+    return moved / stage.cluster.memory_bandwidth_bytes_per_s + (_uncast_s(stage, linear[-1].name) if has_head else 0.0)
+
+
+def _uncast_s(stage: Plan, head: str) -> float:
+    """Seconds of a step that the head takes beyond its price, for which it is cast as other linear layers are."""
+    shares = tuple(share for share in stage.cluster.product_shares if share.op != "aten.linear")
+    cast, uncast = (
+        step_cost(Sampled(stage.graph), stage.assignment, stage.mesh, cluster, stage.training).ops[head]
+        for cluster in (stage.cluster, replace(stage.cluster, product_shares=shares))
+    )
+    more_s = uncast.forward_s + uncast.backward_s - cast.forward_s - cast.backward_s
+    return stage.training.num_microbatches * more_s
