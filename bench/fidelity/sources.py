@@ -65,7 +65,9 @@ SOURCES = (
         " forward: they are priced as a later Megatron-LM's, with the lengths of its own example (512 and 128) and"
         " products without tensor cores, which no source says and for which its 3-D rows of one node spoke. Forwards"
         " of T5's data-parallel rows take 0.05 to 0.25 s longer wherever a node has an odd number of devices, but"
-        " not with offload: not explained.",
+        " not with offload: not explained. Forward ends with the mean of the losses over all data ranks (`loss_func`"
+        " in its pretrain_t5.py), so that all wait there for the one whose inputs come last; what holds that one up the"
+        " artifact does not say.",
         a800_rows,
         ("device share", "link share"),
         (0.7, 0.7),
