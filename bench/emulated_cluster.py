@@ -86,7 +86,8 @@ class EmulatedCluster:
 @contextmanager
 def emulated_cluster(num_hosts: int, rate: str, inside: str | None = None) -> Iterator[EmulatedCluster]:
     """A cluster of `num_hosts` whose cards have the `rate`, and whose loopback devices have the rate `inside`: as tc
-    writes them, such as 200mbit. ClusterError if that is impossible; nothing of it is left then.
+    writes them, such as 200mbit. ClusterError if that is impossible; nothing of it is left then,
+    nor where SIGTERM ends the process. From the main thread.
     """
     if num_hosts < 1:
         raise ClusterError(f"a cluster has at least one host, {num_hosts} were asked for")
@@ -99,10 +100,12 @@ def emulated_cluster(num_hosts: int, rate: str, inside: str | None = None) -> It
         cluster = EmulatedCluster(names, Path(files))
         known = [f"{address} host{number}" for number, address in enumerate(cluster.addresses())]
         (cluster.files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        handler = signal.signal(signal.SIGTERM, _stop)
         try:
             _make(cluster, switch, rate, inside)
             yield cluster
         finally:
+            signal.signal(signal.SIGTERM, handler)
             for name in (*names, switch):
                 _delete(name)
 
@@ -215,7 +218,6 @@ def main() -> None:
     argv = ["-m", given.module, *given.argv] if given.module else given.argv
     if not argv and not given.clean:
         arguments.error("expected a script, or -m MODULE, and its arguments")
-    signal.signal(signal.SIGTERM, _stop)
     try:
         if given.clean:
             print("\n".join(f"deleted {name}" for name in clean()) or "nothing was left behind")

@@ -116,6 +116,21 @@ def test_a_run_that_is_stopped_leaves_nothing(script: str, how: signal.Signals) 
 
 
 @pytest.mark.emulated
+def test_a_benchmark_that_is_ended_leaves_no_hosts_and_no_ranks(script: str) -> None:
+    code = (
+        "import sys; from bench.emulated_cluster import emulated_cluster\n"
+        "with emulated_cluster(2, '1gbit') as cluster: cluster.torchrun(1, sys.argv[1:])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, script, "wait"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and any("rank" in line for line in process.stdout)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(name.startswith(f"{PREFIX}{process.pid}-") for name in namespaces())
+    assert not subprocess.run(["pgrep", "-f", script], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.emulated
 def test_what_a_killed_run_leaves_is_cleaned_by_the_next(script: str) -> None:
     process = run("--hosts", "2", script, "wait")
     assert process.stdout is not None and any(line.startswith("rank") for line in process.stdout)
