@@ -1,5 +1,6 @@
-"""`python -m tests.models.table [--resume] [NAME ...]`: try each model and write docs/models.md; rows of other models
-stay. `--resume`: those that have a row are not tried again.
+"""`python -m tests.models.table [--libraries] [--resume] [NAME ...]`: try each model and write docs/models.md; rows of
+other models stay. `--libraries`: the models of other libraries, to docs/libraries.md. `--resume`: those that have a row
+are not tried again.
 """
 
 import signal
@@ -17,19 +18,20 @@ from autopar.errors import AutoparError
 from autopar.plans.plan import Plan
 from tests.models.beside_one_device import built, plan_for, worst_of
 from tests.models.names import NAMES
+from tests.models.of_libraries import MODELS
 from tests.workers import RankError, Ranks
 
 PLAN_S, RUN_S = 90, 120  # a tiny model that takes longer has a row that says so
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs"
 HEAD = """# Models that were tried
 
-Tiny models of transformers, made from their configurations with random weights (`tests/models`), on dp=2, tp=2 under
+{models} with random weights (`tests/models`), on dp=2, tp=2 under
 the plan for which communication costs nothing, so that all is split that can be: loss and every gradient in float64
 beside one device. *Right*: equal to 1e-5 (2e-3 for models that have to run in float32). The second number of
 *parameters* is how many there are. *Whole*: ops that run alike on all ranks of both axes although they are no views,
 with how often; *without a rule* are those that autopar does not know how to split.
 
-Written by `python -m tests.models.table`; {when}.
+Written by `python -m tests.models.table{option}`; {when}.
 
 | model | result | parameters split | ops | whole | without a rule |
 |---|---|---|---|---|---|
@@ -103,25 +105,32 @@ def _short(target: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    rows = {line.split(" | ")[0][2:]: line for line in _lines() if "/" in line.split(" | ")[0]}
+    options = {name for name in names if name.startswith("--")}
+    is_libraries = "--libraries" in options
+    table = DOCS / ("libraries.md" if is_libraries else "models.md")
+    rows = {line.split(" | ")[0][2:]: line for line in _lines(table)}
     ranks = Ranks(4)
-    is_resumed = "--resume" in names
-    for name in [name for name in names if name != "--resume"] or NAMES:
-        if is_resumed and name in rows:
+    for name in [name for name in names if name not in options] or (MODELS if is_libraries else NAMES):
+        if "--resume" in options and name in rows:
             continue
         rows[name] = row(ranks, name)
         print(rows[name], flush=True)
-        _write(rows)
+        table.write_text(_head(is_libraries) + "\n".join(line for _, line in sorted(rows.items())) + "\n")
 
 
-def _lines() -> list[str]:
-    return [line for line in TABLE.read_text().splitlines() if line.startswith("| ")] if TABLE.exists() else []
+def _lines(table: Path) -> list[str]:
+    """The rows that a table has."""
+    lines = table.read_text().splitlines() if table.exists() else []
+    return [line for line in lines if line.startswith("| ") and ("/" in line or ":" in line.split(" | ")[0])]
 
 
-def _write(rows: dict[str, str]) -> None:
+def _head(is_libraries: bool) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
     when = f"last row {datetime.now(UTC):%Y-%m-%d}, commit {commit}"
-    TABLE.write_text(HEAD.format(when=when) + "\n".join(line for _, line in sorted(rows.items())) + "\n")
+    if is_libraries:
+        return HEAD.format(models="Small models straight from other libraries", option=" --libraries", when=when)
+    models = "Tiny models of transformers, made from their configurations"
+    return HEAD.format(models=models, option="", when=when)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ def _config(kind: Any, around: tuple[Any, ...] = ()) -> Any:
                 found[name] = _config(type(value), (*around, kind))
         elif "drop" in name and isinstance(value, float):
             found[name] = 0.0
+        elif "drop" in name and isinstance(value, list):
+            found[name] = [0.0] * len(value)
         elif name in SIZES and value is not None and _is_alike(value, SIZES[name]):
             found[name] = SIZES[name]
     types = list(dict.fromkeys(vars(kind()).get("layer_types") or ()))
