@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-trainers trainers-table lint dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table lint dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -43,10 +43,27 @@ test-emulated: $(READY) ## tests on a slow network of this machine's own; needs 
 	$(PYTHON) -m pytest -m emulated
 
 test-models: $(READY) ## tiny models of all kinds of transformers on 4 processes beside one device; half an hour
-	$(PYTHON) -m pytest -m "" tests/models
+	$(PYTHON) -m pytest -m "" tests/models/test_tiny.py
 
 models-table: $(READY) ## the same models, written to docs/models.md
 	$(PYTHON) -m tests.models.table
+
+LIBRARIES := .venv-libraries/bin/python
+LIBRARIES_READY := .venv-libraries/.ready
+
+# Without dependencies: those of some ask for other versions of torch, and those of torchvision for its CUDA.
+$(LIBRARIES_READY): pyproject.toml constraints.txt requirements-libraries.txt
+	test -x $(LIBRARIES) || $(SYSTEM_PYTHON) -m venv .venv-libraries
+	$(LIBRARIES) -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(LIBRARIES) -m pip install -c constraints.txt -e '.[dev]'
+	$(LIBRARIES) -m pip install --no-deps -r requirements-libraries.txt
+	touch $(LIBRARIES_READY)
+
+test-libraries: $(LIBRARIES_READY) ## models straight from other libraries on 4 processes beside one device, in .venv-libraries; half an hour
+	$(LIBRARIES) -m pytest -m "" tests/models/test_libraries.py
+
+libraries-table: $(LIBRARIES_READY) ## the same models, written to docs/libraries.md
+	$(LIBRARIES) -m tests.models.table --libraries
 
 TRAINERS := .venv-trainers/bin/python
 TRAINERS_READY := .venv-trainers/.ready
@@ -112,4 +129,4 @@ readme: $(READY) ## write the figures of bench/results into README.md
 	$(PYTHON) -m bench.readme
 
 clean: ## remove the environment and caches
-	rm -rf .venv .venv-trainers .pytest_cache .hypothesis .ruff_cache build *.egg-info
+	rm -rf .venv .venv-libraries .venv-trainers .pytest_cache .hypothesis .ruff_cache build *.egg-info

@@ -20,19 +20,26 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3}
 
 def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model, in float64 if it can be run so, and the keywords of a call: in eval mode if it draws random numbers,
-    which ranks draw otherwise. ValueError without a finite loss.
+    which ranks draw otherwise. ValueError if it does so even then, and without a finite loss.
     """
     model, kwargs = build_of_library(name) if ":" in name else build(name)
     double = tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, kwargs)
     try:
         truth = step(copy.deepcopy(model).double(), double)
     except (RuntimeError, ValueError):
+        step(copy.deepcopy(model), kwargs)
         return model, kwargs
     if not truth[""].isfinite():
         raise ValueError("on one device the loss is not a number for these inputs")
-    if not truth[""].equal(step(copy.deepcopy(model).double(), double, seed=6)[""]):
-        model.eval()
-    return model.double(), double
+    model = model.double()
+    if _is_random(model, double) and _is_random(model.eval(), double):
+        raise ValueError("the model draws random numbers in eval mode too, which ranks draw otherwise")
+    return model, double
+
+
+def _is_random(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    first, second = (step(copy.deepcopy(model), kwargs, seed)[""] for seed in (5, 6))
+    return not first.equal(second)
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -66,7 +73,7 @@ def step(model: nn.Module, kwargs: dict[str, Any], seed: int = 5) -> dict[str, t
     torch.manual_seed(seed)
     loss = loss_of(model(**kwargs))
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()}
     return {"": loss.detach()} | {
         name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()
     }

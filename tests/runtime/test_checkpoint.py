@@ -19,11 +19,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.staged_plan import StagedPlan
+from tests.runtime import training
 from tests.runtime.staged import loss_of, plan_of_sample, sample, under
-from tests.runtime.training import LEARNING_RATE, adamw, forward_backward, sharded, state_of, worst
-from tests.workers import Ranks
+from tests.runtime.training import (
+    LEARNING_RATE,
+    adamw,
+    forward_backward,
+    num_uneven,
+    plan_called,
+    sharded,
+    state_of,
+    traced,
+    worst,
+)
+from tests.runtime.uneven_model import odd_case
+from tests.workers import Ranks, device_mesh
 from tests.zoo import build
 
 pytestmark = pytest.mark.multirank
@@ -57,8 +70,24 @@ def stepped(options: dict[str, Any], plan: Plan | StagedPlan | None) -> Run:
     return Run(model, lambda: model.train_step(*case.args, **case.kwargs))
 
 
+def uneven(sizes: dict[str, int], plan: tuple[tuple[int, ...], str] | None) -> Run:
+    """A model of sizes that the ranks do not divide, under a kind of plan on a mesh or on one device."""
+    case = odd_case(**sizes)
+    if plan is not None:
+        shape, kind = plan
+        mesh = Mesh(shape, ("dp", "tp")[: len(shape)])
+        chosen = plan_called(kind, traced(case), mesh)
+        assert num_uneven(chosen) > 0
+        case = training.under(chosen, case, device_mesh(shape, mesh.axis_names))
+    return Run(case.model, lambda: forward_backward(case))
+
+
 # a stage holds a part of the state, whose groups of parameters have no like on one device: it is saved by name
-SAVED = {called: StateDictOptions(), stepped: StateDictOptions(flatten_optimizer_state_dict=True)}
+SAVED = {
+    called: StateDictOptions(),
+    uneven: StateDictOptions(),
+    stepped: StateDictOptions(flatten_optimizer_state_dict=True),
+}
 
 
 def checkpoint_moves(make: Callable[[Any, Any], Run], options: Any, first: Any, second: Any) -> dict[str, float]:
@@ -133,4 +162,11 @@ def test_between_stages_no_stages_and_one_device(ranks4: Ranks, is_from_stages: 
     ]
     assert isinstance(plans[0], StagedPlan) and isinstance(plans[1], Plan)
     for found in ranks4.run(checkpoint_moves, stepped, GPT2, *(plans if is_from_stages else plans[::-1])):
+        assert max(found.values()) < 1e-9, found
+
+
+@pytest.mark.parametrize("plans", [(((4,), "zero3"), ((2, 2), "random:0")), (((2, 2), "random:1"), ((4,), "zero3"))])
+def test_of_parts_that_differ(ranks4: Ranks, plans: tuple[Any, Any]) -> None:
+    """51 tokens, 5 heads of 4: some ranks store smaller parts of a parameter and of its optimizer state, or none."""
+    for found in ranks4.run(checkpoint_moves, uneven, {}, *plans):
         assert max(found.values()) < 1e-9, found
