@@ -1,30 +1,28 @@
 """Small models straight from other libraries with random weights, as "library:model", and the keywords of a call.
 
 Run by `make test-libraries` in an environment of its own. The libraries are imported where a model is made, since the
-compiled half of torchvision does not load beside torch for CPUs: `define_ops` gives its ops names, which is all that
-importing it takes.
+compiled half of torchvision does not load beside torch for CPUs: its ops are given names,
+which is all that importing it takes.
 """
 
 import functools
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.workers import PRELOAD
+
 Built = tuple[nn.Module, dict[str, Any]]
-_TORCHVISION: list[torch.library.Library] = []
-
-
-def define_ops() -> None:
-    """Give torchvision's ops names without implementations, once."""
-    if not _TORCHVISION:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _TORCHVISION.append(library)
+if find_spec("timm") is not None:  # before anything imports torchvision, as transformers does, in a rank's process too
+    _OPS = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        _OPS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    if __name__ not in PRELOAD:
+        PRELOAD.insert(0, __name__)
 
 
 class _Positional(nn.Module):
@@ -235,7 +233,6 @@ MODELS: dict[str, Callable[[], Built]] = {
 
 def build_of_library(name: str) -> Built:
     """The model called "library:model", in training mode without dropout, and the keywords of a call."""
-    define_ops()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, kwargs = MODELS[name]()

@@ -79,6 +79,7 @@ def uneven(sizes: dict[str, int], plan: tuple[tuple[int, ...], str] | None) -> R
         chosen = plan_called(kind, traced(case), mesh)
         assert num_uneven(chosen) > 0
         case = training.under(chosen, case, device_mesh(shape, mesh.axis_names))
+        case.model(*case.args, **case.kwargs)
     return Run(case.model, lambda: forward_backward(case))
 
 
