@@ -122,6 +122,9 @@ MEMBERS = {
     "_make_wrapper_subclass": "a tensor with a shape and a device and without content",
     "_get_fsdp_state": "how fully_shard stores a module's parameters; its methods only change it",
     **dict.fromkeys(("_fsdp_param_group", "_auto_reshard_after_forward"), "as _get_fsdp_state"),
+    **dict.fromkeys(
+        ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), "transformers: which masks it drops"
+    ),
     "_type": "class of a script object, by which the arguments of collectives are told from others",
 }
 # Fields of torch's PipelineStage and of what it receives: torch makes all buffers before the first step and keeps them.

@@ -62,11 +62,8 @@ def masks_as_run() -> Iterator[None]:
         yield
         return
     made: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by whether it is causal: modules that made masks
-    used: dict[bool, dict[int, nn.Module]] = {
-        True: {},
-        False: {},
-    }  # by is_causal: attention modules that were given one
-    attention = interfaces.ALL_ATTENTION_FUNCTIONS._global_mapping
+    used: dict[bool, dict[int, nn.Module]] = {True: {}, False: {}}  # by is_causal: attention modules given a mask
+    attention = interfaces.ALL_ATTENTION_FUNCTIONS
 
     def noting(is_causal: bool, original: Callable[..., bool]) -> Callable[..., bool]:
         def asked(*args: Any, **kwargs: Any) -> bool:
@@ -91,9 +88,12 @@ def masks_as_run() -> Iterator[None]:
     with (
         patch.object(masks, "_ignore_causal_mask_sdpa", noting(True, masks._ignore_causal_mask_sdpa)),
         patch.object(masks, "_ignore_bidirectional_mask_sdpa", noting(False, masks._ignore_bidirectional_mask_sdpa)),
-        patch.dict(attention, {"sdpa": attended}),
     ):
-        yield
+        attention.register("sdpa", attended)
+        try:
+            yield
+        finally:
+            attention.register("sdpa", sdpa)
     for is_causal, owners in made.items():
         for key, owner in owners.items():
             if key not in made[not is_causal]:

@@ -74,8 +74,10 @@ def recut(
     least_s = time_of(blocks, found, schedule, link)
     for _ in range(_MOST_MOVES):
         moved = _moved(ends[0])
+        if not len(moved):
+            break
         times_s = seconds(moved)
-        if not len(moved) or times_s.min() >= least_s * (1 - 1e-9):
+        if times_s.min() >= least_s * (1 - 1e-9):
             break
         least_s, ends = times_s.min(), moved[[times_s.argmin()]]
     return found if tuple(ends[0, :-1]) == found.starts else cut_at(spans, ends[0].tolist())

@@ -114,3 +114,9 @@ def test_ranks_with_several_stages_have_equally_many_blocks() -> None:
     better = recut(even, found, schedule, (0.0, math.inf), math.inf)
     counts = np.diff([*better.starts, 20])
     assert [counts[rank::2].sum() for rank in range(2)] == [10, 10]
+
+
+def test_stages_of_one_block_each_stay() -> None:
+    blocks, schedule = _random_blocks(np.random.default_rng(0), 3), Schedule("1f1b", 3, 3, 6)
+    found = partition(blocks, in_flight(schedule), math.inf, waiting=waiting(schedule))
+    assert recut(blocks, found, schedule, (0.0, math.inf), math.inf) is found
