@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table lint dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table lint docs dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -15,7 +15,7 @@ setup: $(READY) ## create .venv with the pinned versions (once; a few minutes)
 $(READY): pyproject.toml constraints.txt
 	test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv .venv
 	$(PYTHON) -m pip install "$$(grep '^torch==' constraints.txt)"
-	$(PYTHON) -m pip install -c constraints.txt -e '.[bench,dev]'
+	$(PYTHON) -m pip install -c constraints.txt -e '.[bench,dev,docs]'
 	touch $(READY)
 
 demo: $(READY) ## train a small GPT on 4 processes under the plan autopar chose, beside one process
@@ -85,6 +85,9 @@ lint: $(READY) ## ruff over everything: rules and format; pyrefly over the packa
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	.venv/bin/pyrefly check
+
+docs: $(READY) ## build the documentation's site: build/site/index.html; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
 DIST := build/dist-check
 DIST_PYTHON := $(DIST)/venv/bin/python

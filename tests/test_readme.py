@@ -1,50 +1,28 @@
-"""What the README shows runs."""
+"""The README's claims that running its blocks (tests/pages) does not show."""
 
-import contextlib
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+import autopar
+from tests.pages.blocks import GIVEN, ROOT, blocks_of
 from tests.workers import Ranks, device_mesh
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 
-
-def python_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-def run_blocks(blocks: list[str], folder: str) -> bool:
-    """On a rank whose process group is up already: the training loop, then planning ahead for the same model."""
-    torch.manual_seed(dist.get_rank())  # nobody seeds the ranks alike before they build the model
-    names: dict = {}
-    exec(blocks[0].replace('dist.init_process_group("gloo")', "pass"), names)
-    assert isinstance(names["mesh"], DeviceMesh)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    ahead = {"autopar": names["autopar"], "model": model, "x": names["x"], "mesh": device_mesh((2, 2), ("dp", "tp"))}
-    with contextlib.chdir(folder):
-        exec(blocks[1], ahead)
-    assert torch.isfinite(ahead["model"](names["x"]).sum())
-    return losses_outside(blocks[2], names)
-
-
-def losses_outside(block: str, names: dict) -> bool:
+def losses_outside(block: str) -> bool:
     """Whether the mean of the ranks' losses, each of its own rows, is that of the whole batch."""
-    rows = slice(16 * names["mesh"].get_local_rank("dp"), None)
-    given = {"my_x": names["x"][rows][:16], "labels": torch.arange(32), "my_labels": torch.arange(32)[rows][:16]}
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    names = {"mesh": mesh, "x": torch.randn(32, 64), "torch": torch, "autopar": autopar}
+    exec((GIVEN / "readme_losses.py").read_text(), names)
     losses = []
     for part in block.split("\n\n"):
         torch.manual_seed(0)
-        own = {**names, **given}
+        own = dict(names)
         exec(part, own)
         losses.append(own["loss"].detach())
     dist.all_reduce(losses[1])
@@ -52,16 +30,14 @@ def losses_outside(block: str, names: dict) -> bool:
 
 
 @pytest.mark.multirank
-def test_examples_run(ranks4: Ranks) -> None:
-    blocks = python_blocks()
-    assert len(blocks) == 3
-    with tempfile.TemporaryDirectory() as folder:
-        assert ranks4.run(run_blocks, blocks, folder) == [True] * 4
+def test_a_loss_outside_of_the_model_is_that_of_one_device(ranks4: Ranks) -> None:
+    (block,) = (block.text for block in blocks_of("README.md") if "my_labels" in block.text)
+    assert ranks4.run(losses_outside, block) == [True] * 4
 
 
 def test_the_demo_trains_like_one_process_and_moves_the_planned_bytes() -> None:
     shown = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--steps", "2"], capture_output=True, text=True
+        [sys.executable, str(Path(ROOT) / "examples" / "train_gpt.py"), "--steps", "2"], capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stdout[-3000:] + shown.stderr[-3000:]
     assert shown.stdout.endswith("planned and counted on every rank: equal\n")

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -88,27 +86,3 @@ def test_a_file_without_rows_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     with pytest.raises(LookupError, match=r"step\.json has no rows .* run python -m bench\.step"):
         readme.step_block()
-
-
-def plans_shown() -> list[tuple[list[str], str]]:
-    """The arguments of `autopar explain` that the README names, and what it says comes out."""
-    fences = [found.strip("`\n") for found in FENCE.findall(TEXT)]
-    (plan,) = (fence for fence in fences if fence.startswith("Plan for mesh"))
-    (console,) = (fence.removeprefix("console\n") for fence in fences if fence.startswith("console\n$ autopar explain"))
-    command, _, said = console.partition("\n")
-    named = re.search(r"`autopar (explain [^`]*)` on 8 nodes", TEXT)
-    return [(named[1].split(), plan), (command.removeprefix("$ autopar ").split(), said)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_plans_shown_are_what_the_command_prints(number, tmp_path):
-    arguments, shown = plans_shown()[number]
-    run = subprocess.run(
-        [sys.executable, "-m", "autopar.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    printed = [" ".join(line.split()) for line in run.stdout.splitlines()]
-    for line in (" ".join(line.split()) for line in shown.splitlines() if line.strip() not in ("", "...")):
-        pattern = re.escape(line).replace(re.escape("(...)"), r"\(.*\)").replace("\\-", "-")
-        pattern = re.sub(r"-{3,}", "-+", pattern)
-        assert any(re.fullmatch(pattern, one) for one in printed), f"the command does not print {line!r}"

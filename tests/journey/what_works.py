@@ -98,7 +98,8 @@ def _together(by_setting: Mapping[str, str]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("<", "&lt;")
+    """Without what Markdown would read as a cell's end, a tag or a link."""
+    return cell.replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(").replace("][", "]\\[")
 
 
 def measured(ranks: Ranks, theme: str) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ from tests.workers import Ranks
 DOC = Path(__file__).parents[2] / "docs" / "trainers.md"
 TEXT = Path(__file__).with_name("trainers.md.in")
 RESULTS = Path(__file__).with_suffix(".json")
+RUN = "<!-- run: copied tests/trainers/*cases.py: make test-trainers runs it, in an environment of its own -->"
 COMMAND = "python -m tests.trainers.table"
 PACKAGES = ("transformers", "accelerate", "peft", "lightning", "trl", "torchtitan")
 
@@ -25,7 +26,7 @@ def document(results: Results, recipes: Mapping[str, str], titles: Mapping[str, 
     """The text with the recipes and the table in it."""
     text = TEXT.read_text()
     for name, lines in recipes.items():
-        text = text.replace(f"<!-- recipe {name} -->", f"```python\n{lines}```")
+        text = text.replace(f"<!-- recipe {name} -->", f"{RUN}\n```python\n{lines}```")
     head = f"| trainer | {' | '.join(SETTINGS)} |\n|---|{'---|' * len(SETTINGS)}\n"
     rows = [
         f"| {titles[name]} | {' | '.join(_cell(results[name]['outcomes'].get(key, '-')) for key in SETTINGS)} |\n"
