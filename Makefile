@@ -98,7 +98,7 @@ dist-check: $(READY) ## build the wheel and the sdist, and try both outside of t
 	$(DIST_PYTHON) -m pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(DIST_PYTHON) -m pip install -q -c constraints.txt "$$(grep -o 'build==[0-9.]*' pyproject.toml)"
 	$(DIST_PYTHON) -m build --outdir $(DIST)/dist .
-	$(PYTHON) tests/dist_check.py $(DIST_PYTHON) $(DIST)/dist
+	$(PYTHON) -m tests.dist_check $(DIST_PYTHON) $(DIST)/dist
 
 verify-examples: $(READY) ## one training step of examples/gpt.py on 4 processes beside one device
 	.venv/bin/autopar verify examples/gpt.py:build --mesh dp=2,tp=2

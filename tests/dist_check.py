@@ -1,15 +1,20 @@
-"""`python tests/dist_check.py PYTHON FOLDER`: the wheel and the sdist of FOLDER, installed and used by PYTHON.
+"""`python -m tests.dist_check PYTHON FOLDER`: the wheel and the sdist of FOLDER, installed and used by PYTHON.
 
 `make dist-check` builds both. The environment has torch and nothing of this folder: what is missing in a package, a
 file or a dependency, fails here.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+from tests.pages.blocks import Block, blocks_of
+from tests.pages.run_blocks import run_part
 
 ROOT = Path(__file__).parent.parent
 MODEL = """
@@ -35,6 +40,7 @@ def main(python: str, folder: str) -> None:
     python = str(Path(python).absolute())
     (wheel,), (source,) = Path(folder).glob("*.whl"), Path(folder).glob("*.tar.gz")
     check_contents(wheel, source)
+    walk(python, wheel)
     for path in (wheel, source):
         again = ("--force-reinstall", "--no-deps") if path is source else ()
         limits = ("-c", str(ROOT / "constraints.txt"))
@@ -42,6 +48,19 @@ def main(python: str, folder: str) -> None:
         with tempfile.TemporaryDirectory() as place:
             try_commands(python, Path(place))
         print(f"{path.name}: installed and used")
+
+
+def walk(python: str, wheel: Path) -> None:
+    """A newcomer's path: the commands of the start page, installing among them, in the order of the page."""
+
+    def refuse(block: Block, _: Path) -> None:
+        raise AssertionError(f"{block.where}: the start page has files and commands alone")
+
+    os.environ["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copy(wheel, place)
+        run_part(blocks_of("docs/start.md"), Path(place), refuse, bin_folder=Path(python).parent, clean=True)
+    print("docs/start.md: walked")
 
 
 def check_contents(wheel: Path, source: Path) -> None:

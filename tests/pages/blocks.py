@@ -12,6 +12,7 @@ file. `text`: nothing to run. A mark is an HTML comment on the line above the fe
     <!-- run: status=1 -->           the last command ends so
     <!-- run: clean: REASON -->      run by `make dist-check` alone; here bash reads it
     <!-- run: elsewhere: REASON -->  needs a cluster; here bash or a YAML parser reads it
+    <!-- run: stand-ins: REASON -->  as elsewhere, and run with the programs of tests/pages/stand_ins
     <!-- run: copied FILES: REASON --> its lines are those of files that other tests run
     <!-- run: output COMMAND -->     what the command prints
     <!-- part NAME -->               from here on, another folder and another namespace: a test of its own

@@ -20,7 +20,7 @@ from tests.pages.blocks import GIVEN, ROOT, Block, commands, missing
 RunPython = Callable[[Block, Path], None]
 _NAMESPACES: dict[str, dict] = {}  # of the ranks of this process: folder of the part -> names
 
-# Stand-ins of what a cluster has: `srun` runs the task once, `scontrol` names this host.
+# What a cluster has: `sbatch`, `srun`, `scontrol` and `kubectl`, which run on this host what they are given.
 STAND_INS = Path(__file__).with_name("stand_ins")
 
 
