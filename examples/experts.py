@@ -3,7 +3,7 @@
 `num_prototypes` groups of experts, in each of which a token is sent to the best one; with one group it is the Switch
 Transformer. `Chosen` sends each token to the best k of all experts: the same work and the same bytes.
 
-    autopar explain examples/experts.py:prototypes_2 --mesh 8 --cluster h100 --hand ep=8
+    autopar explain examples/experts.py:prototypes_2 --mesh 4 --cluster h100 --hand ep=4
     autopar explain examples/experts.py:top_2 --mesh 8 --cluster h100
 """
 
