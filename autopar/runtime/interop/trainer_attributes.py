@@ -20,6 +20,12 @@ from autopar.errors import AutoparError
 from autopar.runtime.local_batch import LocalBatch
 from autopar.torch_compat import local_of_caller, module_of_caller
 
+_COMPILED = (
+    ": expected none for a model that autopar.compile returned, for torch.compile of its program with the collectives"
+    " takes minutes, and fails under such a trainer (InternalTorchDynamoError). Leave it out: torch_compile=False,"
+    " dynamo_backend='no'"
+)
+
 
 class TrainerAttributes(nn.Module):
     """Mixed into a sharded module's class, so that a trace, which is of the original class, sees none of it."""
@@ -40,9 +46,12 @@ class TrainerAttributes(nn.Module):
     def is_distributed_loading_by_transformers(self) -> bool:
         """Asked by transformers' Trainer: whether the model has its layout already and reduces its gradients itself.
 
-        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it.
+        AutoparError unless every rank gives its own part of the batch, as the Trainer loads it, and if it is to be
+        compiled.
         """
         self._check_own_parts("transformers.Trainer")
+        if getattr(local_of_caller("args"), "torch_compile", False):  # read by the Trainer as it is made
+            raise AutoparError(f"TrainingArguments(torch_compile=True){_COMPILED}")
         return True
 
     @property
@@ -60,6 +69,9 @@ class TrainerAttributes(nn.Module):
                 "Accelerator(mixed_precision='fp8') replaces layers of the model, which is compiled already; expected"
                 " 'no', 'fp16' or 'bf16'"
             )
+        backend = caller.state.dynamo_plugin.backend
+        if backend != "NO":
+            raise AutoparError(f"Accelerator(dynamo_backend={str(backend)!r}){_COMPILED}")
         if caller.native_amp and self not in vars(caller)["_models"]:  # of accelerate; no public name
             caller.prepare_model(self, device_placement=False, evaluation_mode=True)
         return True

@@ -84,7 +84,7 @@ class Cells(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def cells_in_a_loop(run: Run) -> Numbers:
     """nn.LSTMCell and nn.GRUCell in a loop over time"""
     return layered(run, Cells, 3, WIDTH)
@@ -214,7 +214,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def convolutions_of_all_kinds(run: Run) -> Numbers:
     """nn.Conv1d, Conv3d, depthwise, circular and reflected padding, and ConvTranspose1d to 3d"""
     found = {}
@@ -233,7 +233,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def norms_of_all_kinds(run: Run) -> Numbers:
     """nn.GroupNorm, InstanceNorm2d, LocalResponseNorm, LayerNorm over three dims, RMSNorm, ChannelShuffle"""
     found = {}
@@ -309,7 +309,7 @@ class Pooled(nn.Module):
         return self.back(*self.pool(self.conv(x)))
 
 
-@case(refused={PP: WITH_STAGES})
+@case()
 def pooled_and_put_back(run: Run) -> Numbers:
     """nn.MaxPool2d(return_indices=True) and nn.MaxUnpool2d"""
     return layered(run, Pooled, *IMAGE)

@@ -270,7 +270,7 @@ class Frequencies(Block):
         return super().forward(torch.fft.irfft(torch.fft.rfft(x) * 0.5, n=WIDTH))
 
 
-@case(refused={PP: "fft_rfft.* cannot be run on microbatches: there is no rule"})
+@case()
 def fourier_transform(run: Run) -> Numbers:
     """torch.fft along the features"""
     return stepped(run, Frequencies)

@@ -1,0 +1,52 @@
+"""What trainers ask a compiled model before its first step, as they ask it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from tests.workers import Ranks, device_mesh
+
+pytestmark = pytest.mark.multirank
+
+
+def compiled() -> nn.Module:
+    mesh = device_mesh((4,), ("dp",))
+    return autopar.compile(nn.Linear(4, 4), mesh, batch=("dp",), cluster="cpu")
+
+
+class Trainer:
+    """Reads what transformers' Trainer reads, from a frame that has its arguments."""
+
+    def __init__(self, model: nn.Module, args: Any) -> None:
+        self.is_parallel = getattr(model, "is_distributed_loading_by_transformers", False)
+
+
+class Accelerator:
+    def __init__(self, backend: str) -> None:
+        self.mixed_precision, self.native_amp = "no", False
+        self.state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend))
+
+
+def prepare(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Read the attribute as a method of accelerate does, in its module."""
+    names: dict[str, Any] = {"__name__": "accelerate.accelerator"}
+    exec("def read(self, model):\n    return getattr(model, '_is_accelerate_prepared', False)", names)
+    return names["read"](accelerator, model)
+
+
+def torch_compile_is_refused() -> None:
+    model = compiled()
+    assert Trainer(model, SimpleNamespace(torch_compile=False)).is_parallel
+    with pytest.raises(AutoparError, match=r"torch_compile=True\).*expected none.*torch_compile=False"):
+        Trainer(model, SimpleNamespace(torch_compile=True))
+    assert prepare(Accelerator("NO"), model)
+    with pytest.raises(AutoparError, match=r"dynamo_backend='INDUCTOR'\).*expected none.*dynamo_backend='no'"):
+        prepare(Accelerator("INDUCTOR"), model)
+
+
+def test_a_trainer_that_would_compile_the_program_is_refused_as_it_is_made(ranks4: Ranks) -> None:
+    ranks4.run(torch_compile_is_refused)
