@@ -79,12 +79,17 @@ class AllSplit:
         return autopar.compile(model, mesh, cluster="free-links", **options)
 
 
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # by which trainers know of several
+
+
 def run_case(name: str, setting: str, folder: str) -> Numbers | str:
     """What the case called `name` returns on this rank, or the error that it raised."""
     from tests.trainers import runs
 
     torch.manual_seed(0)
     mesh: Any = OneRank()
+    for variable in OF_RANKS:  # a library that is imported by the tests may have set some
+        os.environ.pop(variable, None)
     if setting:
         shape, axes = SETTINGS[setting]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
