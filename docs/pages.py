@@ -1,8 +1,11 @@
-"""A hook of mkdocs: fills `<!-- cli -->` with what the command's help says."""
+"""Hooks of mkdocs: `<!-- cli -->` becomes the help of the command, and nothing is fetched when a page is viewed."""
 
 import argparse
 import os
+import re
 from typing import Any
+
+from mkdocs.exceptions import PluginError
 
 from autopar.cli.main import _parser
 
@@ -10,6 +13,13 @@ from autopar.cli.main import _parser
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with the help of each subcommand in the place of the mark."""
     return markdown.replace("<!-- cli -->", _commands()) if "<!-- cli -->" in markdown else markdown
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The page as it is; PluginError if a browser would fetch anything for it from elsewhere."""
+    if found := re.search(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*', output):
+        raise PluginError(f"{page.file.src_path}: {found[0]} is fetched from elsewhere; put it into docs")
+    return output
 
 
 def _commands() -> str:
