@@ -340,6 +340,13 @@ def test_step_hooks_of_others() -> None:
     assert torch_compat.has_step_hooks(optimizer)
 
 
+def test_masks_that_transformers_drops() -> None:
+    """Each tells whether attention does without the mask."""
+    masks = pytest.importorskip("transformers.masking_utils")
+    assert masks._ignore_causal_mask_sdpa(None, 4, 4, 0, 0)
+    assert not masks._ignore_bidirectional_mask_sdpa(torch.tensor([[True, False]]), 2)
+
+
 def test_every_member_is_here() -> None:
     """What the package touches of torch's objects is listed, and what is listed is touched here."""
     root = Path(torch_compat.__file__).parent
