@@ -340,26 +340,19 @@ def test_step_hooks_of_others() -> None:
     assert torch_compat.has_step_hooks(optimizer)
 
 
-def test_masks_that_transformers_drops() -> None:
-    """Each tells whether attention does without the mask."""
-    masks = pytest.importorskip("transformers.masking_utils")
-    assert masks._ignore_causal_mask_sdpa(None, 4, 4, 0, 0)
-    assert not masks._ignore_bidirectional_mask_sdpa(torch.tensor([[True, False]]), 2)
-
-
 def test_every_member_is_here() -> None:
     """What the package touches of torch's objects is listed, and what is listed is touched here."""
-    root = Path(torch_compat.__file__).parent
-    trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+    trees = {path: ast.parse(path.read_text()) for path in sorted(Path(torch_compat.__file__).parent.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _defined(tree)} | {"_replace", "_C", "_getframe"}
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 is_listed = node.attr in own or node.attr in torch_compat.MEMBERS or path.name == "torch_compat.py"
                 assert is_listed, f"{path}:{node.lineno}: {node.attr} of torch?"
-    text = Path(__file__).read_text()
+    masks = pytest.importorskip("transformers.masking_utils")
+    assert masks._ignore_causal_mask_sdpa(None, 4, 4, 0, 0) and masks._ignore_bidirectional_mask_sdpa(None, 4)
     assert DTensor._make_wrapper_subclass(DTensor, (2, 3), dtype=torch.float16).shape == (2, 3)
-    assert [name for name in torch_compat.MEMBERS if f".{name}" not in text] == []
+    assert [name for name in torch_compat.MEMBERS if f".{name}" not in Path(__file__).read_text()] == []
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
