@@ -12,6 +12,7 @@ import torch
 
 from autopar.answers.smallest_change import SmallestChange, by_bisection, by_trial, format_changes
 from autopar.answers.step_terms import AnyPlan
+from autopar.cli.interrupt import giving_up, until_interrupt
 from autopar.costmodel.cluster.load_cluster import Cluster
 from autopar.costmodel.memory import usable_memory_bytes
 from autopar.costmodel.training import OPTIMIZER_STATE_BYTES
@@ -133,19 +134,20 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 def fit(task: FitTask, *, as_json: bool) -> int:
     """Print whether a plan fits, and if none does, the smallest changes with which one would."""
-    refusal, changes, told = "", tuple[SmallestChange, ...](), ""
-    with status() as tell:
+    refusal, changes, told, ended = "", tuple[SmallestChange, ...](), "", 0
+    with status() as tell, giving_up():
         tell("plan")
         try:
             plan = task.plan()
             peak = max(plan.peak_bytes or plan.memory_bytes)
             told = f"A plan fits: {format_seconds(plan.step_s)} a step, {format_bytes(peak)} on a device."
         except InfeasibleError as error:
-            refusal, changes = str(error), tuple(smallest_changes(task, tell))
+            refusal = str(error)
+            changes, ended = until_interrupt(smallest_changes(task, tell), "changes were tried")
             told = f"{refusal}\n\nEach of these alone would make a plan fit:\n{format_changes(changes)}"
     content = {"refusal": refusal, "changes": [_plain(each) for each in changes]}
     print(json.dumps(content, indent=1) if as_json else told)
-    return 0 if not refusal or any(each.plan is not None for each in changes) else 2
+    return ended or (0 if not refusal or any(each.plan is not None for each in changes) else 2)
 
 
 def _plain(each: SmallestChange) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from autopar.cli.calibrate_command import add_calibrate
 from autopar.cli.diff_command import add_diff
 from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.hand_option import plan_by_hand, written_json, written_text
-from autopar.cli.question_options import add_questions, are_asked, parse_pin, tell_answers
+from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
+from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
 from autopar.codegen.emit import emit
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status.
 
     0: done and, for verify, equal; 1: not equal, or for --fail-if the plan is as it says; 2: failed, the reason is on
-    stderr.
+    stderr; 130: ended by Ctrl-C, with what was found by then, if anything.
     """
     options = _parser().parse_args(argv)
     try:
@@ -73,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AutoparError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return STATUS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,13 +215,14 @@ def parse_bytes(text: str) -> float:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    is_asked = are_asked(options)
-    with status() as tell:
+    is_asked, ended = are_asked(options), 0
+    with status() as tell, giving_up() if is_asked else nullcontext():
         tell("load")
         example = load_target(options.target)
         written = _planned(options, example, tell)
         plan = written.plan if isinstance(written, WrittenPlan) else written
-        answers = tell_answers(options, _asked(options, plan, tell), example.model) if is_asked else ()
+        asked = answers_to(options, _asked(options, plan, tell), example.model) if is_asked else ()
+        answers, ended = until_interrupt(asked, "questions were answered")
     if options.save:
         plan.save(options.save)
     if options.trace:
@@ -233,7 +239,7 @@ def _explain(options: argparse.Namespace) -> int:
         print(json.dumps(plan_json(plan) | written_json(written), indent=1))
     else:
         print("\n\n".join(filter(None, (plan.explain(), written_text(written)))))
-    return _refused(options, plan)
+    return ended or _refused(options, plan)
 
 
 def _refused(options: argparse.Namespace, plan: Plan | StagedPlan) -> int:

@@ -63,12 +63,8 @@ def are_asked(options: argparse.Namespace) -> bool:
     return is_asked
 
 
-def tell_answers(options: argparse.Namespace, asked: Asked, model: nn.Module) -> tuple[Answer | Ranking, ...]:
+def answers_to(options: argparse.Namespace, asked: Asked, model: nn.Module) -> Iterator[Answer | Ranking]:
     """The answers to all questions, in the order --why, --why-not, --top."""
-    return tuple(_answers(options, asked, model))
-
-
-def _answers(options: argparse.Namespace, asked: Asked, model: nn.Module) -> Iterator[Answer | Ranking]:
     for name in options.why:
         yield why(asked, name)
     for text in options.why_not:

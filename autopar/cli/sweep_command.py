@@ -4,12 +4,14 @@ import argparse
 import math
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.answers.scaling import ScalingPoint, batch_of, format_points, point_of, points_csv, points_json
+from autopar.cli.interrupt import until_interrupt
 from autopar.cli.pictures import can_draw, draw_scaling
 from autopar.costmodel.cluster.load_cluster import load_cluster
 from autopar.costmodel.training import Training
@@ -97,13 +99,13 @@ def _sweep(options: argparse.Namespace) -> int:
     with status() as tell:
         tell(f"trace {options.target}")
         _graph(options.target, tasks[0].batch)  # an error of the target is told before all else
-        points = tuple(_planned(tasks, tell))
+        points, ended = until_interrupt(_planned(tasks, tell), f"of {len(tasks)} points were planned")
     if options.csv:
         write(options.csv, points_csv(points))
     if options.picture:
         draw_scaling(points, options.picture)
     print(points_json(points) if options.json else format_points(points))
-    return 0 if any(not point.error for point in points) else 2
+    return ended or (0 if any(not point.error for point in points) else 2)
 
 
 def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
@@ -127,7 +129,13 @@ def _planned(tasks: Sequence[PointTask], tell: Callable[[str], None]) -> Iterato
             yield task.plan()
         return
     multiprocessing.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver")) as pool:
+    alone = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}  # Ctrl-C reaches them as well
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), **alone)
+    try:
         for number, point in enumerate(pool.map(PointTask.plan, tasks)):
             tell(f"{number + 1} of {len(tasks)} points")
             yield point
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in multiprocessing.active_children():  # after Ctrl-C each is in the middle of a point
+            worker.terminate()
