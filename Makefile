@@ -1,6 +1,6 @@
 # Every target that needs the environment makes it first; on a fresh machine `make demo` and `make test` are all there is to type.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table lint docs dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
+.PHONY: help setup demo test test-more test-full test-journey test-fast test-emulated test-models models-table test-libraries libraries-table test-trainers trainers-table test-page page-library lint docs dist-check verify-examples bench bench-step bench-search bench-scaling bench-papers bench-pipeline bench-memory gpu-check readme clean
 
 SYSTEM_PYTHON := $(shell command -v python3.11 || command -v python3)
 READY := .venv/.ready
@@ -80,6 +80,13 @@ test-trainers: $(TRAINERS_READY) ## trainers of other libraries on 4 processes b
 
 trainers-table: $(TRAINERS_READY) ## the same runs, written to docs/trainers.md
 	$(TRAINERS) -m tests.trainers.table
+
+test-page: $(READY) ## the pages of `--html` in a headless browser, by what a person does; installs Debian's chromium where there is none
+	command -v chromium && command -v chromedriver || { apt-get update -qq && apt-get install -y -qq chromium chromium-driver; }
+	$(PYTHON) -m pytest -m "" tests/page
+
+page-library: ## bundle the libraries of the pages anew, with the versions of page-library/package.json; needs npm
+	cd page-library && npm install --no-audit --no-fund --no-package-lock && npm run build
 
 lint: $(READY) ## ruff over everything: rules and format; pyrefly over the package: types
 	$(PYTHON) -m ruff check .

@@ -28,11 +28,12 @@ def build():
 COMMANDS = (
     ("--help",),
     ("explain", "net.py:build", "--mesh", "dp=2,tp=2", "--cluster", "h100", "--save", "net.plan.json"),
+    ("explain", "net.py:build", "--mesh", "2", "--cluster", "h100", "--html", "net.html"),
     ("explain", "vgg13", "--mesh", "4", "--cluster", "cpu", "--fail-if", "gap > 50%"),
     ("verify", "net.py:build", "--mesh", "dp=2,tp=1", "--plan", "net.plan.json.none"),
     ("verify", "net.py:build", "--mesh", "dp=2", "--hand", "ddp"),
 )
-FAILS = 3  # number of the command with a file that is not there
+FAILS = 4  # number of the command with a file that is not there
 
 
 def main(python: str, folder: str) -> None:
@@ -64,8 +65,9 @@ def walk(python: str, wheel: Path) -> None:
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """Both have every module, the marker of types and the licence, and nothing of tests."""
+    """Both have every module, what pages are made of, the marker of types and the licence, and nothing of tests."""
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "autopar").rglob("*.py")} | {"autopar/py.typed"}
+    modules |= {str(path.relative_to(ROOT)) for path in (ROOT / "autopar" / "page" / "app").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert modules <= names, f"not in the wheel: {sorted(modules - names)}"

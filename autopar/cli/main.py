@@ -17,6 +17,7 @@ from autopar.cli.diff_command import add_diff
 from autopar.cli.fit_command import FitTask, add_fit, fit
 from autopar.cli.hand_option import plan_by_hand, written_json, written_text
 from autopar.cli.interrupt import STATUS, giving_up, until_interrupt
+from autopar.cli.page_option import write_plan_page
 from autopar.cli.question_options import add_questions, answers_to, are_asked, parse_pin
 from autopar.cli.schedule_command import add_schedule
 from autopar.cli.sweep_command import add_sweep
@@ -28,10 +29,12 @@ from autopar.costmodel.training import REDUCE_DTYPES, Training
 from autopar.errors import AutoparError
 from autopar.explain.explain_plan import plan_json, plan_trace
 from autopar.ir.export.meta_copy import skeleton
+from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import PIPELINE, Mesh, parse_devices, stages_first
 from autopar.models.catalogue import MODELS, Example
 from autopar.models.target import load_target
+from autopar.page.write_page import can_write
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.budget import Watch
 from autopar.planner.choose import choose_plan
@@ -131,6 +134,10 @@ def _add_output(explain: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "--watch", metavar="DIR", help="write every artifact of planning (graph, prices, choice, ...) as a text file"
     )
+    explain.add_argument(
+        "--html", metavar="FILE", help="write a page of the plan, with hand plans beside it, for a browser"
+    )
+    explain.add_argument("--plan", metavar="FILE", help="explain the plan of this file instead of searching")
     explain.add_argument("--save", metavar="FILE", help="write the plan")
     explain.add_argument(
         "--fail-if",
@@ -216,6 +223,8 @@ def parse_bytes(text: str) -> float:
 
 def _explain(options: argparse.Namespace) -> int:
     is_asked, ended = are_asked(options), 0
+    if options.html:
+        can_write(options.html, "--html")
     with status() as tell, giving_up() if is_asked else nullcontext():
         tell("load")
         example = load_target(options.target)
@@ -223,6 +232,8 @@ def _explain(options: argparse.Namespace) -> int:
         plan = written.plan if isinstance(written, WrittenPlan) else written
         asked = answers_to(options, _asked(options, plan, tell), example.model) if is_asked else ()
         answers, ended = until_interrupt(asked, "questions were answered")
+        if options.html:
+            _write_page(options, plan, example, tell)
     if options.save:
         plan.save(options.save)
     if options.trace:
@@ -240,6 +251,14 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(filter(None, (plan.explain(), written_text(written)))))
     return ended or _refused(options, plan)
+
+
+def _write_page(options: argparse.Namespace, plan: Plan | StagedPlan, example: Example, tell: Tell) -> None:
+    """The page of --html: of the plan that is searched, and of that of --hand beside it."""
+    beside = {options.hand: plan} if options.hand else {}
+    found = _found(options, plan.graph, tell) if options.hand else plan
+    title = f"{options.target} on {found.mesh.num_devices} devices of {found.cluster.name}"
+    write_plan_page(options.html, title, {"this plan": found} | beside, example.model, _request(options), tell)
 
 
 def _refused(options: argparse.Namespace, plan: Plan | StagedPlan) -> int:
@@ -313,16 +332,22 @@ def _plan(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | S
 def _planned(options: argparse.Namespace, example: Example, tell: Tell) -> Plan | StagedPlan | WrittenPlan:
     tell("trace")
     graph = trace(skeleton(example.model), example.args, dict(example.kwargs))
-    if getattr(options, "plan", None):
+    if options.plan:
+        if options.hand:
+            raise AutoparError(f"--plan {options.plan} and --hand {options.hand} are two plans; give one of them")
         return staged_plan.loads(read(options.plan), graph, options.mesh)
     cluster = load_cluster(options.cluster)
     if options.hand:
         _check_whole(options)
         mesh = options.mesh if isinstance(options.mesh, Mesh) else factorise(options.mesh.num_devices, cluster)[0]
         return plan_by_hand(options.hand, example.model, graph, mesh, cluster, _request(options))
-    return choose_plan(
-        graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=_watching(options)
-    )
+    return _found(options, graph, tell)
+
+
+def _found(options: argparse.Namespace, graph: Graph, tell: Tell) -> Plan | StagedPlan:
+    """The plan that is searched for `graph`."""
+    cluster, watch = load_cluster(options.cluster), _watching(options)
+    return choose_plan(graph, options.mesh, cluster, _request(options), progress=tell, predict=rank_peaks, watch=watch)
 
 
 def _asked(options: argparse.Namespace, plan: Plan | StagedPlan, tell: Tell) -> Asked:

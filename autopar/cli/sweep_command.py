@@ -21,6 +21,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.mesh import Devices
 from autopar.models.target import NO_SIZES, load_target
+from autopar.page.page_data import sweep_page
+from autopar.page.plan_view import PlanView, plan_view
+from autopar.page.write_page import can_write, write_page
 from autopar.peak_memory.predict import rank_peaks
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest
@@ -51,6 +54,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--csv", metavar="FILE", help="write the points as CSV too, which autopar schedule reads")
+    parser.add_argument("--html", metavar="FILE", help="write a page of the points and their plans, for a browser")
     parser.add_argument("--picture", metavar="FILE", help="draw speed and MFU over devices (needs matplotlib)")
     parser.set_defaults(run=_sweep)
 
@@ -72,16 +76,22 @@ class PointTask:
     batch: int
     request: PlanRequest
     price_per_hour: float
+    has_view: bool = False
 
-    def plan(self) -> ScalingPoint:
-        """The point; one with an error where there is no plan."""
+    def plan(self) -> "Planned":
+        """The point, one with an error where there is no plan, and a page's view of its plan if asked for."""
         graph, cluster = _graph(self.target, self.batch), load_cluster(self.cluster)
         try:
             plan = choose_plan(graph, Devices(self.devices), cluster, self.request, predict=rank_peaks)
         except AutoparError as error:
             samples, tokens = batch_of(graph)
-            return ScalingPoint(self.target, cluster.name, self.devices, samples, tokens, error=str(error))
-        return point_of(self.target, plan, self.price_per_hour)
+            return ScalingPoint(self.target, cluster.name, self.devices, samples, tokens, error=str(error)), None
+        point = point_of(self.target, plan, self.price_per_hour)
+        name = f"{point.devices} devices of {point.cluster}, batch {point.batch}"
+        return point, plan_view(name, plan) if self.has_view else None
+
+
+Planned = tuple[ScalingPoint, PlanView | None]
 
 
 @lru_cache(maxsize=2)
@@ -95,11 +105,16 @@ def _sweep(options: argparse.Namespace) -> int:
         raise AutoparError(f"--price {options.price}: expected a price of 0 or more for an hour of a device")
     if options.picture:
         can_draw("sweep")
+    if options.html:
+        can_write(options.html, "--html")
     tasks = tuple(_tasks(options))
     with status() as tell:
         tell(f"trace {options.target}")
         _graph(options.target, tasks[0].batch)  # an error of the target is told before all else
-        points, ended = until_interrupt(_planned(tasks, tell), f"of {len(tasks)} points were planned")
+        planned, ended = until_interrupt(_planned(tasks, tell), f"of {len(tasks)} points were planned")
+    points = tuple(point for point, _ in planned)
+    if options.html:
+        write_page(options.html, sweep_page(f"{options.target} over devices", planned))
     if options.csv:
         write(options.csv, points_csv(points))
     if options.picture:
@@ -115,10 +130,12 @@ def _tasks(options: argparse.Namespace) -> Iterator[PointTask]:
         for devices in options.devices:
             each = options.batch_per_device
             for batch in [size * devices for size in each] if each else options.batch:
-                yield PointTask(options.target, cluster, devices, batch, request, options.price)
+                yield PointTask(
+                    options.target, cluster, devices, batch, request, options.price, has_view=bool(options.html)
+                )
 
 
-def _planned(tasks: Sequence[PointTask], tell: Callable[[str], None]) -> Iterator[ScalingPoint]:
+def _planned(tasks: Sequence[PointTask], tell: Callable[[str], None]) -> Iterator[Planned]:
     """The points, in order; several at a time where there are several cores."""
     workers = min(
         len(tasks), os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))

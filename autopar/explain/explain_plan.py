@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.explain.memory_over_time import memory_over_time
 from autopar.explain.report import report
+from autopar.explain.short_html import short_html
 from autopar.explain.staged_text import format_staged, staged_json
 from autopar.explain.step_events import step_events
 from autopar.explain.text import format_report
@@ -21,6 +22,11 @@ def explain(plan: Plan | StagedPlan) -> str:
 def plan_json(plan: Plan | StagedPlan) -> dict[str, Any]:
     """The content of `explain` as plain dicts, lists, strings and numbers."""
     return staged_json(plan) if isinstance(plan, StagedPlan) else report(plan).as_json()
+
+
+def plan_html(plan: Plan | StagedPlan) -> str:
+    """The plan in short as HTML, for notebooks."""
+    return short_html(plan)
 
 
 def plan_trace(plan: Plan | StagedPlan) -> str:

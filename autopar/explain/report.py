@@ -1,7 +1,7 @@
 """The content of `explain` for a plan without stages, as data for text and JSON."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any
@@ -216,10 +216,10 @@ def _by_owner(plan: Plan) -> dict[str, tuple[CollectiveRow, ...]]:
     for planned in plan.costs.collectives:
         owner = owners.get(planned.where, planned.where)
         by_owner.setdefault(plan.folded.representative[owner], []).append(planned)
-    return {owner: _grouped(planned, plan.costs, plan.mesh) for owner, planned in by_owner.items()}
+    return {owner: collective_rows(planned, plan.costs, plan.mesh) for owner, planned in by_owner.items()}
 
 
-def _grouped(planned: list[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
+def collective_rows(planned: Sequence[PlannedCollective], costs: Costs, mesh: Mesh) -> tuple[CollectiveRow, ...]:
     """Rows of equal collectives, forward first, otherwise in the order in which they are issued."""
     counts: Counter[Collective] = Counter()
     times: defaultdict[Collective, float] = defaultdict(float)

@@ -39,6 +39,12 @@ class BasePlan(ABC):
 
         return explain(cast(Any, self))
 
+    def _repr_html_(self) -> str:
+        """The plan in short, as notebooks show it."""
+        from autopar.explain.explain_plan import plan_html  # the layer above, which reads plans
+
+        return plan_html(cast(Any, self))
+
     def dumps(self) -> str:
         """The plan as JSON text, with the fingerprint of the graph in place of the graph."""
         return serialise.dumps(self.SAVED, self)

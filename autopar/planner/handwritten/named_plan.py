@@ -1,11 +1,13 @@
 """`named_plan`: the plan of a graph that a hand plan's text describes."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from autopar.costmodel.cluster.hardware import Cluster
 from autopar.ir.folding.fold import fold
+from autopar.ir.folding.segments import ends_apart, segmented
 from autopar.ir.graph import Graph
 from autopar.mesh import Mesh
 from autopar.planner.budget import Budget
@@ -20,18 +22,32 @@ def named_plan(text: str, model: nn.Module, graph: Graph, mesh: Mesh, cluster: C
     """The hand plan `text` of `model`, traced as `graph`, with the buckets of parameters that are fastest for it, as it
     is priced beside plans that are searched. PlanError if `text` is none on this mesh.
     """
-    plan, request = parse_hand_plan(text, mesh), request.on(cluster)
+    return next(named_plans((text,), model, graph, mesh, cluster, request))
+
+
+def named_plans(
+    texts: Iterable[str], model: nn.Module, graph: Graph, mesh: Mesh, cluster: Cluster, request: PlanRequest
+) -> Iterator[Plan]:
+    """The hand plan of each text, as `named_plan` gives it."""
+    plans, request = {text: parse_hand_plan(text, mesh) for text in texts}, request.on(cluster)
+    if not plans:
+        return
     graph = request.training.reduced(graph)
-    problem = Setting(graph, mesh, cluster, request, Budget.of()).problem(fold(graph))
-    styles = hf_styles(model) if plan.is_hf else NO_STYLES
-    assignment = hand_plan(plan, graph, problem.folded, problem.everything, mesh, styles=styles)
-    choice = problem.encode(assignment)
-    by_hand = plan_of(
-        graph,
-        assignment if choice is None else problem.decode(choice),
-        mesh,
-        cluster,
-        training=request.training,
-        memory_limit_bytes=request.limit_bytes,
-    )
-    return replace(by_hand, found_by=f"hand plan {text}")
+    folded = fold(graph)
+    apart = segmented(
+        folded, graph, ends_apart(folded)
+    )  # as a search has it: first and last copies may be bucketed apart
+    problem = Setting(graph, mesh, cluster, request, Budget.of()).problem(apart)
+    for text, plan in plans.items():
+        styles = hf_styles(model) if plan.is_hf else NO_STYLES
+        assignment = hand_plan(plan, graph, problem.folded, problem.everything, mesh, styles=styles)
+        choice = problem.encode(assignment)
+        by_hand = plan_of(
+            graph,
+            assignment if choice is None else problem.decode(choice),
+            mesh,
+            cluster,
+            training=request.training,
+            memory_limit_bytes=request.limit_bytes,
+        )
+        yield replace(by_hand, found_by=f"hand plan {text}")
